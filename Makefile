@@ -1,0 +1,45 @@
+# Every target sets up its own .venv: on a fresh machine `make pretrain` or `make test` is the whole command.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+RANKS ?= 4
+OUT ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help install pretrain test soak bench check format clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## set up .venv with the tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --progress-bar on -c constraints.txt torch==2.13.0
+	$(RUN) -m pip install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+pretrain: $(STAMP) ## the main job: a GPT learns Python's standard library on a 2x2 mesh of CPU processes
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --tp 2 --pp 2 --out $(OUT)
+
+test: $(STAMP) ## the whole suite: every layout against the unsharded model
+	$(RUN) -m pytest
+
+soak: $(STAMP) ## the long proofs too
+	$(RUN) -m pytest -m "slow or not slow"
+
+bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
+	$(RUN) -m pytest bench -q --benchmark-columns=median,iqr,rounds
+
+check: $(STAMP) ## ruff, format and pyright
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+format: $(STAMP) ## put the code in its one format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## forget .venv, caches and demo runs
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .benchmarks build *.egg-info

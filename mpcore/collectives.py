@@ -1,0 +1,279 @@
+"""Floor 2: the collectives on one axis, as dual pairs of autograd functions.
+
+How a tensor lives on an axis:
+    I     the same on every rank, and so is its gradient
+    R     the same on every rank; each rank's gradient is one term of a pending sum
+    S(d)  each rank holds a shard of dimension d
+    P     each rank holds one term of a pending sum
+
+    function         in -> out     backward is
+    copy             I -> R        reduce
+    reduce           P -> I        copy (identity)
+    split            I -> S(d)     gather
+    gather           S(d) -> I     split
+    all_gather       S(d) -> R     reduce_scatter
+    reduce_scatter   P -> S(d)     all_gather
+    all_to_all       S(c) -> S(s)  all_to_all with the dimensions exchanged
+
+Each backward calls its dual, so gradients of gradients work too. On an axis of size 1 each returns its input. No input
+and no incoming gradient is ever written to: torch's functional collectives make a new tensor.
+
+Shards may be uneven: `shard_sizes(10, 4) == [3, 3, 2, 2]`. Where a rank can't know the whole length from its own shard
+(gather, all_gather, all_to_all), `length` gives it; without it, all shards are taken to be equal.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual, g and its dual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from mpcore.mesh import Axis
+
+_ops = torch.ops._c10d_functional
+
+
+def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
+    """Length of each rank's shard of a dimension, the longer ones first.
+
+    Args:
+        length: length of the whole dimension, a multiple of `unit`.
+        size: number of ranks.
+        unit: what may not be cut, such as `head_dim`.
+    """
+    if length % unit:
+        raise ValueError(f"length {length} is not a multiple of the unit {unit}")
+    whole, rest = divmod(length // unit, size)
+    return [(whole + (rank < rest)) * unit for rank in range(size)]
+
+
+def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
+    """Start and end of this rank's shard of a dimension of `length`, cut as by `shard_sizes`."""
+    sizes = shard_sizes(length, axis.size, unit)
+    start = sum(sizes[: axis.rank])
+    return start, start + sizes[axis.rank]
+
+
+# --- on plain tensors: no autograd, always a new tensor -----------------------------------------------------------
+
+
+def wait(x: Tensor) -> Tensor:
+    """Wait for a collective that a `start_` function began, and return its result."""
+    return _ops.wait_tensor(x)
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Begin to reduce `x` over the axis; `wait` gives the result, in a new contiguous tensor."""
+    return _ops.all_reduce(x, op, _group(axis))
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1."""
+    return x if axis.size == 1 else wait(start_all_reduce(x, axis, op))
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Begin to gather equal shards along dimension 0; `wait` gives the result."""
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, _group(axis))
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """Begin to sum over the axis and keep this rank's equal shard of dimension 0; `wait` gives the result."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, _group(axis))
+
+
+def _group(axis: Axis) -> str:
+    if axis.group is None:
+        raise ValueError(f"the {axis.name} axis of size {axis.size} has no process group: make it with build_mesh")
+    return axis.group_name
+
+
+def _gather(x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
+    sizes = _checked_sizes(x, axis, dim, length)
+    longest = sizes[0]
+    front = x.movedim(dim, 0)
+    if front.shape[0] < longest:
+        front = torch.cat([front, front.new_zeros(longest - front.shape[0], *front.shape[1:])])
+    out = wait(start_all_gather(front, axis))
+    if dim % x.dim() == 0 and sizes[-1] == longest:
+        return out
+    parts = [part.narrow(0, 0, n).movedim(0, dim) for part, n in zip(out.split(longest), sizes, strict=True)]
+    return torch.cat(parts, dim)
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    sizes = shard_sizes(x.shape[dim], axis.size)
+    longest = sizes[0]
+    front = x.movedim(dim, 0)
+    if sizes[-1] != longest:
+        front = torch.cat([F.pad(part.movedim(0, -1), (0, longest - part.shape[0])).movedim(-1, 0)
+                           for part in front.split(sizes)])  # fmt: skip
+    out = wait(start_reduce_scatter(front, axis)).narrow(0, 0, sizes[axis.rank])
+    return out.movedim(0, dim).contiguous()
+
+
+def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    start, end = shard_range(x.shape[dim], axis)
+    return x.narrow(dim, start, end - start).contiguous()
+
+
+def _all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None) -> Tensor:
+    concat_sizes = _checked_sizes(x, axis, concat_dim, concat_length)
+    split = shard_sizes(x.shape[split_dim], axis.size)
+    send = torch.cat([part.reshape(-1) for part in x.split(split, split_dim)])
+    shapes = []
+    for n in concat_sizes:  # what each peer sends: its shard of concat_dim, this rank's shard of split_dim
+        shape = list(x.shape)
+        shape[split_dim], shape[concat_dim] = split[axis.rank], n
+        shapes.append(shape)
+    other = x.numel() // max(x.shape[split_dim], 1)
+    receive_sizes = [torch.Size(shape).numel() for shape in shapes]
+    out = wait(_ops.all_to_all_single(send, receive_sizes, [n * other for n in split], _group(axis)))
+    parts = [part.view(shape) for part, shape in zip(out.split(receive_sizes), shapes, strict=True)]
+    return torch.cat(parts, concat_dim)
+
+
+def _checked_sizes(x: Tensor, axis: Axis, dim: int, length: int | None) -> list[int]:
+    if length is None:
+        return [x.shape[dim]] * axis.size
+    sizes = shard_sizes(length, axis.size)
+    if x.shape[dim] != sizes[axis.rank]:
+        raise ValueError(
+            f"dimension {dim} of this shard has length {x.shape[dim]}, but rank {axis.rank} of the {axis.name} axis "
+            f"of size {axis.size} holds {sizes[axis.rank]} of {length}"
+        )
+    return sizes
+
+
+# --- with autograd: the dual pairs --------------------------------------------------------------------------------
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _Reduce.apply(dy, ctx.axis), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _Copy.apply(dy, ctx.axis), None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
+        return _split(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _Gather.apply(dy, ctx.axis, ctx.dim, ctx.length), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(x, axis, dim, length)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _Split.apply(dy, ctx.axis, ctx.dim), None, None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(x, axis, dim, length)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _ReduceScatter.apply(dy, ctx.axis, ctx.dim), None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
+        return _reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _AllGather.apply(dy, ctx.axis, ctx.dim, ctx.length), None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None) -> Tensor:
+        ctx.axis, ctx.split_dim, ctx.concat_dim, ctx.split_length = axis, split_dim, concat_dim, x.shape[split_dim]
+        return _all_to_all(x, axis, split_dim, concat_dim, concat_length)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        dx = _AllToAll.apply(dy, ctx.axis, ctx.concat_dim, ctx.split_dim, ctx.split_length)
+        return dx, None, None, None, None
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """I -> R. Identity; in backward the ranks' gradients are summed. Megatron's f."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """P -> I. Sum over the axis; identity in backward. Megatron's g."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """I -> S(dim). This rank's shard of `x`; in backward the shards' gradients are gathered."""
+    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+
+
+def gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
+    """S(dim) -> I. The whole tensor, for a consumer that does the same on every rank; backward keeps the own shard.
+
+    Args:
+        x: this rank's shard.
+        length: length of the whole dimension where shards are uneven.
+    """
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim, length)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
+    """S(dim) -> R. The whole tensor, for a consumer that does other work on every rank; backward is reduce_scatter.
+
+    Args:
+        x: this rank's shard.
+        length: length of the whole dimension where shards are uneven.
+    """
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, length)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """P -> S(dim). Sum over the axis, of which each rank keeps its shard; backward is all_gather."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
+    """S(concat_dim) -> S(split_dim). What was cut along one dimension is whole again, and another is cut.
+
+    Args:
+        x: this rank's shard; `split_dim` is whole here.
+        concat_length: length of the whole `concat_dim` where its shards are uneven.
+    """
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)

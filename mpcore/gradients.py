@@ -1,0 +1,163 @@
+"""Floor 4: what happens to gradients between backward and the optimizer step, on any mesh.
+
+Everything is derived from what layers declare of their parameters (`mpcore.sharding`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mpcore.collectives import all_reduce
+from mpcore.mesh import Axis, Mesh
+from mpcore.sharding import Shard, local_tensor, owners, sharding_of
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, *over: Axis) -> None:
+    """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
+
+    Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
+    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an axis,
+    in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no gradient on some rank counts as
+    zero there; one that got none on any rank keeps None.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        over: axes over which every parameter is replicated with other data on each rank, and which nothing else reduces:
+            `mesh.data` for plain data parallelism without `fully_shard`.
+    """
+    pending: dict[str, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
+    for name, module, leaf, parameter in owners(model):
+        if not parameter.requires_grad:
+            continue
+        sharding = sharding_of(module, leaf, parameter)
+        wanted = [(axis, None) for axis in (*sharding.partial, *over) if axis.size > 1]
+        wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
+        for axis, shard in wanted:
+            pending.setdefault(axis.name, (axis, []))[1].append((name, parameter, shard))
+    for _, (axis, entries) in sorted(pending.items()):  # the same order on every rank
+        _reduce_pending(axis, sorted(entries, key=lambda entry: entry[0]))
+
+
+def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]]) -> None:
+    wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
+    present = torch.tensor([p.grad is not None for _, p, _ in entries], dtype=wide)
+    for _, parameter, _ in entries:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
+    flat = torch.cat([present.to(parts[0].device), *(part.reshape(-1) for part in parts)])
+    present, *sums = all_reduce(flat, axis).split([len(entries), *(part.numel() for part in parts)])
+    found = present.tolist() if any(p.grad is None for _, p, _ in entries) or not flat.is_cuda else None
+    for i, ((_, parameter, shard), part, total) in enumerate(zip(entries, parts, sums, strict=True)):
+        if found is not None and found[i] == 0:
+            parameter.grad = None
+        else:
+            _store_part(parameter, shard, total.view_as(part))
+
+
+def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if shard is None:
+        return local_tensor(grad)
+    # Replicas may lie in different data shards on different ranks, so they are summed whole.
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    mine, slots = _replica_slots(shard)
+    front = whole.movedim(shard.dim, 0)
+    part = front.new_zeros(len(shard.replicated), *front.shape[1:])
+    part[slots] = front[mine]
+    return part
+
+
+def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> None:
+    grad = parameter.grad
+    assert grad is not None
+    if shard is None:
+        local_tensor(grad).copy_(total)
+        return
+    mine, slots = _replica_slots(shard)
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    whole.movedim(shard.dim, 0)[mine] = total[slots].to(whole.dtype)
+    if isinstance(grad, DTensor):
+        start, end = _data_run(grad)
+        grad.to_local().copy_(whole[start:end])
+
+
+def _replica_slots(shard: Shard) -> tuple[list[int], list[int]]:
+    slot = {index: i for i, index in enumerate(shard.replicated)}
+    held = [index for start, end in shard.mine for index in range(start, end)]
+    mine = [i for i, index in enumerate(held) if index in slot]
+    return mine, [slot[held[i]] for i in mine]
+
+
+def _data_run(x: DTensor) -> tuple[int, int]:
+    """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
+    from_start = x.device_mesh.get_local_rank(x.device_mesh.ndim - 1)
+    size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
+    start = min(from_start * size, x.shape[0])
+    return start, start + x.to_local().shape[0]
+
+
+@torch.no_grad()
+def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
+    """The p-norm of the whole model's gradient, every logical element counted once, the same on every rank.
+
+    Args:
+        model: the model, or this rank's stage of it, after `reduce_gradients`.
+        mesh: the mesh it lies on.
+        p: 1, 2, ... or `math.inf`.
+
+    Returns:
+        An fp64 scalar tensor.
+    """
+    norms = [torch.linalg.vector_norm(g, p, dtype=torch.float64) for g in _owned_gradients(model, mesh) if g.numel()]
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    each = torch.stack([zero, *norms])
+    if math.isinf(p):
+        return all_reduce(each.max(), mesh.world, "max")
+    return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
+
+
+def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
+    """This rank's gradients, without the elements that a lower rank holds as well."""
+    for _, module, leaf, parameter in owners(model):
+        if parameter.grad is None:
+            continue
+        sharding = sharding_of(module, leaf, parameter)
+        sharded_over = {shard.axis.name for shard in sharding.shards}
+        replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.name not in sharded_over]
+        if not isinstance(parameter.grad, DTensor):
+            replicated_over.append(mesh.data)
+        if any(axis.rank > 0 for axis in replicated_over):
+            continue
+        grad = local_tensor(parameter.grad)
+        for shard in sharding.shards:
+            if shard.replicated:
+                start, end = _data_run(parameter.grad) if isinstance(parameter.grad, DTensor) else (0, len(grad))
+                owned = torch.tensor(shard.owned, device=grad.device)
+                owned = owned[start:end] if shard.dim == 0 else owned
+                grad = grad.movedim(shard.dim, 0)[owned]
+        yield grad
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        max_norm: the bound; 0 or less: no clipping.
+        norm: what `grad_norm` returned. Where it isn't finite gradients stay as they are: skip the step.
+    """
+    if max_norm <= 0:
+        return
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
+    grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))

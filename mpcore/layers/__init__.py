@@ -1,0 +1,35 @@
+"""Floor 3: the layers. Each is a plain module, usable alone, with `tp=Axis()` by default."""
+
+from mpcore.layers.attention import ParallelAttention
+from mpcore.layers.block import TransformerBlock
+from mpcore.layers.dropout import Dropout, seed_dropout
+from mpcore.layers.embedding import VocabParallelEmbedding
+from mpcore.layers.linear import (
+    ColumnParallelLinear,
+    GateUpParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from mpcore.layers.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from mpcore.layers.mlp import ParallelMLP
+from mpcore.layers.norm import LayerNorm, RMSNorm
+from mpcore.layers.rope import RotaryEmbedding, apply_rope
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "GateUpParallelLinear",
+    "LayerNorm",
+    "ParallelAttention",
+    "ParallelMLP",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "TransformerBlock",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "apply_rope",
+    "seed_dropout",
+    "vocab_parallel_cross_entropy",
+]

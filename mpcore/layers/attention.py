@@ -1,0 +1,170 @@
+"""Self-attention with its heads cut over the tensor-parallel axis.
+
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped queries: Ainslie et al. 2023
+(arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
+from mpcore.layers.module import Init
+from mpcore.layers.norm import RMSNorm
+from mpcore.layers.rope import RotaryEmbedding, apply_rope
+from mpcore.mesh import Axis
+
+
+class ParallelAttention(torch.nn.Module):
+    """Multi-head, grouped-query or multi-query self-attention; each rank computes its share of the query heads.
+
+    Args:
+        dim: D, the model width.
+        num_heads: H, logical; at least the tp size, shards may be uneven.
+        num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
+        head_dim: K; None: D / H.
+        bias: biases of the projections.
+        rope: the rotary table; None: no rotation.
+        qk_norm: RMSNorm of each query and key head, before the rotation.
+        norm_eps: of that norm.
+        causal: each token sees itself and what is before it; False: all of its document.
+        window: with causal, the number of tokens each one sees, itself counted; None: all.
+        tp: the axis.
+        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
+        init, output_init: fill the logical weights of the input and output projections; None: as `torch.nn.Linear`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: if D isn't a multiple of H and no head_dim is given, or a window is asked of a full mask.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = True,
+        rope: RotaryEmbedding | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        causal: bool = True,
+        window: int | None = None,
+        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        init: Init | None = None,
+        output_init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None:
+            if dim % num_heads:
+                raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
+            head_dim = dim // num_heads
+        if window is not None and (not causal or window < 1):
+            raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+        self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
+        self.rope = rope
+        like = {"device": device, "dtype": dtype}
+        sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+        self.qkv = QKVParallelLinear(
+            dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
+        )
+        self.output = RowParallelLinear(
+            num_heads * head_dim, dim, bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
+        )
+        if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
+            self.q_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
+            self.k_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
+
+        Args:
+            rotary: `rope(positions)` where the caller computes it once for all blocks.
+            positions: [T] or [B, T] for the rotation; None: 0 .. T-1, in each document.
+            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document.
+        """
+        qkv = self.qkv(x)
+        if self.sequence_dim == 0:
+            qkv = qkv.transpose(0, 1)
+        B, T, _ = qkv.shape
+        if cu_seqlens is not None and B != 1:
+            raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
+        heads, kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
+        q, k, v = qkv.view(B, T, heads + 2 * kv_heads, self.head_dim).split([heads, kv_heads, kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            if rotary is None:
+                if positions is None:
+                    positions = document_positions(cu_seqlens, T, x.device)
+                rotary = self.rope(positions, torch.promote_types(q.dtype, torch.float32))
+            q, k = (apply_rope(t, *rotary, self.rope.interleaved) for t in (q, k))
+        y = self.core(q, k, v, cu_seqlens)  # [B, T, H/tp, K]
+        y = y.flatten(2)
+        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """softmax(q k^T / sqrt(K)) v over this rank's heads: [B, T, H/tp, K] and KV heads -> [B, T, H/tp, K]."""
+        kv_head_of, kv_heads = self.qkv.kv_head_of, self.qkv.local_kv_heads
+        group = len(kv_head_of) // kv_heads
+        if kv_head_of != [h // group for h in range(group * kv_heads)]:  # uneven shards: groups of unequal sizes
+            k, v = (t[:, :, kv_head_of] for t in (k, v))
+            group = 1
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        T = q.shape[2]
+        if cu_seqlens is None and self.window is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=group > 1)
+        else:
+            mask = attention_mask(T, self.causal, self.window, cu_seqlens, q.device)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=group > 1)
+        return y.transpose(1, 2)
+
+
+def document_positions(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor:
+    """[T] position of each token in its document; without documents 0 .. T-1."""
+    index = torch.arange(T, device=device)
+    if cu_seqlens is None:
+        return index
+    check_documents(cu_seqlens, T)
+    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+
+
+def attention_mask(T: int, causal: bool, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """[T, T] booleans: True where the query (row) sees the key (column)."""
+    index = torch.arange(T, device=device)
+    distance = index[:, None] - index
+    sees = torch.ones(T, T, dtype=torch.bool, device=device)
+    if causal:
+        sees &= distance >= 0
+    if window is not None:
+        sees &= distance < window
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, T)
+        document = torch.searchsorted(cu_seqlens, index, right=True)
+        sees &= document[:, None] == document
+    return sees
+
+
+def check_documents(cu_seqlens: Tensor, T: int) -> None:
+    """Refuse document ends that don't run from 0 to T in order. On a GPU, and while compiling, no check: it would stall."""
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != T or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}")

@@ -1,0 +1,50 @@
+"""The transformer block."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mpcore.layers.dropout import Dropout
+from mpcore.mesh import Axis
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual block: `x + attention(norm(x))`, then `x + mlp(norm(x))`. Any of its pieces can be yours.
+
+    Args:
+        attention: called as `attention(x, **attention_arguments)`.
+        mlp: called as `mlp(x)`.
+        attention_norm, mlp_norm: called as `norm(x)`.
+        dropout: probability on each branch, before it is added.
+        tp, sequence_parallel, sequence_dim: of the dropout's input.
+
+    Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        mlp: nn.Module,
+        attention_norm: nn.Module,
+        mlp_norm: nn.Module,
+        *,
+        dropout: float = 0.0,
+        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        sp = {"tp": tp, "sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+        self.attention_dropout, self.mlp_dropout = Dropout(dropout, **sp), Dropout(dropout, **sp)
+
+    def forward(self, x: Tensor, *, samples: Tensor | None = None, **attention_arguments) -> Tensor:
+        """[B, T, D] -> [B, T, D], or this rank's shard of the sequence to the same.
+
+        Args:
+            samples: [B] global sample index of each row, for dropout in training.
+            attention_arguments: passed on, such as `rotary` or `cu_seqlens`.
+        """
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), **attention_arguments), samples)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)

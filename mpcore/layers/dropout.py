@@ -1,0 +1,74 @@
+"""Dropout whose mask no layout changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.mesh import Axis
+from mpcore.random import dropout, stream_key
+
+
+class Dropout(nn.Module):
+    """Zeros elements by a mask that depends on (seed, this module's name, sample, token, feature) alone.
+
+    So the mask is the same on every rank that holds the same element, at any tp, dp, pp and micro-batch size, and again
+    when the forward is recomputed. The seed and the name come from `mpcore.materialize` or `mpcore.seed_dropout`.
+
+    Args:
+        p: probability of zero, in [0, 1).
+        tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the sequence.
+
+    Attributes:
+        key: the stream; None until it is seeded.
+    """
+
+    def __init__(
+        self,
+        p: float,
+        *,
+        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+    ) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout probability {p} is not in [0, 1)")
+        self.p, self.tp = p, tp
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
+        self.key: int | None = None
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """[B, T, D] (or [T, B, D] with `sequence_dim` 0) -> the same; `x` itself in eval mode or with p = 0.
+
+        Args:
+            samples: [B] int64, the global index of the sample in each row.
+
+        Raises:
+            ValueError: in training, if the module isn't seeded or `samples` is missing.
+        """
+        if not self.training or self.p == 0:
+            return x
+        if self.key is None:
+            raise ValueError("dropout has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+        if samples is None:
+            raise ValueError(
+                f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
+                "the mask depends on it, and not on which rank computes the row"
+            )
+        first = self.tp.rank * x.shape[self.sequence_dim] if self.sequence_parallel else 0
+        tokens = torch.arange(first, first + x.shape[self.sequence_dim], device=x.device)
+        if self.sequence_dim == 0:
+            return dropout(x.transpose(0, 1), self.p, key=self.key, samples=samples, tokens=tokens).transpose(0, 1)
+        return dropout(x, self.p, key=self.key, samples=samples, tokens=tokens)
+
+    def extra_repr(self) -> str:
+        """The probability."""
+        return f"p={self.p}"
+
+
+def seed_dropout(model: nn.Module, seed: int) -> None:
+    """Give every `Dropout` of the model its own stream, from the seed and the module's full name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.key = stream_key(seed, name)

@@ -1,0 +1,86 @@
+"""The embedding table, its rows (the vocabulary) cut over the tensor-parallel axis.
+
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpcore import collectives
+from mpcore.layers.linear import check_sequence, check_size
+from mpcore.layers.module import Init, ParallelModule, normal
+from mpcore.mesh import Axis
+from mpcore.sharding import cut
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """Looks up token ids in a table whose rows are cut over tp: ids are I, the result is I.
+
+    The table has `num_embeddings` rows, whatever the tp size: 50257 on tp=4 is 12565 + 3 x 12564, and there is no
+    padding to train or to store. To tie an output head: `head.weight = embedding.weight`, where `head` is a
+    `ColumnParallelLinear(embedding_dim, num_embeddings, bias=False, tp=tp)`.
+
+    Args:
+        num_embeddings, embedding_dim: logical sizes, as of `torch.nn.Embedding`.
+        tp: the axis.
+        sequence_parallel: return this rank's equal shard of the sequence instead of the whole.
+        sequence_dim: the dimension of `ids` that is the sequence.
+        init: fills the logical table; None: normal with deviation 1, as `torch.nn.Embedding`.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.tp = num_embeddings, embedding_dim, tp
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
+        check_size("num_embeddings", num_embeddings, tp)
+        shard = cut(num_embeddings, tp, 0)
+        ((self.start, self.end),) = shard.mine
+        self.declare("weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] integer ids -> [B, T, D], or the sequence's shard of it.
+
+        Raises:
+            ValueError: on a CPU, if an id lies outside the vocabulary.
+        """
+        check_ids(ids, self.num_embeddings)
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        if self.sequence_parallel:
+            check_sequence(ids, self.sequence_dim, self.tp)
+        elsewhere = (ids < self.start) | (ids >= self.end)
+        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return collectives.reduce_scatter(rows, self.tp, self.sequence_dim)
+        return collectives.reduce(rows, self.tp)
+
+    def extra_repr(self) -> str:
+        """Global sizes, as users wrote them."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
+
+
+def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
+    """Refuse ids outside [0, size) that aren't `ignore_index`. On a GPU, and while compiling, it would stall: no check."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+        return
+    if ignore_index is not None:
+        ids = ids.masked_fill(ids == ignore_index, 0)
+    low, high = (int(v) for v in ids.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {size}")

@@ -1,0 +1,83 @@
+"""The base of all layers here: a module that declares where each of its parameters lies and how it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.mesh import Axis
+from mpcore.sharding import Shard, Sharding
+
+Init = Callable[..., Tensor]
+"""Fills a logical tensor in place: `init(tensor, generator=None)`."""
+
+
+def normal(std: float) -> Init:
+    """Normal values with mean 0."""
+    return partial(nn.init.normal_, std=std)
+
+
+def uniform(bound: float) -> Init:
+    """Uniform values in [-bound, bound]."""
+    return partial(nn.init.uniform_, a=-bound, b=bound)
+
+
+def constant(value: float) -> Init:
+    """The same value everywhere."""
+
+    def fill(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return nn.init.constant_(tensor, value)
+
+    return fill
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters are plain local shards of declared logical tensors.
+
+    Attributes:
+        shardings: by parameter name, where the local tensor lies in the logical one.
+        inits: by parameter name, what fills the logical tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shardings: dict[str, Sharding] = {}
+        self.inits: dict[str, Init] = {}
+
+    def declare(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        shard: Shard | None = None,
+        partial: tuple[Axis, ...] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Register a parameter of a logical shape, of which this rank holds its shard.
+
+        The logical tensor is drawn from torch's global generator and cut, so that ranks with one `torch.manual_seed`
+        hold shards of one and the same tensor, the one that torch's own layer would have.
+
+        Args:
+            name: the parameter's name in this module.
+            shape: the logical shape.
+            init: fills the logical tensor.
+            shard: how it is cut; None: replicated.
+            partial: axes over which a replica's gradient is one term of a sum.
+            device, dtype: of the parameter. On the meta device nothing is drawn: call `mpcore.materialize`.
+        """
+        cut = () if shard is None or shard.axis.size == 1 else (shard,)
+        sharding = Sharding(shape, cut, tuple(axis for axis in partial if axis.size > 1))
+        self.shardings[name], self.inits[name] = sharding, init
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "meta":
+            local = torch.empty(sharding.local_shape, device=device, dtype=dtype)
+        else:
+            with torch.no_grad():
+                local = sharding.take(init(torch.empty(shape, device=device, dtype=dtype)))
+        self.register_parameter(name, nn.Parameter(local))

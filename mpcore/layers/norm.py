@@ -1,0 +1,79 @@
+"""Norms over the last dimension; replicated on the tensor-parallel axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpcore.kernels.rms_norm import rms_norm
+from mpcore.layers.module import ParallelModule, constant
+from mpcore.mesh import Axis
+
+
+class _Norm(ParallelModule):
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        bias: bool,
+        *,
+        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        sequence_parallel: bool = False,
+        partial: tuple[Axis, ...] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        partial = (tp, *partial) if sequence_parallel else partial
+        self.declare("weight", (dim,), constant(1.0), partial=partial, device=device, dtype=dtype)
+        if bias:
+            self.declare("bias", (dim,), constant(0.0), partial=partial, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
+    """`x / rms(x) * weight`, computed in fp32 for half-precision inputs.
+
+    Args:
+        dim: D, the size of the last dimension.
+        eps: added to the mean square.
+        tp, sequence_parallel: with sequence parallel each rank sees its part of the tokens, so the weight's gradient is
+            declared a pending sum over tp.
+        partial: further axes over which this rank's gradient is one term of a sum.
+        device, dtype: of the parameters.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, **others) -> None:
+        super().__init__(dim, eps, False, **others)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(_Norm):
+    """`(x - mean(x)) / std(x) * weight + bias`, computed in fp32 for half-precision inputs.
+
+    Args:
+        dim: D, the size of the last dimension.
+        eps: added to the variance.
+        bias: whether there is one.
+        others: as of `RMSNorm`.
+
+    Source: Ba et al. 2016, arXiv:1607.06450, equation 4.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, **others) -> None:
+        super().__init__(dim, eps, bias, **others)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)

@@ -1,0 +1,135 @@
+"""Rotary position embedding.
+
+Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; scaled tables: Llama 3 (arXiv:2407.21783, and its release),
+YaRN (Peng et al. 2023, arXiv:2309.00071, equations 17 to 23).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryEmbedding(nn.Module):
+    """The table of angles: `cos, sin = rope(positions)`, which `apply_rope` turns queries and keys by.
+
+    Args:
+        head_dim: K.
+        base: the base of the geometric series of frequencies.
+        fraction: the part of each head that turns; the rest passes through. `fraction * K` must be even.
+        scaling: None, or a mapping as in Hugging Face configs, its `rope_type` one of "default", "linear" (`factor`),
+            "llama3" (`factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) and "yarn"
+            (`factor`, `original_max_position_embeddings`; optional `beta_fast`, `beta_slow`, `attention_factor`).
+        interleaved: pairs are neighbours (2i, 2i+1) instead of halves (i, i + K/2).
+
+    Raises:
+        ValueError: for an odd number of turning dimensions, or an unknown scaling.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        base: float = 10000.0,
+        *,
+        fraction: float = 1.0,
+        scaling: Mapping[str, Any] | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = int(head_dim * fraction)
+        if self.dim % 2:
+            raise ValueError(f"rope turns {self.dim} of head_dim {head_dim} dimensions, which is not even")
+        self.base, self.scaling, self.interleaved = base, dict(scaling or {}), interleaved
+        frequencies, self.amplitude = rope_frequencies(self.dim, base, self.scaling)
+        # Neither a parameter nor a buffer: `model.to(torch.bfloat16)` must not round the frequencies.
+        self._frequencies = frequencies
+        self.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device="cpu")
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        device = fn(self.inv_freq).device
+        if device.type != "meta" and device != self.inv_freq.device:
+            self.inv_freq = torch.tensor(self._frequencies, dtype=torch.float32, device=device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions' angles.
+
+        Args:
+            positions: [T] or [B, T] integers.
+            dtype: of the result; angles are computed in fp32, or in fp64 for fp64.
+
+        Returns:
+            cos, sin: [T, R/2] or [B, T, R/2], R the turning dimensions.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        inv_freq = self.inv_freq.to(positions.device, wide)
+        angles = positions.to(wide).unsqueeze(-1) * inv_freq
+        return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
+
+    def extra_repr(self) -> str:
+        """What distinguishes this table."""
+        return f"{self.dim}, base={self.base}, scaling={self.scaling or None}, interleaved={self.interleaved}"
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn each pair of dimensions by its angle; dimensions beyond the table's pass through.
+
+    Args:
+        x: [B, T, H, K], any floating dtype; computed in the wider of its dtype and fp32.
+        cos, sin: [T, R/2] or [B, T, R/2] with R <= K.
+        interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
+
+
+def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Angular frequency in radians a position of each pair, and the factor on cos and sin.
+
+    Raises:
+        ValueError: for an unknown `rope_type`, naming those there are.
+    """
+    plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return plain, 1.0
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return [f / factor for f in plain], 1.0
+    if kind == "llama3":
+        old = scaling["original_max_position_embeddings"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+
+        def scaled(f: float) -> float:
+            turns = old * f / (2 * math.pi)  # whole turns within the length the model was first trained on
+            smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+            return (1 - smooth) * f / factor + smooth * f
+
+        return [scaled(f) for f in plain], 1.0
+    if kind == "yarn":
+        old = scaling["original_max_position_embeddings"]
+
+        def index_of(turns: float) -> float:
+            return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(index_of(scaling.get("beta_fast", 32))), 0)
+        high = min(math.ceil(index_of(scaling.get("beta_slow", 1))), dim - 1)
+        ramp = [min(max((i - low) / max(high - low, 0.001), 0.0), 1.0) for i in range(dim // 2)]
+        amplitude = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+        return [f / factor * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)], float(amplitude)
+    raise ValueError(f"rope_type {kind!r} is unknown: it is one of 'default', 'linear', 'llama3', 'yarn'")

@@ -1,0 +1,276 @@
+"""Floor 1: which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp and ep.
+
+Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-parallel group lies inside a node:
+rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
+
+Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.1, and its default order tp-cp-ep-dp-pp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, as one rank sees it. `Axis()` is the axis of size 1: no group, no communication.
+
+    Args:
+        size: number of ranks along the axis.
+        rank: this process's place along the axis, `0 <= rank < size`.
+        group: the process group of the ranks along the axis; None is enough for size 1 and for planning.
+        name: how messages call the axis.
+
+    Raises:
+        ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    name: str = "axis"
+    group_name: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} lies outside the {self.name} axis of size {self.size}")
+        if self.group is not None:
+            if self.group.size() != self.size:
+                raise ValueError(
+                    f"the {self.name} axis has size {self.size}, but its process group has {self.group.size()} ranks"
+                )
+            # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
+            object.__setattr__(self, "group_name", self.group.group_name)
+
+    def __deepcopy__(self, memo: dict) -> Axis:
+        return self  # a process group can't be copied, and a copied layer talks to the same ranks
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of one rank. Make it with `build_mesh`; several may live in one process.
+
+    Attributes:
+        tp, cp, dp, pp: tensor, context, data and pipeline parallel.
+        ep: experts, over the ranks of dp x cp; `edp` is what ep leaves of them: replicas of the same experts.
+        data: dp x cp, every rank that sees other tokens with the same weights.
+        ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
+        world: all ranks.
+        device_mesh: torch's mesh with dimensions pp, dp, cp, tp; None where torch.distributed isn't running.
+    """
+
+    tp: Axis = Axis(name="tp")
+    cp: Axis = Axis(name="cp")
+    dp: Axis = Axis(name="dp")
+    pp: Axis = Axis(name="pp")
+    ep: Axis = Axis(name="ep")
+    edp: Axis = Axis(name="edp")
+    data: Axis = Axis(name="data")
+    ends: Axis = Axis(name="ends")
+    world: Axis = Axis(name="world")
+    device_type: str = "cpu"
+    device_mesh: DeviceMesh | None = None
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp")}
+        return layout_table(**sizes, rank=self.world.rank)
+
+    @property
+    def device(self) -> torch.device:
+        """The device this rank computes on."""
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type)
+
+
+def mesh_shape(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> dict:
+    """Sizes of all axes, `dp` inferred from the world size where it isn't given.
+
+    Returns:
+        `{"tp": ..., "cp": ..., "pp": ..., "ep": ..., "dp": ...}`.
+
+    Raises:
+        ValueError: if a size isn't a positive integer, the product isn't the world size, or ep doesn't divide dp x cp.
+    """
+    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep} | ({} if dp is None else {"dp": dp})
+    asked = " x ".join(f"{name} {size}" for name, size in given.items() if name != "ep")
+    for name, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} {size!r} is not a positive integer ({asked}, world size {world_size})")
+    inner = tp * cp * pp
+    if dp is None:
+        if world_size % inner:
+            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ValueError(
+                f"{asked} = {inner} does not divide the world size {world_size}: choose sizes whose product is one "
+                f"of {fits}, or start a multiple of {inner} processes"
+            )
+        dp = world_size // inner
+    elif inner * dp != world_size:
+        raise ValueError(
+            f"{asked} = {inner * dp} is not the world size {world_size}: start {inner * dp} processes, "
+            f"or leave dp out to have it inferred"
+        )
+    if (dp * cp) % ep:
+        raise ValueError(f"ep {ep} does not divide dp x cp = {dp} x {cp} = {dp * cp} (world size {world_size})")
+    return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp}
+
+
+def mesh_ranks(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1) -> dict[str, list[list[int]]]:
+    """Ranks of every group of every axis: a pure function, no process group needed.
+
+    Returns:
+        For each of tp, cp, dp, pp, ep, edp, data and ends the list of its groups, each the list of its world ranks in
+        axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks are.
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
+    expert = data.view(pp, tp, dp * cp // ep, ep)
+    return {
+        "tp": grid.reshape(-1, tp).tolist(),
+        "cp": grid.transpose(2, 3).reshape(-1, cp).tolist(),
+        "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp).tolist(),
+        "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp).tolist(),
+        "data": data.reshape(-1, dp * cp).tolist(),
+        "ep": expert.reshape(-1, ep).tolist(),
+        "edp": expert.transpose(2, 3).reshape(-1, dp * cp // ep).tolist(),
+        "ends": torch.stack([grid[0].flatten(), grid[-1].flatten()], dim=1).tolist() if pp > 1 else [],
+    }
+
+
+def layout_table(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, rank: int | None = None) -> str:
+    """The mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
+
+    Args:
+        rank: the rank to mark with brackets; None marks none.
+    """
+    world = tp * cp * pp * dp
+    lines = [f"mesh of {world} ranks: pp {pp} x dp {dp} x cp {cp} x tp {tp}" + (f", ep {ep}" if ep > 1 else "")]
+    groups = mesh_ranks(tp=tp, cp=cp, pp=pp, ep=ep, dp=dp)["tp"]
+    per_stage, most = dp * cp, 4
+
+    def short(items: list[str], gap: str) -> str:
+        return gap.join(items if len(items) <= most + 1 else [*items[: most - 1], "..", items[-1]])
+
+    rows = []
+    for stage in range(pp):
+        cells = []
+        for i, group in enumerate(groups[stage * per_stage : (stage + 1) * per_stage]):
+            where = f"dp {i // cp}" + (f" cp {i % cp}" if cp > 1 else "")
+            cells.append(f"{where}: " + short([f"[{r}]" if r == rank else str(r) for r in group], " "))
+        rows.append(f"  stage {stage} | " + short(cells, " | "))
+    lines += rows if len(rows) <= 2 * most else [*rows[:most], "  ..", rows[-1]]
+    return "\n".join(lines)
+
+
+def build_mesh(
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int | None = None,
+    device_type: str | None = None,
+) -> Mesh:
+    """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
+
+    Without `torch.distributed` all axes have size 1. Under torchrun the default process group is made where there is
+    none yet: nccl on CUDA, gloo on a CPU.
+
+    Args:
+        tp, cp, pp, ep: sizes of the axes.
+        dp: size of the data-parallel axis; None takes what the others leave of the world.
+        device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
+
+    Returns:
+        The mesh as this rank sees it.
+
+    Raises:
+        ValueError: on every rank and before any group is made, if the sizes don't fit the world (all of them are
+            named), or if the ranks ask for different meshes.
+    """
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    problem, shape, ranks = None, None, {}
+    try:
+        shape = mesh_shape(world_size, tp=tp, cp=cp, pp=pp, ep=ep, dp=dp)
+        ranks = mesh_ranks(**shape)
+    except ValueError as error:
+        if not dist.is_initialized():
+            raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun") from None
+        problem = str(error)
+    if not dist.is_initialized():
+        return Mesh(device_type=device_type)
+
+    plan = problem or f"{shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
+    check_same("mesh", plan)
+    if problem:
+        raise ValueError(problem)
+    assert shape is not None
+
+    if device_type == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    names = ("pp", "dp", "cp", "tp")
+    device_mesh = init_device_mesh(device_type, tuple(shape[n] for n in names), mesh_dim_names=names)
+    axes = {name: _torch_axis(device_mesh, name) for name in names}
+    same_as = {"data": "dp" if shape["cp"] == 1 else None, "edp": "data" if shape["ep"] == 1 else None}
+    for name in ("data", "ep", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
+        twin = same_as.get(name)
+        if twin is not None:
+            axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, name)
+        else:
+            axes[name] = _new_axis(name, ranks[name])
+    return Mesh(
+        **axes,
+        world=Axis(world_size, dist.get_rank(), dist.group.WORLD, "world"),
+        device_type=device_type,
+        device_mesh=device_mesh,
+    )
+
+
+def check_same(what: str, value: str, axis: Axis | None = None) -> None:
+    """Refuse to go on when the ranks disagree about something that must be the same on all of them.
+
+    Args:
+        what: the name of the thing, for the message.
+        value: its text on this rank.
+        axis: the ranks to ask; None asks the whole world.
+
+    Raises:
+        ValueError: on every rank, naming two ranks that differ and both values.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    group = axis.group if axis is not None else dist.group.WORLD
+    if group is None or group.size() == 1:
+        return
+    values: list = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(f"ranks disagree about the {what}: rank 0 has {values[0]}, rank {rank} has {other}")
+
+
+def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
+    size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
+    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
+
+
+def _new_axis(name: str, groups: list[list[int]]) -> Axis:
+    mine = Axis(name=name)
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, name)
+    return mine
+
+

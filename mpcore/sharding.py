@@ -1,0 +1,203 @@
+"""Floor 2: where a parameter's local tensor lies in its logical tensor.
+
+A layer declares this once for each of its parameters, in `layer.shardings`. Initialisation, gradient sums, gradient norm,
+state dicts and checkpoints all read that one declaration; none of them looks at a parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mpcore.collectives import shard_sizes, start_all_gather, wait
+from mpcore.mesh import Axis
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How one dimension of a logical tensor is dealt out over an axis.
+
+    Args:
+        axis: the axis.
+        dim: the dimension of the logical tensor.
+        runs: for each rank the runs `(start, end)` of the dimension that it holds, in the order it holds them. Runs of
+            different ranks may overlap: then those ranks hold replicas, and their gradients are terms of one sum.
+    """
+
+    axis: Axis
+    dim: int
+    runs: tuple[tuple[Run, ...], ...]
+
+    @property
+    def mine(self) -> tuple[Run, ...]:
+        """The runs that this rank holds."""
+        return self.runs[self.axis.rank]
+
+    def size(self, rank: int) -> int:
+        """How many indices of the dimension `rank` holds."""
+        return sum(end - start for start, end in self.runs[rank])
+
+    @cached_property
+    def replicated(self) -> tuple[int, ...]:
+        """The indices that more than one rank holds, in order."""
+        seen: set[int] = set()
+        twice: set[int] = set()
+        for runs in self.runs:
+            held = {i for start, end in runs for i in range(start, end)}
+            twice |= seen & held
+            seen |= held
+        return tuple(sorted(twice))
+
+    @cached_property
+    def owned(self) -> tuple[bool, ...]:
+        """For each index this rank holds: whether no lower rank holds it too."""
+        lower = {i for runs in self.runs[: self.axis.rank] for start, end in runs for i in range(start, end)}
+        return tuple(i not in lower for start, end in self.mine for i in range(start, end))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where a local tensor lies in its logical tensor, and which axes its gradient is still to be summed over.
+
+    Args:
+        shape: the logical shape.
+        shards: the sharded dimensions, each with its axis. Over all other axes the tensor is replicated.
+        partial: axes over which the tensor is replicated while each rank's gradient is one term of a sum, such as the
+            weight of a norm that sees only this rank's part of the sequence.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
+    partial: tuple[Axis, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's tensor."""
+        shape = list(self.shape)
+        for shard in self.shards:
+            shape[shard.dim] = shard.size(shard.axis.rank)
+        return tuple(shape)
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(full.shape)} is not the logical shape {self.shape}")
+        for shard in self.shards:
+            full = torch.cat([full.narrow(shard.dim, start, end - start) for start, end in shard.mine], shard.dim)
+        return full
+
+    def assemble(self, local: Tensor) -> Tensor:
+        """The logical tensor, gathered over the axes it is sharded on: a collective, on all of their ranks."""
+        for shard in reversed(self.shards):
+            if shard.axis.size == 1:
+                parts = [local.movedim(shard.dim, 0)]
+            else:
+                longest = max(shard.size(rank) for rank in range(shard.axis.size))
+                front = local.movedim(shard.dim, 0)
+                front = torch.cat([front, front.new_zeros(longest - len(front), *front.shape[1:])])
+                parts = list(wait(start_all_gather(front, shard.axis)).split(longest))
+            full = parts[0].new_empty(self.shape[shard.dim], *parts[0].shape[1:])
+            for part, runs in zip(parts, shard.runs, strict=True):
+                offset = 0
+                for start, end in runs:
+                    full[start:end] = part[offset : offset + end - start]
+                    offset += end - start
+            local = full.movedim(0, shard.dim)
+        return local.contiguous()
+
+
+def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
+    """A dimension of `length` cut in one run for each rank, no `unit` torn apart."""
+    return cut_blocks((length,), axis, dim, (unit,))
+
+
+def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int]) -> Shard:
+    """A dimension made of blocks, such as gate and up, each of which is cut over the axis."""
+    runs: list[list[Run]] = [[] for _ in range(axis.size)]
+    offset = 0
+    for length, unit in zip(lengths, units, strict=True):
+        start = offset
+        for rank, size in enumerate(shard_sizes(length, axis.size, unit)):
+            runs[rank].append((start, start + size))
+            start += size
+        offset += length
+    return Shard(axis, dim, tuple(tuple(r) for r in runs))
+
+
+# --- of a whole model ---------------------------------------------------------------------------------------------
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """For each parameter, tied ones once: its full name, the module that holds it, its name there, the parameter."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        prefix, _, leaf = name.rpartition(".")
+        yield name, modules[prefix], leaf, parameter
+
+
+def shardings(model: nn.Module) -> dict[str, Sharding]:
+    """The declaration of every parameter by full name; a parameter that nobody declares is replicated."""
+    return {name: sharding_of(module, leaf, p) for name, module, leaf, p in owners(model)}
+
+
+def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
+    """What `module` declares of its parameter `leaf`."""
+    declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+    return declared.get(leaf) or Sharding(tuple(parameter.shape))
+
+
+def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
+    """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`."""
+    if axis.size > 1:
+        old = sharding_of(module, leaf, getattr(module, leaf))
+        declared = {**getattr(module, "shardings", {})}
+        declared[leaf] = Sharding(old.shape, old.shards, (*old.partial, axis))
+        module.shardings = declared  # type: ignore[assignment]
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The tensor this rank holds of a DTensor; a plain tensor is itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
+    """The logical tensor of a parameter or gradient, also where data parallelism shards it: a collective."""
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return sharding.assemble(x.detach())
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter in its logical shape, by full name, gathered to every rank: a collective on all ranks.
+
+    Tied parameters are there once. A model cut in pipeline stages gives its own stage's parameters.
+    """
+    declared = shardings(model)
+    return {name: full_tensor(p, declared[name]) for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy each parameter's part of a logical state dict into the model. No communication.
+
+    Args:
+        model: a model whose parameters are plain tensors.
+        state: logical tensors by full name; may hold more than this model's stage needs.
+
+    Raises:
+        ValueError: before any parameter changes, naming what is missing or has another shape.
+    """
+    declared = shardings(model)
+    for name, sharding in declared.items():
+        if name not in state:
+            raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")
+        if tuple(state[name].shape) != sharding.shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}, the model needs {sharding.shape}")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(declared[name].take(state[name]))

@@ -1,0 +1,19 @@
+"""What all tests share: the pool of ranks, and memory that is NaN until written."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pool import Pool, strict_memory
+
+strict_memory()
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""
+    pool = Pool()
+    yield pool
+    pool.stop()

@@ -1,0 +1,61 @@
+"""The equality helper: a sharded model against the same model unsharded, in values and in gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mpcore import full_state_dict, load_full_state_dict, reduce_gradients, shardings
+from mpcore.sharding import full_tensor
+
+
+def close(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-12) -> None:
+    """Fail unless the tensors agree to `tolerance` of the largest value wanted (or of 1, where all are smaller)."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: {got.dtype}, wanted {want.dtype}"
+    if want.numel() == 0:
+        return
+    error = (got.double() - want.double()).abs().max().item()
+    bound = tolerance * max(want.double().abs().max().item(), 1.0)
+    assert error <= bound, f"{what}: off by {error:.3g}, allowed {bound:.3g} (a NaN fails too)"
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient in its logical shape: a collective."""
+    declared = shardings(model)
+    return {n: full_tensor(p.grad, declared[n]) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_model(
+    build: Callable[..., nn.Module],
+    run: Callable[[nn.Module], dict[str, Tensor]],
+    tolerance: float = 1e-12,
+    reduce: bool = True,
+    **axes,
+) -> None:
+    """On each rank: build the model sharded and unsharded with the same weights, run both, compare all they give.
+
+    Args:
+        build: called with the axes for the sharded model, with nothing for the dense one.
+        run: runs forward and backward, and returns named tensors that must agree (outputs whole, input gradients).
+        tolerance: relative to the largest value, in float64.
+        reduce: finish declared gradients with `reduce_gradients` first.
+        axes: what `build` takes, such as `tp=mesh.tp`.
+    """
+    torch.manual_seed(1)
+    dense = build().double()
+    torch.manual_seed(2)
+    sharded = build(**axes).double()
+    load_full_state_dict(sharded, full_state_dict(dense))
+    want, got = run(dense), run(sharded)
+    if reduce:
+        reduce_gradients(sharded)
+    assert want.keys() == got.keys()
+    for name in want:
+        close(got[name], want[name], name, tolerance)
+    want, got = full_gradients(dense), full_gradients(sharded)
+    assert want.keys() == got.keys(), f"gradients of {want.keys() ^ got.keys()} on one side only"
+    for name in want:
+        close(got[name], want[name], f"gradient of {name}", tolerance)

@@ -1,0 +1,244 @@
+"""Every dual pair: what it gives, that each backward is the adjoint of its forward, and what it must never touch."""
+
+import itertools
+
+import pytest
+import torch
+
+from mpcore import Axis
+from mpcore import collectives as c
+from tests.equality import close
+from tests.pool import mesh
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [4, 8, 10, 3, 7]
+
+
+def shard(full, axis, dim):
+    start, end = c.shard_range(full.shape[dim], axis)
+    return full.narrow(dim, start, end - start).contiguous()
+
+
+def whole(seed, shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def per_rank(axis, shape, dtype=torch.float64):
+    """The tensors of all ranks: one differing draw each."""
+    return [whole(100 + r, shape, dtype) for r in range(axis.size)]
+
+
+def check_values(length, dim):
+    """Forward of each function against plain torch on the whole tensors."""
+    axis = mesh(tp=torch.distributed.get_world_size()).tp
+    shape = [2, 3, 2]
+    shape[dim] = length
+    terms = per_rank(axis, shape)
+    mine, total = terms[axis.rank], sum(terms)
+    full = whole(1, shape)
+    close(c.copy(full, axis), full, "copy")
+    close(c.reduce(mine, axis), total, "reduce")
+    close(c.split(full, axis, dim), shard(full, axis, dim), "split")
+    close(c.gather(shard(full, axis, dim), axis, dim, length), full, "gather")
+    close(c.all_gather(shard(full, axis, dim), axis, dim, length), full, "all_gather")
+    close(c.reduce_scatter(mine, axis, dim), shard(total, axis, dim), "reduce_scatter")
+    other = (dim + 1) % 3
+    close(c.all_to_all(shard(full, axis, dim), axis, other, dim, length), shard(full, axis, other), "all_to_all")
+
+
+def check_adjoint(length, dim):
+    """<f(x), y> = <x, f*(y)>, both inner products taken over the ranks as the layouts say."""
+    axis = mesh(tp=torch.distributed.get_world_size()).tp
+    shape = [2, 3, 2]
+    shape[dim] = length
+    other = (dim + 1) % 3
+    cut, cut_other = list(shape), list(shape)
+    cut[dim] = c.shard_sizes(length, axis.size)[axis.rank]
+    cut_other[other] = c.shard_sizes(shape[other], axis.size)[axis.rank]
+
+    # name, function, input, output gradient, whether input and output hold one value (I) or one term a rank
+    def rank_own(shape, seed):
+        return whole(seed + axis.rank, shape)
+
+    cases = [
+        ("copy", lambda x: c.copy(x, axis), whole(1, shape), rank_own(shape, 50), True, False),
+        ("reduce", lambda x: c.reduce(x, axis), rank_own(shape, 60), whole(2, shape), False, True),
+        ("split", lambda x: c.split(x, axis, dim), whole(3, shape), rank_own(cut, 70), True, False),
+        ("gather", lambda x: c.gather(x, axis, dim, length), rank_own(cut, 80), whole(4, shape), False, True),
+        ("all_gather", lambda x: c.all_gather(x, axis, dim, length), rank_own(cut, 90), rank_own(shape, 110), False, False),
+        ("reduce_scatter", lambda x: c.reduce_scatter(x, axis, dim), rank_own(shape, 120), rank_own(cut, 130), False, False),
+        (
+            "all_to_all",
+            lambda x: c.all_to_all(x, axis, other, dim, length),
+            rank_own(cut, 140),
+            rank_own(cut_other, 150),
+            False,
+            False,
+        ),
+    ]  # fmt: skip
+    for name, f, x, dy, one_in, one_out in cases:
+        x.requires_grad_()
+        y = f(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        left, right = (y * dy).sum().detach(), (x * dx).sum().detach()
+        left = left if one_out else c.all_reduce(left, axis)
+        right = right if one_in else c.all_reduce(right, axis)
+        close(left, right, f"adjointness of {name}")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_function_gives_what_plain_torch_gives_on_the_whole(ranks, size):
+    for length, dim in itertools.product(LENGTHS, range(3)):
+        ranks(size, check_values, length, dim)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_backward_is_the_adjoint_of_its_forward(ranks, size):
+    for length, dim in itertools.product(LENGTHS, range(3)):
+        ranks(size, check_adjoint, length, dim)
+
+
+def check_second_order():
+    axis = mesh(tp=2).tp
+    x = whole(1, (4, 3)).requires_grad_()
+    y = c.reduce(c.copy(x, axis) ** 3 * (axis.rank + 1), axis).sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    close(dx.detach(), 9 * x.detach() ** 2, "first derivative")
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    close(ddx, 18 * x.detach(), "second derivative")
+
+
+def test_gradients_of_gradients(ranks):
+    ranks(2, check_second_order)
+
+
+FUNCTIONS = {
+    "copy": lambda x, a: c.copy(x, a),
+    "reduce": lambda x, a: c.reduce(x, a),
+    "split": lambda x, a: c.split(x, a, 1),
+    "gather": lambda x, a: c.gather(x, a, 1),
+    "all_gather": lambda x, a: c.all_gather(x, a, 1),
+    "reduce_scatter": lambda x, a: c.reduce_scatter(x, a, 1),
+    "all_to_all": lambda x, a: c.all_to_all(x, a, 0, 1),
+}
+
+
+def check_inputs_kept(dtype):
+    """PITFALLS 2 and 3: odd strides in, the right values out, and the input as it was."""
+    axis = mesh(tp=2).tp
+    base = whole(5 + axis.rank, (4, 6), dtype)
+    for name, f in FUNCTIONS.items():
+        for layout, x in {
+            "transposed": base.t(),
+            "expanded": base[:1].expand(4, 6),
+            "strided": base.repeat(2, 2)[::2, ::2],
+            "plain": base,
+        }.items():
+            before = x.clone()
+            leaf = x.detach().requires_grad_()
+            y = f(leaf, axis)
+            y.sum().backward()  # the gradient of a sum is expanded: stride 0
+            assert torch.equal(x, before), f"{name} wrote to its {layout} input"
+            contiguous = f(before.contiguous(), axis)
+            assert torch.equal(y, contiguous), f"{name} of {layout} input"
+            assert y.dtype == dtype
+            assert leaf.grad is not None
+            expected = {"copy": 2.0, "all_gather": 2.0, "reduce_scatter": 1.0}.get(name, 1.0)
+            assert torch.equal(leaf.grad, torch.full_like(leaf, expected)), f"gradient of {name} of {layout} input"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pitfall_02_03_inputs_are_never_written_and_strides_do_not_matter(ranks, dtype):
+    ranks(2, check_inputs_kept, dtype)
+
+
+def check_branches():
+    """PITFALL 1: v + copy(a) must leave v's gradient alone."""
+    axis = mesh(tp=2).tp
+    v, a = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = v + c.copy(a, axis)
+    y.backward(torch.full((3,), 2.0, dtype=torch.float64))
+    assert v.grad is not None
+    assert a.grad is not None
+    assert v.grad.tolist() == [2.0] * 3
+    assert a.grad.tolist() == [4.0] * 3
+
+
+def test_pitfall_01_a_branch_beside_copy_keeps_its_gradient(ranks):
+    ranks(2, check_branches)
+
+
+def check_async_branches():
+    """PITFALL 1 again, through the layers that start their collective early."""
+    from mpcore.layers.linear import all_gather_linear, copy_linear
+
+    axis = mesh(tp=2).tp
+    weight = torch.eye(3, dtype=torch.float64)
+    v, a = (torch.ones(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (v + copy_linear(a, weight, None, axis)).backward(torch.full((2, 3), 2.0, dtype=torch.float64))
+    assert v.grad is not None
+    assert a.grad is not None
+    assert v.grad.eq(2).all()
+    assert a.grad.eq(4).all()
+    v, a = (torch.ones(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2))
+    (v + all_gather_linear(a, weight, None, axis, 0)).backward(torch.full((4, 3), 2.0, dtype=torch.float64))
+    assert v.grad is not None
+    assert a.grad is not None
+    assert v.grad.eq(2).all()
+    assert a.grad.eq(4).all()
+
+
+def test_pitfall_01_a_branch_beside_an_overlapped_linear_keeps_its_gradient(ranks):
+    ranks(2, check_async_branches)
+
+
+def check_interleaved():
+    """PITFALL 42: two collectives under way at once keep their results apart."""
+    axis = mesh(tp=2).tp
+    a, b = whole(1 + axis.rank, (4, 3)), whole(11 + axis.rank, (4, 3))
+    first, second = c.start_all_reduce(a, axis), c.start_all_reduce(b, axis)
+    second, first = c.wait(second), c.wait(first)
+    close(first, whole(1, (4, 3)) + whole(2, (4, 3)), "first")
+    close(second, whole(11, (4, 3)) + whole(12, (4, 3)), "second")
+
+
+def test_pitfall_42_two_collectives_under_way_at_once(ranks):
+    ranks(2, check_interleaved)
+
+
+def test_size_one_returns_the_input_itself():
+    x = torch.randn(4, 3)
+    for name, f in FUNCTIONS.items():
+        assert f(x, Axis()) is x, name
+
+
+def check_bad_shard():
+    axis = mesh(tp=2).tp
+    with pytest.raises(ValueError, match=r"length 3, but rank \d of the tp axis of size 2 holds \d of 9"):
+        c.gather(torch.zeros(3, 2), axis, 0, 9)
+
+
+def test_a_shard_of_the_wrong_length_is_refused_before_any_collective(ranks):
+    ranks(2, check_bad_shard)
+
+
+def test_an_axis_without_a_group_is_refused():
+    with pytest.raises(ValueError, match="tp axis of size 2 has no process group"):
+        c.reduce(torch.zeros(2), Axis(2, 0, None, "tp"))
+
+
+def check_compiles():
+    axis = mesh(tp=2).tp
+    x = whole(1, (4, 6), torch.float32)
+    for name, f in FUNCTIONS.items():
+        torch.compiler.reset()
+        eager, compiled = (x.clone().requires_grad_() for _ in range(2))
+        f(eager, axis).sin().sum().backward()
+        torch.compile(lambda t, f=f: f(t, axis).sin().sum(), fullgraph=True, backend="aot_eager")(compiled).backward()
+        assert eager.grad is not None
+        assert compiled.grad is not None
+        close(compiled.grad, eager.grad, f"compiled {name}", 1e-6)
+
+
+def test_all_trace_under_fullgraph(ranks):
+    ranks(2, check_compiles)
