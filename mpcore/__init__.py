@@ -5,6 +5,7 @@ from mpcore.initialize import materialize
 from mpcore.layers import *  # noqa: F403
 from mpcore.layers import __all__ as _layers
 from mpcore.mesh import Axis, Mesh, build_mesh
+from mpcore.parallelize import parallelize
 from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "grad_norm",
     "load_full_state_dict",
     "materialize",
+    "parallelize",
     "reduce_gradients",
     "shardings",
     *_layers,

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mpcore.collectives import all_reduce
 from mpcore.mesh import Axis, Mesh
-from mpcore.sharding import Shard, local_tensor, owners, sharding_of
+from mpcore.sharding import Shard, is_dtensor, local_tensor, owners, sharding_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -22,13 +25,15 @@ def reduce_gradients(model: nn.Module, *over: Axis) -> None:
     """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
-    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an axis,
+    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
+    axis,
     in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no gradient on some rank counts as
     zero there; one that got none on any rank keeps None.
 
     Args:
         model: the model, or this rank's stage of it.
-        over: axes over which every parameter is replicated with other data on each rank, and which nothing else reduces:
+        over: axes over which every parameter is replicated with other data on each rank, and which nothing else
+        reduces:
             `mesh.data` for plain data parallelism without `fully_shard`.
     """
     pending: dict[str, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
@@ -47,13 +52,14 @@ def reduce_gradients(model: nn.Module, *over: Axis) -> None:
 def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]]) -> None:
     wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
     present = torch.tensor([p.grad is not None for _, p, _ in entries], dtype=wide)
+    complete = all(p.grad is not None for _, p, _ in entries)
     for _, parameter, _ in entries:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
     flat = torch.cat([present.to(parts[0].device), *(part.reshape(-1) for part in parts)])
     present, *sums = all_reduce(flat, axis).split([len(entries), *(part.numel() for part in parts)])
-    found = present.tolist() if any(p.grad is None for _, p, _ in entries) or not flat.is_cuda else None
+    found = None if complete else present.tolist()  # waits for the device, so only where it matters
     for i, ((_, parameter, shard), part, total) in enumerate(zip(entries, parts, sums, strict=True)):
         if found is not None and found[i] == 0:
             parameter.grad = None
@@ -67,7 +73,7 @@ def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
     if shard is None:
         return local_tensor(grad)
     # Replicas may lie in different data shards on different ranks, so they are summed whole.
-    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    whole = grad.full_tensor() if is_dtensor(grad) else grad
     mine, slots = _replica_slots(shard)
     front = whole.movedim(shard.dim, 0)
     part = front.new_zeros(len(shard.replicated), *front.shape[1:])
@@ -82,9 +88,9 @@ def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> 
         local_tensor(grad).copy_(total)
         return
     mine, slots = _replica_slots(shard)
-    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    whole = grad.full_tensor() if is_dtensor(grad) else grad
     whole.movedim(shard.dim, 0)[mine] = total[slots].to(whole.dtype)
-    if isinstance(grad, DTensor):
+    if is_dtensor(grad):
         start, end = _data_run(grad)
         grad.to_local().copy_(whole[start:end])
 
@@ -120,6 +126,7 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
+        each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")
     return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
 
@@ -132,14 +139,14 @@ def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
         sharding = sharding_of(module, leaf, parameter)
         sharded_over = {shard.axis.name for shard in sharding.shards}
         replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.name not in sharded_over]
-        if not isinstance(parameter.grad, DTensor):
+        if not is_dtensor(parameter.grad):
             replicated_over.append(mesh.data)
         if any(axis.rank > 0 for axis in replicated_over):
             continue
         grad = local_tensor(parameter.grad)
         for shard in sharding.shards:
             if shard.replicated:
-                start, end = _data_run(parameter.grad) if isinstance(parameter.grad, DTensor) else (0, len(grad))
+                start, end = _data_run(parameter.grad) if is_dtensor(parameter.grad) else (0, len(grad))
                 owned = torch.tensor(shard.owned, device=grad.device)
                 owned = owned[start:end] if shard.dim == 0 else owned
                 grad = grad.movedim(shard.dim, 0)[owned]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mpcore.layers.dropout import seed_dropout
 from mpcore.random import generator, stream_key
-from mpcore.sharding import owners, sharding_of
+from mpcore.sharding import is_dtensor, owners, sharding_of
 
 
 @torch.no_grad()
@@ -33,7 +32,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     """
     draws, resets = [], {}
     for name, module, leaf, parameter in owners(model):
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data already: materialize first")
         init = getattr(module, "inits", {}).get(leaf)
         if init is not None:
@@ -43,7 +42,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         else:
             raise ValueError(f"nothing says how {name} of {type(module).__name__} begins: give it reset_parameters()")
     if any(p.is_meta for p in model.parameters()):
-        model.to_empty(device=device)
+        _to_empty(model, device)
     else:
         model.to(device)
     for name, module, leaf, init in draws:
@@ -52,8 +51,19 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         full = torch.empty(sharding.shape, dtype=parameter.dtype, device="cpu")
         parameter.copy_(sharding.take(init(full, generator=generator(seed, name))))
     for name, module in resets.values():
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
             torch.manual_seed(stream_key(seed, name))
             module.reset_parameters()
     seed_dropout(model, seed)
     return model
+
+
+def _to_empty(model: nn.Module, device: torch.device | str) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=device)  # makes a parameter for each name, so that tied ones come apart
+    for first, *others in names.values():
+        for name in others:
+            prefix, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(prefix), leaf, model.get_parameter(first))

@@ -209,14 +209,13 @@ def build_mesh(
     if not dist.is_initialized():
         return Mesh(device_type=device_type)
 
+    if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     plan = problem or f"{shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
     check_same("mesh", plan)
     if problem:
         raise ValueError(problem)
     assert shape is not None
-
-    if device_type == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     names = ("pp", "dp", "cp", "tp")
     device_mesh = init_device_mesh(device_type, tuple(shape[n] for n in names), mesh_dim_names=names)
     axes = {name: _torch_axis(device_mesh, name) for name in names}
@@ -258,6 +257,26 @@ def check_same(what: str, value: str, axis: Axis | None = None) -> None:
             raise ValueError(f"ranks disagree about the {what}: rank 0 has {values[0]}, rank {rank} has {other}")
 
 
+def raise_together(error: Exception | None) -> None:
+    """Fail on every rank when one rank has failed, so that none waits for it.
+
+    Args:
+        error: what went wrong on this rank; None: nothing.
+
+    Raises:
+        ValueError: on every rank, with the messages of the ranks that failed. On one that failed itself, from its
+        error.
+    """
+    errors: list = [str(error) if error else None]
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, str(error) if error else None)
+    failed = [rank for rank, message in enumerate(errors) if message]
+    if failed:
+        where = "" if len(failed) == len(errors) else f" (on rank {', '.join(map(str, failed))} of {len(errors)})"
+        raise ValueError(f"{errors[failed[0]]}{where}") from error
+
+
 def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
     return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
@@ -269,8 +288,6 @@ def _new_axis(name: str, groups: list[list[int]]) -> Axis:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
+        if isinstance(group, dist.ProcessGroup):
             mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, name)
     return mine
-
-

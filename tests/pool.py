@@ -61,7 +61,7 @@ class Pool:
                     errors[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
-                errors |= {rank: "still running when the time was over" for rank in waiting.values()}
+                errors |= dict.fromkeys(waiting.values(), "still running when the time was over")
                 break
         if errors:
             self.stop()  # an error may leave a group or a collective half done: begin anew

@@ -3,7 +3,7 @@
 from mpcore.layers.attention import ParallelAttention
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout
-from mpcore.layers.embedding import VocabParallelEmbedding
+from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -22,6 +22,7 @@ __all__ = [
     "LayerNorm",
     "ParallelAttention",
     "ParallelMLP",
+    "PositionEmbedding",
     "QKVParallelLinear",
     "RMSNorm",
     "RotaryEmbedding",

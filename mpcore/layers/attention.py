@@ -53,7 +53,7 @@ class ParallelAttention(torch.nn.Module):
         norm_eps: float = 1e-6,
         causal: bool = True,
         window: int | None = None,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         init: Init | None = None,
@@ -162,7 +162,8 @@ def attention_mask(T: int, causal: bool, window: int | None, cu_seqlens: Tensor 
 
 
 def check_documents(cu_seqlens: Tensor, T: int) -> None:
-    """Refuse document ends that don't run from 0 to T in order. On a GPU, and while compiling, no check: it would stall."""
+    """Refuse document ends that don't run from 0 to T in order. On a GPU, and while compiling, no check: it would
+    stall."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])

@@ -29,7 +29,7 @@ class TransformerBlock(nn.Module):
         mlp_norm: nn.Module,
         *,
         dropout: float = 0.0,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
     ) -> None:

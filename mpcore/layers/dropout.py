@@ -17,7 +17,8 @@ class Dropout(nn.Module):
 
     Args:
         p: probability of zero, in [0, 1).
-        tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the sequence.
+        tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
+        sequence.
 
     Attributes:
         key: the stream; None until it is seeded.
@@ -27,7 +28,7 @@ class Dropout(nn.Module):
         self,
         p: float,
         *,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
     ) -> None:

@@ -28,18 +28,22 @@ class VocabParallelEmbedding(ParallelModule):
         tp: the axis.
         sequence_parallel: return this rank's equal shard of the sequence instead of the whole.
         sequence_dim: the dimension of `ids` that is the sequence.
+        padding_idx: the id whose row gets no gradient, as of `torch.nn.Embedding`.
         init: fills the logical table; None: normal with deviation 1, as `torch.nn.Embedding`.
         device, dtype: of the parameters.
     """
+
+    weight: Tensor
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         *,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
+        padding_idx: int | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -50,7 +54,12 @@ class VocabParallelEmbedding(ParallelModule):
         check_size("num_embeddings", num_embeddings, tp)
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
-        self.declare("weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype)
+        self.padding_idx = padding_idx
+        elsewhere = padding_idx is None or not self.start <= padding_idx < self.end
+        self.local_padding_idx = None if elsewhere else padding_idx - self.start
+        self.declare(
+            "weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] integer ids -> [B, T, D], or the sequence's shard of it.
@@ -60,11 +69,11 @@ class VocabParallelEmbedding(ParallelModule):
         """
         check_ids(ids, self.num_embeddings)
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight, self.padding_idx)
         if self.sequence_parallel:
             check_sequence(ids, self.sequence_dim, self.tp)
         elsewhere = (ids < self.start) | (ids >= self.end)
-        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight)
+        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight, self.local_padding_idx)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return collectives.reduce_scatter(rows, self.tp, self.sequence_dim)
@@ -76,7 +85,8 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
-    """Refuse ids outside [0, size) that aren't `ignore_index`. On a GPU, and while compiling, it would stall: no check."""
+    """Refuse ids outside [0, size) that aren't `ignore_index`. On a GPU, and while compiling, it would stall: no
+    check."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return
     if ignore_index is not None:
@@ -84,3 +94,53 @@ def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
     low, high = (int(v) for v in ids.aminmax())
     if low < 0 or high >= size:
         raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {size}")
+
+
+class PositionEmbedding(ParallelModule):
+    """Adds a learned vector for each position; replicated on tp.
+
+    Args:
+        num_positions: the longest sequence.
+        dim: D.
+        tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
+        sequence,
+            and the table's gradient is declared a pending sum over tp.
+        init: fills the table; None: normal with deviation 1.
+        device, dtype: of the parameters.
+
+    Source: Gehring et al. 2017, arXiv:1705.03122, section 3.1.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_positions: int,
+        dim: int,
+        *,
+        tp: Axis = Axis(name="tp"),
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_positions, self.tp = num_positions, tp
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
+        partial = (tp,) if self.sequence_parallel else ()
+        self.declare("weight", (num_positions, dim), init or normal(1.0), partial=partial, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D], or the sequence's shard of both.
+
+        Raises:
+            ValueError: if the sequence is longer than the table.
+        """
+        length = x.shape[self.sequence_dim]
+        first = self.tp.rank * length if self.sequence_parallel else 0
+        whole = length * (self.tp.size if self.sequence_parallel else 1)
+        if whole > self.num_positions:
+            raise ValueError(f"sequence length {whole} is longer than the model's {self.num_positions} positions")
+        rows = self.weight[first : first + length]
+        return x + (rows if self.sequence_dim == 1 else rows.unsqueeze(1))

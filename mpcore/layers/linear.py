@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.layers.module import Init, ParallelModule, constant, uniform
+from mpcore.layers.module import Init, ParallelModule, constant, refuse_second_derivative, uniform
 from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
 
@@ -80,6 +80,7 @@ class _CopyLinear(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
+        refuse_second_derivative("a column-parallel linear on tp > 1")
         x, weight = ctx.saved_tensors
         dx = start_all_reduce(dy @ weight, ctx.tp) if ctx.needs_input_grad[0] else None
         dweight, dbias = _weight_gradients(ctx, dy, x)
@@ -96,6 +97,7 @@ class _AllGatherLinear(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
+        refuse_second_derivative("a column-parallel linear on tp > 1")
         x, weight = ctx.saved_tensors
         tp, dim = ctx.tp, ctx.dim
         gathering = start_all_gather(x.movedim(dim, 0), tp) if ctx.regather and ctx.needs_input_grad[1] else None
@@ -129,13 +131,16 @@ class ColumnParallelLinear(ParallelModule):
         ValueError: if there are fewer units of output features than ranks.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         gather_output: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
@@ -149,10 +154,12 @@ class ColumnParallelLinear(ParallelModule):
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.gather_output, self.regather = gather_output, regather
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("out_features", out_features // unit, tp)
+        check_size("out_features", out_features, tp, unit)
         shard = self.output_shard(unit)
         if gather_output and (unit > 1 or len(shard.mine) > 1):
-            raise ValueError(f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first")
+            raise ValueError(
+                f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
+            )
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
         like = {"device": device, "dtype": dtype}
         self.declare("weight", (out_features, in_features), init or uniform(bound), shard=shard, **like)
@@ -199,13 +206,16 @@ class RowParallelLinear(ParallelModule):
         ValueError: if there are fewer units of input features than ranks.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
@@ -218,7 +228,7 @@ class RowParallelLinear(ParallelModule):
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("in_features", in_features // unit, tp)
+        check_size("in_features", in_features, tp, unit)
         shard = cut(in_features, tp, 1, unit)
         self.local_in_features = shard.size(tp.rank)
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
@@ -238,6 +248,8 @@ class RowParallelLinear(ParallelModule):
             check_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, f"this rank's share of in_features {self.in_features}")
+        if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
+            return F.linear(x, self.weight, self.bias)
         y = F.linear(x, self.weight)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
@@ -275,8 +287,10 @@ class GateUpParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections in one product; each rank's output is [its q heads | k heads | v heads].
 
-    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are cut over tp. Where
-    tp divides the number of KV heads they are cut too; otherwise each rank holds the KV heads that its query heads read,
+    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are cut over tp.
+    Where
+    tp divides the number of KV heads they are cut too; otherwise each rank holds the KV heads that its query heads
+    read,
     and the gradients of replicas are summed by `mpcore.reduce_gradients`, as declared.
 
     Args:
@@ -323,15 +337,18 @@ class QKVParallelLinear(ColumnParallelLinear):
             self.tp,
             0,
             tuple(
-                (run(*q, 0), run(*kv, k), run(*kv, v))
-                for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)
+                (run(*q, 0), run(*kv, k), run(*kv, v)) for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)
             ),
         )
 
 
-def check_size(name: str, size: int, tp: Axis) -> None:
-    """Refuse a dimension that leaves a rank of the axis with nothing."""
-    if size < tp.size:
+def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
+    """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing."""
+    if size % unit:
+        raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")
+    if size // unit < tp.size:
+        name = name if unit == 1 else f"{name} {size} / {unit} ="
+        size //= unit
         raise ValueError(f"{name} {size} is smaller than the {tp.name} size {tp.size}: some ranks would hold nothing")
 
 
@@ -345,6 +362,6 @@ def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:
     """Refuse a sequence that the axis can't cut into equal shards."""
     if x.shape[dim] % tp.size:
         raise ValueError(
-            f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, which sequence_parallel "
+            f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, as sequence_parallel "
             f"needs: pad it to {-(-x.shape[dim] // tp.size) * tp.size} with ignored targets"
         )

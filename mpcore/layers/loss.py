@@ -1,4 +1,5 @@
-"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel axis: one small collective, whatever the size.
+"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel axis: one small collective, whatever the
+size.
 
 Per row, each rank computes over its own columns the maximum m_r, the sum of exponentials s_r = sum exp(z - m_r), the
 target's logit t_r (0 where another rank holds it) and the sum of logits u_r. One all-gather of these four numbers gives
@@ -6,7 +7,8 @@ target's logit t_r (0 where another rank holds it) and the sum of logits u_r. On
     loss = lse - (1 - a) target - a mean + z lse^2            (a: label smoothing, z: z-loss)
 and backward needs no collective: dlogits = p (1 + 2 z lse) - (1 - a) onehot - a / V, with p = exp(logits - lse).
 
-Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, for the cut; Szegedy et al. 2016 (arXiv:1512.00567), section 7,
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, for the cut; Szegedy et al. 2016 (arXiv:1512.00567),
+section 7,
 for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, for the z-loss.
 """
 
@@ -18,6 +20,7 @@ from torch.autograd import Function
 
 from mpcore.collectives import shard_range, start_all_gather, wait
 from mpcore.layers.embedding import check_ids
+from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh import Axis
 
 
@@ -25,7 +28,7 @@ def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+    tp: Axis = Axis(name="tp"),
     vocab_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -92,7 +95,7 @@ class _CrossEntropy(Function):
         here = counts & (column >= 0) & (column < z.shape[-1])
         column = column.masked_fill(~here, 0)
 
-        largest = z.amax(-1)
+        largest = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # a shard may be masked with -inf from end to end
         total = (z - largest.unsqueeze(-1)).exp().sum(-1)
         at_target = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
         stats = torch.stack([largest, total, at_target, z.sum(-1) if label_smoothing else torch.zeros_like(total)])
@@ -115,6 +118,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[override]
+        refuse_second_derivative("vocab_parallel_cross_entropy")
         logits, lse, counts, here, column = ctx.saved_tensors
         dloss = dloss.masked_fill(~counts, 0).unsqueeze(-1)
         dlogits = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
@@ -127,7 +131,8 @@ class _CrossEntropy(Function):
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """`vocab_parallel_cross_entropy` for one vocabulary: it knows V, so it takes uneven shards and refuses gathered logits.
+    """`vocab_parallel_cross_entropy` for one vocabulary: it knows V, so it takes uneven shards and refuses gathered
+    logits.
 
     Args:
         vocab_size: V.
@@ -135,7 +140,7 @@ class VocabParallelCrossEntropy(nn.Module):
         options: as of `vocab_parallel_cross_entropy`.
     """
 
-    def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options) -> None:  # noqa: B008 - frozen
+    def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options) -> None:
         super().__init__()
         self.vocab_size, self.tp, self.options = vocab_size, tp, options
 

@@ -15,7 +15,6 @@ from mpcore.layers.module import Init
 from mpcore.mesh import Axis
 
 
-
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2F] = gate | up -> [..., F]."""
     gate, up = x.chunk(2, dim=-1)
@@ -66,7 +65,7 @@ class ParallelMLP(torch.nn.Module):
         activation: str = "swiglu",
         *,
         bias: bool = True,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         init: Init | None = None,

@@ -34,6 +34,12 @@ def constant(value: float) -> Init:
     return fill
 
 
+def refuse_second_derivative(what: str) -> None:
+    """Raise if the backward pass of `what`, running now, is itself being differentiated: the result would be wrong."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{what} has no second derivative")
+
+
 class ParallelModule(nn.Module):
     """A module whose parameters are plain local shards of declared logical tensors.
 

@@ -12,13 +12,16 @@ from mpcore.mesh import Axis
 
 
 class _Norm(ParallelModule):
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         dim: int,
         eps: float,
         bias: bool,
         *,
-        tp: Axis = Axis(name="tp"),  # noqa: B008 - frozen
+        tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         partial: tuple[Axis, ...] = (),
         device: torch.device | str | None = None,

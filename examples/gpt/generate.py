@@ -1,0 +1,73 @@
+"""Text from the model, through any layout: every rank calls, every rank gets the same text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from examples.gpt.model import GPT
+from examples.gpt.tokenizer import Tokenizer
+from mpcore import Mesh
+from mpcore.collectives import gather
+from mpcore.pipeline import Pipeline
+from mpcore.random import generator
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    pipeline: Pipeline,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    new_tokens: int = 120,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """Continue a prompt, token by token.
+
+    Args:
+        model: this rank's stage, in eval mode for the call.
+        pipeline: what runs the stages.
+        mesh: the mesh they lie on.
+        tokenizer: the one that the model was trained with.
+        prompt: its beginning; an empty one begins a new document.
+        new_tokens: how many tokens to add at the most; the end of a document ends the text.
+        temperature: divides the logits; 0 takes the likeliest token.
+        seed: of the draws.
+
+    Returns:
+        The prompt and what follows, the same on every rank.
+    """
+    training = model.training
+    model.eval()
+    draws = generator(seed, "generate")
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
+    for _ in range(new_tokens):
+        window = ids[-model.config.seq_len :]
+        x = torch.tensor([window], device=mesh.device)
+        if model.sequence_parallel:
+            # What stands behind the last token can't be seen from it.
+            x = F.pad(x, (0, -len(window) % mesh.tp.size))
+        (y,) = pipeline.forward([x])
+        logits = _last_logits(y, len(window) - 1, model, mesh)
+        ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
+        if ids[-1] == tokenizer.end_of_document:
+            break
+    model.train(training)
+    return tokenizer.decode(ids)
+
+
+def _last_logits(y: Tensor, index: int, model: GPT, mesh: Mesh) -> Tensor:
+    vocab = model.config.vocab_size
+    if not model.last:
+        return torch.zeros(vocab, dtype=torch.float64, device=y.device)
+    return gather(y[0, index].double(), mesh.tp, 0, vocab)
+
+
+def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))

@@ -1,0 +1,177 @@
+"""The reference GPT: embedding, blocks, head. One file, any layout: at tp=1, pp=1 it is the model that all others
+equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mpcore import (
+    ColumnParallelLinear,
+    Dropout,
+    LayerNorm,
+    Mesh,
+    ParallelAttention,
+    ParallelMLP,
+    PositionEmbedding,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerBlock,
+    VocabParallelEmbedding,
+)
+from mpcore.collectives import shard_range
+from mpcore.layers.module import normal
+from mpcore.sharding import add_partial
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What the model is, whatever it runs on."""
+
+    vocab_size: int = 257  # bytes, and the end of a document
+    seq_len: int = 256
+    layers: int = 4
+    d_model: int = 128
+    heads: int = 4
+    kv_heads: int | None = None  # None: as many as heads
+    d_ff: int | None = None  # None: 4 d_model, or 8/3 of it where there is a gate, up to a multiple of 64
+    activation: str = "swiglu"
+    norm: str = "rms"  # or "layer"
+    positions: str = "rope"  # or "learned"
+    rope_base: float = 10000.0
+    bias: bool = False
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+    init_std: float = 0.02  # as GPT-2
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.norm not in ("rms", "layer") or self.positions not in ("rope", "learned"):
+            raise ValueError(
+                f"norm {self.norm!r} must be 'rms' or 'layer', positions {self.positions!r} 'rope' or 'learned'"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP."""
+        if self.d_ff is not None:
+            return self.d_ff
+        gated = self.activation in ("swiglu", "geglu")
+        return -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model
+
+
+_gpt2 = partial(
+    GPTConfig,
+    vocab_size=50257,
+    seq_len=1024,
+    activation="gelu",
+    norm="layer",
+    positions="learned",
+    bias=True,
+    tie_embeddings=True,
+)
+_llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0)
+PRESETS = {
+    "tiny": GPTConfig(),
+    "gpt2": _gpt2(layers=12, d_model=768, heads=12),
+    "gpt2-medium": _gpt2(layers=24, d_model=1024, heads=16),
+    "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
+    "gpt2-xl": _gpt2(layers=48, d_model=1600, heads=25),
+    "llama3-1b": _llama3(layers=16, d_model=2048, heads=32, d_ff=8192, tie_embeddings=True),
+    "llama3-8b": _llama3(layers=32, d_model=4096, heads=32, d_ff=14336),
+    "llama3-70b": _llama3(layers=80, d_model=8192, heads=64, d_ff=28672),
+}
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, or this rank's stage of one. Parameter names are the same on every layout.
+
+    Args:
+        config: the model.
+        mesh: where it lies; `Mesh()` is one process.
+        sequence_parallel: between tensor-parallel regions each rank holds its part of the sequence.
+        device, dtype: of the parameters; build on "meta" and call `mpcore.materialize`.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        mesh: Mesh = Mesh(),
+        *,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        c, tp, pp = config, mesh.tp, mesh.pp
+        if c.layers < pp.size:
+            raise ValueError(f"{c.layers} layers are fewer than the pp size {pp.size}")
+        self.config, self.tp, self.sequence_parallel = c, tp, sequence_parallel and tp.size > 1
+        self.first, self.last = pp.rank == 0, pp.rank == pp.size - 1
+        like = {"device": device, "dtype": dtype}
+        sp = {"tp": tp, "sequence_parallel": sequence_parallel}
+        init, output_init = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.layers))
+        norm = RMSNorm if c.norm == "rms" else LayerNorm
+
+        if self.first or (self.last and c.tie_embeddings):  # tied: the last stage has a copy of the same name
+            self.embedding = VocabParallelEmbedding(c.vocab_size, c.d_model, init=init, **sp, **like)
+            if c.tie_embeddings:
+                add_partial(self.embedding, "weight", mesh.ends)
+        if self.first:
+            if c.positions == "learned":
+                self.position = PositionEmbedding(c.seq_len, c.d_model, init=init, **sp, **like)
+            self.dropout = Dropout(c.dropout, **sp)
+        self.rope = RotaryEmbedding(c.d_model // c.heads, c.rope_base) if c.positions == "rope" else None
+
+        def block() -> TransformerBlock:
+            options = {"bias": c.bias, "init": init, "output_init": output_init, **sp, **like}
+            attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, rope=self.rope, **options)
+            mlp = ParallelMLP(c.d_model, c.hidden, c.activation, **options)
+            norms = [norm(c.d_model, **sp, **like) for _ in range(2)]
+            return TransformerBlock(attention, mlp, *norms, dropout=c.dropout, **sp)
+
+        self.blocks = nn.ModuleDict({str(i): block() for i in range(*shard_range(c.layers, pp))})
+        if self.last:
+            self.norm = norm(c.d_model, **sp, **like)
+            self.head = ColumnParallelLinear(c.d_model, c.vocab_size, bias=False, init=init, **sp, **like)
+            if c.tie_embeddings:
+                self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """[B, T] ids, or [B, T, D] from the stage before (T/tp with sequence parallel) -> logits [B, T, V/tp], or
+        [B, T, D].
+
+        Args:
+            samples: [B] global sample index of each row; dropout in training needs it.
+        """
+        length = x.shape[1]
+        if self.first:
+            if length > self.config.seq_len:
+                raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
+            x = self.embedding(x)
+            x = self.position(x) if self.config.positions == "learned" else x
+            x = self.dropout(x, samples)
+        elif self.sequence_parallel:
+            length *= self.tp.size
+        arguments = {}
+        if self.rope is not None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            arguments["rotary"] = self.rope(torch.arange(length, device=x.device), wide)
+        for block in self.blocks.values():
+            x = block(x, samples=samples, **arguments)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """Logical parameters of the whole model."""
+    return sum(p.numel() for p in GPT(config, device="meta").parameters())

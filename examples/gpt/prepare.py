@@ -1,0 +1,249 @@
+"""Turns text into a corpus: `python -m examples.gpt.prepare --input FILE_OR_DIR ... --out PREFIX`.
+
+A plain text file is one document; a `.jsonl` file holds one document a line, under --json-key. Folders are
+walked in sorted order, without hidden entries and links. The output is a pair of files in Megatron's format.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from examples.gpt.data import IndexedDatasetWriter, encode_document, smallest_dtype
+from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` wrote.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens, the ends of documents included.
+        bytes: size of the text in UTF-8.
+        skipped: empty documents, and files met in a folder that are not UTF-8 text.
+        files: paths of the output.
+    """
+
+    documents: int
+    tokens: int
+    bytes: int
+    skipped: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    path: str
+    named: bool  # given by name, not met in a folder
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: str = "byte",
+    vocab_size: int | None = None,
+    json_key: str = "text",
+    end_of_document: str | None = None,
+    force: bool = False,
+    progress: bool | None = False,
+) -> Prepared:
+    """Tokenizes text files and writes a corpus, whole or not at all.
+
+    Args:
+        inputs: files and folders.
+        out: prefix of the output: `out.bin`, `out.idx`, and `out.tokenizer.json` when one is trained.
+        tokenizer: "byte", the path of a `tokenizer.json`, or "train" to train one on the inputs.
+        vocab_size: number of tokens to train; None takes 8192.
+        json_key: key of the text in a line of a `.jsonl` file.
+        end_of_document: name of the token of a `tokenizer.json` that ends a document; None looks for one.
+        force: replace existing output, an older `out.tokenizer.json` included.
+        progress: show a progress bar on stderr; None shows it on a terminal only.
+
+    Returns:
+        Counts and output files.
+
+    Raises:
+        ValueError: an input is missing or malformed, the output exists, or nothing is left to write.
+    """
+    out = os.fspath(out)
+    paths = [os.fspath(path) for path in inputs]
+    train = tokenizer == "train"
+    if vocab_size is not None and not train:
+        raise ValueError(f"vocab_size {vocab_size} goes with tokenizer 'train', but that is {tokenizer!r}")
+    outputs = (f"{out}.bin", f"{out}.idx", f"{out}.tokenizer.json")
+    in_use = os.path.realpath(tokenizer)
+    existing = [path for path in outputs if os.path.exists(path) and os.path.realpath(path) != in_use]
+    if existing and not force:
+        raise ValueError(f"{', '.join(existing)}: exists already; pass --force to replace it")
+    sources = _find_sources(paths, left_out={os.path.realpath(path) for path in outputs})
+    if train and end_of_document is not None:
+        raise ValueError(
+            f"a trained tokenizer ends a document with {END_OF_DOCUMENT}, not {end_of_document!r}"
+        )
+
+    folder, name = os.path.split(out)
+    os.makedirs(folder or ".", exist_ok=True)
+    trained = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp.tokenizer.json")
+    try:
+        chosen: Tokenizer
+        if train:
+            reader = _Reader(sources, json_key, progress, "training the tokenizer")
+            chosen = train_tokenizer((text for _, text in reader), vocab_size or 8192, trained)
+        else:
+            chosen = load_tokenizer(tokenizer, end_of_document)
+        reader = _Reader(sources, json_key, progress, "tokenizing")
+        documents = tokens = size = 0
+        with IndexedDatasetWriter(out, smallest_dtype(chosen.vocab_size)) as writer:
+            for where, text in reader:
+                ids = encode_document(chosen, text)
+                if int(ids.max()) >= chosen.vocab_size:
+                    raise ValueError(
+                        f"{where}: token id {ids.max()} is outside the vocabulary of {chosen.vocab_size}"
+                    )
+                writer.add_document(ids)
+                documents, tokens, size = documents + 1, tokens + len(ids), size + len(text.encode())
+            if not documents:
+                raise ValueError(f"{', '.join(paths)}: 0 documents found in {len(sources)} files")
+            # Before the corpus gets its name, so that it never lies beside another corpus's tokenizer.
+            if train:
+                os.replace(trained, outputs[2])
+            elif outputs[2] in existing:
+                os.unlink(outputs[2])
+    finally:
+        if os.path.exists(trained):
+            os.unlink(trained)
+    return Prepared(documents, tokens, size, reader.skipped, outputs if train else outputs[:2])
+
+
+def _find_sources(paths: Sequence[str], left_out: set[str]) -> list[_Source]:
+    sources = []
+    for given in paths:
+        if not os.path.isdir(given):
+            if not os.path.isfile(given):
+                raise ValueError(f"{given}: no such file or folder")
+            sources.append(_Source(given, named=True))
+        for folder, subfolders, names in os.walk(given):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            visible = [os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")]
+            sources += [
+                _Source(path, named=False)
+                for path in visible
+                if os.path.isfile(path)
+                and not os.path.islink(path)
+                and os.path.realpath(path) not in left_out
+            ]
+    return sources
+
+
+class _Reader:
+    """The documents of some files as (where, text), without the empty ones, which it counts."""
+
+    def __init__(self, sources: list[_Source], json_key: str, progress: bool | None, title: str) -> None:
+        self.sources, self.json_key, self.title = sources, json_key, title
+        self.hide = None if progress is None else not progress
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        total = sum(os.path.getsize(source.path) for source in self.sources)
+        with tqdm(total=total, unit="B", unit_scale=True, desc=self.title, disable=self.hide) as bar:
+            for source in self.sources:
+                for where, content in self._contents(source):
+                    text = self._text(source, where, content)
+                    if text:
+                        yield where, text
+                    else:
+                        self.skipped += 1
+                    bar.update(len(content))
+
+    def _contents(self, source: _Source) -> Iterator[tuple[str, bytes]]:
+        with open(source.path, "rb") as file:
+            if not source.path.endswith(".jsonl"):
+                yield source.path, file.read()
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{source.path}:{number}", line
+
+    def _text(self, source: _Source, where: str, content: bytes) -> str:
+        try:
+            if not source.path.endswith(".jsonl"):
+                return content.decode("utf-8-sig")
+            record = json.loads(content.decode("utf-8-sig").rstrip())
+        except UnicodeDecodeError as error:
+            if source.named or source.path.endswith(".jsonl"):
+                raise ValueError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+            return ""
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a line must be a JSON object, but this is {type(record).__name__}")
+        if self.json_key not in record:
+            keys = ", ".join(map(repr, list(record)[:10])) or "none"
+            raise ValueError(
+                f"{where}: no key {self.json_key!r}; keys are {keys}; choose one with --json-key"
+            )
+        text = record[self.json_key]
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: {self.json_key!r} must be text, but is {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: not UTF-8 text: {error.reason} at character {error.start}") from error
+        return text
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: prepares a corpus and prints what came of it.
+
+    Args:
+        argv: arguments; None takes those of the process.
+
+    Raises:
+        SystemExit: with a message, on any fault.
+    """
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.prepare", description=__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, .jsonl, folders"
+    )
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--tokenizer", default="byte", help="byte, the path of a tokenizer.json, or train")
+    parser.add_argument("--vocab-size", type=int, help="tokens to train (default 8192)")
+    parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl line (default text)")
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document"
+    )
+    parser.add_argument("--force", action="store_true", help="replace existing output")
+    options = parser.parse_args(argv)
+    try:
+        prepared = prepare(
+            options.input,
+            options.out,
+            tokenizer=options.tokenizer,
+            vocab_size=options.vocab_size,
+            json_key=options.json_key,
+            end_of_document=options.end_of_document,
+            force=options.force,
+            progress=None,
+        )
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"documents       {prepared.documents:,} ({prepared.skipped:,} empty or not text skipped)")
+    print(f"tokens          {prepared.tokens:,}")
+    print(f"bytes           {prepared.bytes:,}")
+    print(f"tokens per byte {prepared.tokens / prepared.bytes:.4f}")
+    for path in prepared.files:
+        print(f"wrote           {path} ({os.path.getsize(path):,} bytes)")
+
+
+if __name__ == "__main__":
+    # A polite kill then takes the way of an exception, which removes what is half written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    main()

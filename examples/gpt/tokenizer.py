@@ -1,0 +1,243 @@
+"""Text to token ids and back: raw bytes, or a byte-pair encoding held in a Hugging Face `tokenizer.json`."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# Most specific first: some vocabularies hold several of these and use the later ones for something else.
+_END_OF_DOCUMENT_NAMES = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "<|endofdocument|>",
+    "<eod>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with full-width bars
+    "<eos>",
+    "</s>",
+    "[EOS]",
+)
+
+
+class Tokenizer(Protocol):
+    """What the data code asks of a tokenizer.
+
+    Attributes:
+        vocab_size: number of token ids; every id lies in [0, vocab_size).
+        end_of_document: the id that closes each document.
+        fingerprint: text that differs when the encoding differs; it names cached corpora.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 as tokens, and one more that ends a document."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "byte"
+
+    def encode(self, text: str) -> np.ndarray:
+        """The UTF-8 bytes of a text.
+
+        Args:
+            text: any string without lone surrogates.
+
+        Returns:
+            uint16 [number of bytes].
+
+        Raises:
+            ValueError: a lone surrogate, which has no UTF-8 form (UnicodeEncodeError).
+        """
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some tokens; the end of a document has none, and broken UTF-8 reads as U+FFFD.
+
+        Args:
+            ids: integers [n] in [0, 257).
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        kept = [i for i in _checked_ids(ids, self.vocab_size) if i != self.end_of_document]
+        return bytes(kept).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`.
+
+    Args:
+        path: the file.
+        end_of_document: name of the token that ends a document; None looks for a usual one.
+
+    Raises:
+        ValueError: `tokenizers` is not installed, the file cannot be read, or no such token is in it.
+    """
+
+    vocab_size: int
+    end_of_document: int
+    fingerprint: str
+
+    def __init__(self, path: str | os.PathLike[str], end_of_document: str | None = None) -> None:
+        library = _tokenizers_library()
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+            self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception on a malformed file
+            raise ValueError(f"{os.fspath(path)}: cannot be read as a tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document that merely quotes "<|endoftext|>" must not end there.
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{os.fspath(path)}: the vocabulary is empty")
+        names = _END_OF_DOCUMENT_NAMES if end_of_document is None else (end_of_document,)
+        found = [vocabulary[name] for name in names if name in vocabulary]
+        if not found:
+            raise ValueError(
+                f"{os.fspath(path)}: none of {', '.join(names)} is among the {len(vocabulary)} tokens; "
+                "pass end_of_document (--end-of-document), the name of the token that ends a document"
+            )
+        # Ids may have gaps, so the largest id counts, not the number of entries.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_document = found[0]
+        self.fingerprint = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{found[0]}"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, without any token that the text itself does not hold.
+
+        Args:
+            text: any string without lone surrogates.
+
+        Returns:
+            int32 [number of tokens].
+
+        Raises:
+            ValueError: a lone surrogate, which has no UTF-8 form (UnicodeEncodeError).
+        """
+        text.encode("utf-8")  # the library reports a lone surrogate as TypeError
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some tokens; special tokens, the end of a document among them, have none.
+
+        Args:
+            ids: integers [n] in [0, vocab_size).
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        return self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=True)
+
+
+def load_tokenizer(spec: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
+    """The tokenizer that a command-line flag names.
+
+    Args:
+        spec: "byte", or the path of a Hugging Face `tokenizer.json`.
+        end_of_document: name of the token that ends a document; None looks for a usual one.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no token that ends a document.
+    """
+    if os.fspath(spec) != "byte":
+        return JsonTokenizer(spec, end_of_document)
+    if end_of_document is not None:
+        raise ValueError(f"the byte tokenizer ends a document with id 256, not with {end_of_document!r}")
+    return ByteTokenizer()
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> JsonTokenizer:
+    """Trains a byte-level byte-pair encoding and writes it as a `tokenizer.json`.
+
+    Args:
+        texts: the documents.
+        vocab_size: number of tokens wanted, at least 257 (256 bytes and the end of a document); a small
+            corpus may give fewer.
+        path: the file to write, whole or not at all.
+
+    Returns:
+        The trained tokenizer.
+
+    Raises:
+        ValueError: vocab_size is below 257, or `tokenizers` is not installed.
+
+    Source:
+        Sennrich et al. 2016, arXiv:1508.07909; on bytes: Radford et al. 2019 (GPT-2), section 2.2.
+    """
+    library: Any = _tokenizers_library()
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size {vocab_size} is below 257, the 256 bytes and {END_OF_DOCUMENT}; ask for at least 257"
+        )
+    byte_level = library.pre_tokenizers.ByteLevel
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(bpe.to_str(pretty=True))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    return JsonTokenizer(path, END_OF_DOCUMENT)
+
+
+def _checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
+    checked = [int(i) for i in ids]
+    for i in checked:
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"token id {i} is outside the vocabulary of {vocab_size}")
+    return checked
+
+
+def _tokenizers_library() -> Any:
+    if tokenizers is None:
+        raise ValueError(
+            "a tokenizer.json needs a package: pip install tokenizers (or use the tokenizer byte)"
+        )
+    return tokenizers

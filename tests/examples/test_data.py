@@ -1,0 +1,732 @@
+import io
+import itertools
+import os
+import pickle
+import struct
+import sysconfig
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.gpt import data
+from examples.gpt.data import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    TokenSamples,
+    default_corpus,
+    permute,
+    smallest_dtype,
+    split_documents,
+)
+from examples.gpt.tokenizer import ByteTokenizer
+
+INTEGER_DTYPES = ["uint8", "int8", "int16", "int32", "int64", "uint16"]
+LENGTHS = [0, 1, 5, 0, 3, 1, 0]
+
+
+def write(prefix, documents, dtype="int32"):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def golden_index(code, lengths, pointers, boundaries, version=1, magic=b"MMIDIDX\x00\x00", modes=b""):
+    """The format, spelled out by hand: nothing here comes from the code under test."""
+    return (
+        magic
+        + struct.pack("<Q", version)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", len(lengths))
+        + struct.pack("<Q", len(boundaries))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(pointers)}q", *pointers)
+        + struct.pack(f"<{len(boundaries)}q", *boundaries)
+        + modes
+    )
+
+
+def pair(folder, idx, bin_content):
+    (folder / "c.idx").write_bytes(idx)
+    (folder / "c.bin").write_bytes(bin_content)
+    return str(folder / "c")
+
+
+# The file format
+
+
+def test_golden_bytes_are_read(tmp_path):
+    # Three sequences in two documents: a corpus of split sentences.
+    idx = golden_index(8, [2, 1, 3], [0, 4, 6], [0, 2, 3])
+    assert len(idx) == 34 + 3 * 4 + 3 * 8 + 3 * 8
+    dataset = IndexedDataset(pair(tmp_path, idx, struct.pack("<6H", 1, 2, 3, 40000, 5, 6)))
+    assert [document.tolist() for document in dataset] == [[1, 2, 3], [40000, 5, 6]]
+    assert (len(dataset), dataset.num_tokens, dataset.dtype) == (2, 6, np.uint16)
+    assert dataset.lengths.tolist() == [3, 3]
+
+
+def test_golden_bytes_are_written(tmp_path):
+    write(tmp_path / "c", [[7, -1], [], [9]], "int32")
+    assert (tmp_path / "c.idx").read_bytes() == golden_index(4, [2, 0, 1], [0, 8, 8], [0, 1, 2, 3])
+    assert (tmp_path / "c.bin").read_bytes() == struct.pack("<3i", 7, -1, 9)
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")], ids=lambda x: str(x)
+)
+def test_every_integer_dtype_code(tmp_path, code, name):
+    size = struct.calcsize(name)
+    dataset = IndexedDataset(
+        pair(
+            tmp_path,
+            golden_index(code, [2, 1], [0, 2 * size], [0, 1, 2]),
+            struct.pack(f"<3{name}", 1, 100, 3),
+        )
+    )
+    assert [document.tolist() for document in dataset] == [[1, 100], [3]]
+
+
+def test_modes_of_a_multimodal_corpus_are_passed_over(tmp_path):
+    idx = golden_index(4, [1, 1], [0, 4], [0, 1, 2], modes=b"\x00\x01")
+    assert len(IndexedDataset(pair(tmp_path, idx, struct.pack("<2i", 1, 2)))) == 2
+
+
+@pytest.mark.parametrize("dtype", INTEGER_DTYPES)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1], [5], LENGTHS], ids=str)
+def test_written_documents_are_read_back(tmp_path, dtype, lengths):
+    info = np.iinfo(dtype)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(info.min, info.max, n, dtype, endpoint=True) for n in lengths]
+    dataset = IndexedDataset(write(tmp_path / "c", documents, dtype))
+    assert dataset.dtype == dtype
+    assert dataset.lengths.tolist() == lengths
+    assert dataset.num_tokens == sum(lengths)
+    assert len(dataset) == len(lengths)
+    for i, document in enumerate(documents):
+        for found in (dataset[i], dataset[i - len(lengths)], pickle.loads(pickle.dumps(dataset))[i]):
+            np.testing.assert_array_equal(found, document, strict=True)
+            assert not found.flags.writeable or not found.size
+    with pytest.raises(IndexError, match=f"document {len(lengths)} of {len(lengths)}"):
+        dataset[len(lengths)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk):
+    idx = golden_index(1, [2, 0, 1, 3, 0, 1], [0, 2, 2, 3, 6, 6], [0, 0, 2, 3, 3, 5, 6, 6])
+    prefix = pair(tmp_path, idx, bytes([1, 2, 3, 4, 9, 6, 7]))
+    monkeypatch.setattr(data, "_CHUNK", chunk)
+    dataset = IndexedDataset(prefix)
+    assert [document.tolist() for document in dataset] == [[], [1, 2], [3], [], [4, 9, 6], [7], []]
+    with pytest.raises(
+        ValueError, match=r"largest token id 9 .* of 9, at token 1 of document 4 \(token 4 of"
+    ):
+        dataset.check_tokens(9)
+
+
+def test_pickling_does_not_carry_the_corpus(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "c", [np.zeros(100_000, np.uint16)], "uint16"))
+    assert len(pickle.dumps(dataset)) < 1000
+
+
+GOOD = (4, [2, 1], [0, 8], [0, 1, 2])
+FAULTS = {
+    "empty": (b"", "0 bytes, but the header alone takes 34"),
+    "header cut": (golden_index(*GOOD)[:33], "33 bytes, but the header alone takes 34"),
+    "magic": (golden_index(*GOOD, magic=b"MMIDIDX\x00\x01"), "not a Megatron index"),
+    "version": (golden_index(*GOOD, version=2), "version 2, but only version 1"),
+    "dtype": (golden_index(9, *GOOD[1:]), "dtype code 9 is unknown"),
+    "float64": (golden_index(6, *GOOD[1:]), "float64, but tokens must be integers"),
+    "float32": (golden_index(7, *GOOD[1:]), "float32, but tokens must be integers"),
+    "cut": (golden_index(*GOOD)[:-1], "take 82 bytes .* the file has 81"),
+    "too long": (golden_index(*GOOD) + b"\0", "take 82 bytes .* the file has 83"),
+    "no boundary": (golden_index(4, [], [], []), "0 document boundaries"),
+    "first boundary": (golden_index(4, [2, 1], [0, 8], [1, 1, 2]), "run from 1 to 2"),
+    "last boundary": (
+        golden_index(4, [2, 1], [0, 8], [0, 1, 1]),
+        "number of sequences 2, but run from 0 to 1",
+    ),
+    "falling": (golden_index(4, [2, 1], [0, 8], [0, 2, 1, 2]), "fall 1 times"),
+    "beyond": (golden_index(4, [2, 1], [0, 8], [0, 9, 2]), "fall 1 times"),
+    "negative": (golden_index(4, [2, -1], [0, 8], [0, 1, 2]), "sequence 1 has length -1"),
+    "pointer": (golden_index(4, [2, 1], [0, 4], [0, 1, 2]), "sequence 1 begins at byte 4, .* byte 8"),
+    "pointer far": (golden_index(4, [2, 1], [0, 1 << 60], [0, 1, 2]), "begins at byte 1152921504606846976"),
+    "lengths": (
+        golden_index(4, [2, 9], [0, 8], [0, 1, 2]),
+        "describes 44 bytes of int32, .* has 12: truncated",
+    ),
+    "other dtype": (
+        golden_index(8, [2, 1], [0, 4], [0, 1, 2]),
+        "describes 6 bytes of uint16, .* has 12: too",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_index_are_named(tmp_path, fault):
+    idx, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=message) as caught:
+        IndexedDataset(pair(tmp_path, idx, struct.pack("<3i", 1, 2, 3)))
+    assert str(tmp_path / "c") in str(caught.value)
+
+
+def test_missing_and_truncated_data(tmp_path):
+    prefix = pair(tmp_path, golden_index(*GOOD), struct.pack("<3i", 1, 2, 3))
+    assert len(IndexedDataset(prefix)) == 2
+    with pytest.raises(ValueError, match=rf"without its ending: {prefix}$"):
+        IndexedDataset(f"{prefix}.idx")
+    for size in (11, 0, 13):
+        (tmp_path / "c.bin").write_bytes(bytes(size))
+        with pytest.raises(ValueError, match=rf"c\.bin: .*describes 12 bytes .* the file has {size}"):
+            IndexedDataset(prefix)
+    os.unlink(tmp_path / "c.bin")
+    with pytest.raises(ValueError, match=r"c\.bin: cannot be read: No such file"):
+        IndexedDataset(prefix)
+    (tmp_path / "c.bin").write_bytes(bytes(12))
+    os.unlink(tmp_path / "c.idx")
+    with pytest.raises(ValueError, match=r"c\.idx: cannot be read: No such file"):
+        IndexedDataset(prefix)
+
+
+SOUND_INDEX = golden_index(8, LENGTHS, [0, 0, 2, 12, 12, 18, 20], [0, 1, 3, 3, 6, 7])
+SOUND_DATA = bytes(range(20))
+
+
+@st.composite
+def damaged_indices(draw):
+    content = bytearray(SOUND_INDEX)
+    match draw(st.sampled_from(["flip", "cut", "count", "append", "random"])):
+        case "flip":
+            for _ in range(draw(st.integers(1, 3))):
+                content[draw(st.integers(0, len(content) - 1))] ^= draw(st.integers(1, 255))
+        case "cut":
+            del content[draw(st.integers(0, len(content) - 1)) :]
+        case "count":
+            at = draw(st.sampled_from([18, 26]))
+            content[at : at + 8] = struct.pack("<Q", draw(st.integers(0, 2**64 - 1)))
+        case "append":
+            content += draw(st.binary(min_size=1, max_size=40))
+        case "random":
+            content = bytearray(SOUND_INDEX[: draw(st.integers(0, 34))] + draw(st.binary(max_size=200)))
+    return bytes(content)
+
+
+@pytest.fixture(scope="module")
+def fuzz_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    assert IndexedDataset(pair(folder, SOUND_INDEX, SOUND_DATA)).num_tokens == 10
+    return folder
+
+
+@given(idx=damaged_indices())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_index_is_refused_or_still_reads_the_same_bytes(fuzz_folder, idx):
+    prefix = pair(fuzz_folder, idx, SOUND_DATA)
+    message = prefix
+    tracemalloc.start()
+    try:
+        dataset = IndexedDataset(prefix)
+        assert b"".join(document.tobytes() for document in dataset) == SOUND_DATA
+    except ValueError as error:
+        message = str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert prefix in message
+    assert peak < 1 << 20
+
+
+def test_every_truncation_and_every_byte_of_the_index(fuzz_folder):
+    for n in range(len(SOUND_INDEX)):
+        with pytest.raises(ValueError, match=r"c\.idx"):
+            IndexedDataset(pair(fuzz_folder, SOUND_INDEX[:n], SOUND_DATA))
+    for at in range(18 + 8 + 8 + 12 * len(LENGTHS)):
+        content = bytearray(SOUND_INDEX)
+        content[at] ^= 0x40
+        with pytest.raises(ValueError, match=r"c\.idx"):
+            IndexedDataset(pair(fuzz_folder, bytes(content), SOUND_DATA))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_tokens_outside_the_vocabulary_are_named(tmp_path, dtype):
+    dataset = IndexedDataset(write(tmp_path / "c", [[1, 2], [], [3, 300, 4], [299]], dtype))
+    dataset.check_tokens(301)
+    with pytest.raises(
+        ValueError, match=r"largest token id 300 .* vocabulary of 300, at token 1 of document 2 "
+    ):
+        dataset.check_tokens(300)
+    negative = IndexedDataset(write(tmp_path / "n", [[1], [5, -7]], dtype))
+    with pytest.raises(
+        ValueError, match=r"n\.bin: the smallest token id -7 .* of 10, at token 1 of document 1 "
+    ):
+        negative.check_tokens(10)
+    IndexedDataset(write(tmp_path / "e", [], dtype)).check_tokens(1)
+
+
+# The writer
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_exception_leaves_nothing(tmp_path, error):
+    def documents():
+        yield [1]
+        raise error
+
+    with pytest.raises(error):
+        write(tmp_path / "c", documents())
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace", "second replace", "write"])
+def test_a_fault_while_closing_leaves_nothing(tmp_path, monkeypatch, fails):
+    calls = itertools.count()
+
+    def failing(name, at):
+        real = getattr(os, name)
+
+        def call(*args):
+            if next(calls) == at:
+                raise OSError(28, "No space left on device")
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    if fails == "write":
+        monkeypatch.setattr(IndexedDatasetWriter, "_write_index", lambda *_: os.write(-1, b""))
+    else:
+        failing(fails.split()[-1], 1 if fails.startswith("second") else 0)
+    with pytest.raises(OSError, match=r"No space|Bad file"):
+        write(tmp_path / "c", [[1]])
+    assert files(tmp_path) == []
+
+
+def test_a_kill_at_any_moment_leaves_no_mismatched_pair(tmp_path, monkeypatch):
+    """Stops the writer before each change of a name, as a kill would, without any cleaning up."""
+
+    class Killed(BaseException):
+        pass
+
+    old, new = [[1, 2], [3]], [[4], [5, 6]]  # same sizes: nothing but the order of renaming tells them apart
+    for at in itertools.count():
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        prefix = write(folder / "c", old)
+        calls = itertools.count()
+        dead = False
+
+        def guarded(real, at=at, calls=calls):
+            def call(*args):
+                nonlocal dead
+                dead = dead or next(calls) == at
+                if dead:
+                    raise Killed
+                return real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink"):
+                patch.setattr(os, name, guarded(getattr(os, name)))
+            try:
+                write(prefix, new)
+            except Killed:
+                pass
+            else:
+                break
+        try:
+            found = [document.tolist() for document in IndexedDataset(prefix)]
+        except ValueError:
+            continue
+        assert found in (old, new)
+    assert at == 3  # the old index goes, the data comes, the index comes
+    assert [document.tolist() for document in IndexedDataset(prefix)] == new
+
+
+def test_replacing_a_corpus_leaves_its_readers_alone(tmp_path):
+    old = IndexedDataset(write(tmp_path / "c", [[1, 2, 3]]))
+    write(tmp_path / "c", [[9]])
+    assert old[0].tolist() == [1, 2, 3]
+    assert IndexedDataset(tmp_path / "c")[0].tolist() == [9]
+
+
+def test_nothing_appears_before_the_end(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "c", "int32") as writer:
+        writer.add_document([1])
+        assert not (tmp_path / "c.bin").exists()
+        assert not (tmp_path / "c.idx").exists()
+
+
+def test_the_writer_refuses_what_it_cannot_hold(tmp_path):
+    for dtype in ("float32", "uint32", "bool"):
+        with pytest.raises(ValueError, match=f"tokens of dtype {dtype} cannot be written; use one of uint8"):
+            IndexedDatasetWriter(tmp_path / "c", dtype)
+    writer = IndexedDatasetWriter(tmp_path / "c", "uint16")
+    with pytest.raises(ValueError, match="inside a with block"):
+        writer.add_document([1])
+    with writer:
+        writer.add_document([0, 65535])
+        with pytest.raises(
+            ValueError, match="document 1 has token ids 3 to 65536, but uint16 holds 0 to 65535"
+        ):
+            writer.add_document([3, 65536])
+        with pytest.raises(ValueError, match="token ids -1 to 3"):
+            writer.add_document(np.array([3, -1]))
+        for wrong in ([1.5], [[1, 2]], np.array([True])):
+            with pytest.raises(ValueError, match="must be integers"):
+                writer.add_document(wrong)
+        writer.add_document([])
+    assert [document.tolist() for document in IndexedDataset(tmp_path / "c")] == [[0, 65535], []]
+
+
+def test_smallest_dtype():
+    assert [smallest_dtype(n) for n in (1, 257, 65499, 65500, 2**31)] == [np.uint16] * 3 + [np.int32] * 2
+    for wrong in (0, 2**31 + 1):
+        with pytest.raises(ValueError, match=f"vocab_size {wrong} is not in"):
+            smallest_dtype(wrong)
+
+
+# The permutation
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 1023, 1024, 1025, 4097])
+def test_permute_is_a_bijection(size):
+    for seed, epoch in ((0, 0), (1, 0), (0, 1), (-5, 2**70)):
+        assert sorted(permute(i, size, seed=seed, epoch=epoch) for i in range(size)) == list(range(size))
+
+
+def test_permute_works_on_ranges_that_no_array_could_hold():
+    size = 10**15 + 3
+    found = {permute(i, size, seed=0, epoch=0) for i in [*range(500), size - 1]}
+    assert len(found) == 501
+    assert 0 <= min(found) < size // 20
+    assert size - size // 20 < max(found) < size
+
+
+def test_permutations_differ_between_seeds_and_epochs():
+    orders = {
+        (seed, epoch): tuple(permute(i, 50, seed=seed, epoch=epoch) for i in range(50))
+        for seed in (0, 1, 11, -1)
+        for epoch in (0, 1, 2, 11)
+    }
+    assert len(set(orders.values())) == len(orders)
+    # (1, 11) and (11, 1) must not meet, as they would if the two were simply joined.
+    assert orders[1, 11] != orders[11, 1]
+
+
+def test_permutations_of_few_are_all_equally_likely():
+    counts = dict.fromkeys(itertools.permutations(range(4)), 0)
+    for epoch in range(2400):
+        counts[tuple(permute(i, 4, seed=3, epoch=epoch) for i in range(4))] += 1
+    chi_squared = sum((count - 100) ** 2 / 100 for count in counts.values())
+    assert chi_squared < 60  # 23 degrees of freedom: chance of 4e-5
+
+
+@pytest.mark.parametrize("size", [5, 30, 97])
+def test_every_index_reaches_every_place_equally_often(size):
+    trials = 40 * size
+    for index in (0, size // 2, size - 1):
+        places = [permute(index, size, seed=1, epoch=epoch) for epoch in range(trials)]
+        chi_squared = np.sum((np.bincount(places, minlength=size) - 40) ** 2 / 40)
+        assert abs(chi_squared - (size - 1)) < 6 * np.sqrt(2 * (size - 1))
+
+
+def test_permute_refuses_an_index_outside_the_range():
+    for index, size in ((-1, 5), (5, 5), (0, 0)):
+        with pytest.raises(ValueError, match=rf"index {index} is not in \[0, {size}\)"):
+            permute(index, size, seed=0, epoch=0)
+
+
+def test_permute_is_frozen():
+    """A change of these numbers changes the data order of every run that resumes."""
+    assert [permute(i, 10, seed=0, epoch=0) for i in range(10)] == [7, 1, 5, 4, 3, 8, 2, 6, 9, 0]
+    _, validation = split_documents(40, 0.1, 0)
+    assert validation.tolist() == [2, 16, 18, 19, 34, 37]
+
+
+# Samples
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    lengths = [3, 0, 1, 40, 0, 0, 7, 1, 1, 25, 0]
+    documents = [rng.integers(0, 60000, n, np.uint16) for n in lengths]
+    return IndexedDataset(write(tmp_path_factory.mktemp("corpus") / "c", documents, "uint16"))
+
+
+CHOICES = [None, [0, 3, 6], [9, 3], list(range(11)), [4, 1, 9, 5, 0, 10], [3, 3]]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 5, 24])
+@pytest.mark.parametrize("documents", CHOICES, ids=str)
+def test_windows_in_order_cover_the_stream(corpus, seq_len, documents):
+    stream = np.concatenate([corpus[i] for i in (range(11) if documents is None else documents)]).astype(int)
+    samples = TokenSamples(corpus, seq_len, seed=0, documents=documents, shuffle=False)
+    assert samples.num_tokens == len(stream)
+    assert len(samples) == (len(stream) - 1) // seq_len
+    inputs = np.concatenate([samples.sample(i)[:-1] for i in range(len(samples))])
+    targets = np.concatenate([samples.sample(i)[1:] for i in range(len(samples))])
+    covered = len(samples) * seq_len
+    np.testing.assert_array_equal(inputs, stream[:covered])
+    np.testing.assert_array_equal(targets, stream[1 : covered + 1])
+    assert len(stream) - (covered + 1) < seq_len
+    np.testing.assert_array_equal(samples.sample(len(samples)), samples.sample(0))
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 10])
+@pytest.mark.parametrize("documents", CHOICES, ids=str)
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(corpus, seq_len, documents):
+    ordered = TokenSamples(corpus, seq_len, seed=0, documents=documents, shuffle=False)
+    shuffled = TokenSamples(corpus, seq_len, seed=0, documents=documents)
+    n = len(shuffled)
+    windows = sorted(tuple(ordered.sample(i)) for i in range(n))
+    epochs = [[tuple(shuffled.sample(e * n + i)) for i in range(n)] for e in range(3)]
+    for visited in epochs:
+        assert sorted(visited) == windows
+    if n > 5:
+        other = TokenSamples(corpus, seq_len, seed=1, documents=documents)
+        orders = [*epochs, [tuple(other.sample(i)) for i in range(n)]]
+        assert all(a != b for a, b in itertools.combinations(orders, 2))
+
+
+@given(order=st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_a_sample_depends_on_its_index_alone(corpus, order):
+    used = TokenSamples(corpus, 5, seed=2)
+    for index in order:
+        fresh = TokenSamples(IndexedDataset(corpus.prefix), 5, seed=2)
+        np.testing.assert_array_equal(used.sample(index), fresh.sample(index), strict=True)
+
+
+def test_the_stream_does_not_depend_on_the_number_of_ranks(corpus):
+    samples = TokenSamples(corpus, 5, seed=0)
+    global_batch = 12
+    whole = [samples.batch(range(step * global_batch, (step + 1) * global_batch))[0] for step in range(4)]
+    for ranks in (1, 2, 3, 4, 6, 12):
+        share = global_batch // ranks
+        for step, expected in enumerate(whole):
+            begin = step * global_batch
+            parts = [
+                samples.batch(range(begin + r * share, begin + (r + 1) * share))[0] for r in range(ranks)
+            ]
+            assert torch.equal(torch.cat(parts), expected)
+
+
+def test_batch_is_inputs_and_next_tokens(corpus):
+    samples = TokenSamples(corpus, 5, seed=0)
+    tokens, targets = samples.batch(torch.tensor([3, 0, 10**9]))
+    assert tokens.shape == targets.shape == (3, 5)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+    for row, index in enumerate([3, 0, 10**9]):
+        window = samples.sample(index)
+        assert window.dtype == np.int64
+        assert window.shape == (6,)
+        assert tokens[row].tolist() == window[:-1].tolist()
+        assert targets[row].tolist() == window[1:].tolist()
+    assert samples.batch([])[0].shape == (0, 5)
+
+
+def test_samples_memory_does_not_grow_with_the_tokens(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "c", [np.zeros(4_000_000, np.uint8)], "uint8"))
+    tracemalloc.start()
+    try:
+        samples = TokenSamples(dataset, 1, seed=0)
+        for index in range(0, 10**7, 10**6):
+            samples.sample(index)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+def test_samples_say_what_is_wrong(corpus):
+    with pytest.raises(
+        ValueError, match=r"11 documents hold 78 tokens, .* seq_len 78 takes 79; use a smaller"
+    ):
+        TokenSamples(corpus, 78, seed=0)
+    assert len(TokenSamples(corpus, 77, seed=0)) == 1
+    with pytest.raises(ValueError, match="0 documents hold 0 tokens"):
+        TokenSamples(corpus, 5, seed=0, documents=[])
+    with pytest.raises(ValueError, match="documents 0 to 11 are asked for, but there are 11"):
+        TokenSamples(corpus, 5, seed=0, documents=[0, 11])
+    with pytest.raises(ValueError, match="documents -1 to 3"):
+        TokenSamples(corpus, 5, seed=0, documents=[3, -1])
+    with pytest.raises(ValueError, match="seq_len 0 is below 1"):
+        TokenSamples(corpus, 0, seed=0)
+    with pytest.raises(ValueError, match="sample index -1 is below 0"):
+        TokenSamples(corpus, 5, seed=0).sample(-1)
+
+
+# Training and validation documents
+
+
+@given(n=st.integers(1, 400), held_out=st.floats(0, 0.99), seed=st.integers())
+@settings(max_examples=100)
+def test_a_split_is_a_partition(n, held_out, seed):
+    train, validation = split_documents(n, held_out, seed)
+    assert sorted([*train, *validation]) == list(range(n))
+    assert np.all(np.diff(train) > 0)
+    assert np.all(np.diff(validation) > 0)
+    assert len(train) >= 1
+    assert len(validation) >= 1 or n == 1 or held_out == 0
+    for again, first in zip(split_documents(n, held_out, seed), (train, validation), strict=True):
+        np.testing.assert_array_equal(again, first, strict=True)
+
+
+def test_a_split_holds_its_fraction_and_growth_moves_no_document():
+    small, large = split_documents(5000, 0.05, seed=1)[1], split_documents(20_000, 0.05, seed=1)[1]
+    assert abs(len(large) - 1000) < 5 * np.sqrt(950)
+    np.testing.assert_array_equal(small, large[large < 5000])
+    assert set(large) != set(split_documents(20_000, 0.05, seed=2)[1])
+    # More held out keeps what was held out.
+    assert set(large) < set(split_documents(20_000, 0.1, seed=1)[1])
+    assert len(split_documents(100, 0)[1]) == 0
+
+
+def test_a_split_refuses_nonsense():
+    with pytest.raises(ValueError, match="num_documents 0 is below 1"):
+        split_documents(0)
+    for held_out in (1, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="held_out"):
+            split_documents(5, held_out)
+
+
+# The default corpus
+
+
+@pytest.fixture
+def small_stdlib(tmp_path, monkeypatch):
+    root = tmp_path / "stdlib"
+    texts = {
+        "b.py": "bb = 1\n",
+        "a/z.py": "z\n",
+        "a/test/t.py": "skipped",
+        "tests/t.py": "skipped",
+        "idlelib/idle_test/t.py": "skipped",
+        "lib2to3/tests/t.py": "skipped",
+        "site-packages/p.py": "skipped",
+        "a/__pycache__/z.py": "skipped",
+        "a/notes.txt": "skipped",
+        "empty.py": "",
+        "c.py": "café\n",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    (root / "latin.py").write_bytes(b"# caf\xe9")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return root
+
+
+def test_default_corpus_holds_the_sources_in_order(small_stdlib, tmp_path):
+    prefix = default_corpus(tmp_path / "cache")
+    byte = ByteTokenizer()
+    documents = list(IndexedDataset(prefix))
+    assert [byte.decode(document) for document in documents] == ["z\n", "bb = 1\n", "café\n"]
+    assert all(document[-1] == byte.end_of_document for document in documents)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    assert default_corpus(tmp_path / "cache") == prefix
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
+    assert len(files(tmp_path / "cache")) == 1
+    # Another listing or another tokenizer is another corpus.
+    (small_stdlib / "d.py").write_text("d\n")
+    other = default_corpus(tmp_path / "cache")
+    byte.fingerprint = "other"
+    assert len({prefix, other, default_corpus(tmp_path / "cache", byte)}) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "no index", "tokens", "empty folder"])
+def test_a_damaged_cache_is_not_used(small_stdlib, tmp_path, damage):
+    prefix = default_corpus(tmp_path)
+    good = [document.tolist() for document in IndexedDataset(prefix)]
+    if damage == "cut":
+        os.truncate(f"{prefix}.bin", 3)
+    elif damage == "tokens":
+        with open(f"{prefix}.bin", "r+b") as file:
+            file.write(b"\xff\xff")
+    else:
+        os.unlink(f"{prefix}.idx")
+        if damage == "empty folder":
+            os.unlink(f"{prefix}.bin")
+    again = default_corpus(tmp_path)
+    assert [document.tolist() for document in IndexedDataset(again)] == good
+    assert default_corpus(tmp_path) == again
+
+
+def test_many_may_ask_for_the_default_corpus_at_once(small_stdlib, tmp_path):
+    barrier, found = threading.Barrier(6), []
+
+    def ask():
+        barrier.wait()
+        found.append(IndexedDataset(default_corpus(tmp_path / "cache")).num_tokens)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3 + 8 + 7] * 6
+    assert len(files(tmp_path / "cache")) == 1
+
+
+def test_a_failed_build_leaves_nothing(small_stdlib, tmp_path):
+    class TooLarge(ByteTokenizer):
+        def encode(self, text):
+            return super().encode(text) + 200
+
+    with pytest.raises(ValueError, match="outside the vocabulary of 257"):
+        default_corpus(tmp_path / "cache", TooLarge())
+    assert files(tmp_path / "cache") == []
+
+
+def test_where_the_default_corpus_is_kept(small_stdlib, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_corpus().startswith(str(tmp_path / "xdg" / "mpcore" / "stdlib-3."))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert default_corpus().startswith(str(tmp_path / "home" / ".cache" / "mpcore"))
+    # A file where the folder should be: it cannot be written, even by root.
+    (tmp_path / "blocked").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    assert default_corpus().startswith(str(tmp_path / "tmp" / "mpcore-"))
+    with pytest.raises(ValueError, match=r"blocked.*pass a cache_dir that can be written"):
+        default_corpus(tmp_path / "blocked" / "x")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match="0 source files"):
+        default_corpus(tmp_path)
+
+
+def test_the_real_standard_library(tmp_path):
+    dataset = IndexedDataset(default_corpus(tmp_path))
+    assert dataset.dtype == np.uint16
+    assert len(dataset) > 300
+    assert dataset.num_tokens > 4_000_000
+    train, validation = split_documents(len(dataset))
+    tokens, targets = TokenSamples(dataset, 64, seed=0, documents=train).batch(range(4))
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert len(TokenSamples(dataset, 64, seed=0, documents=validation)) > 100
+
+
+def test_tokens_are_written_without_a_copy_of_the_corpus_in_memory(tmp_path):
+    document = np.zeros(100_000, np.uint16)
+    tracemalloc.start()
+    try:
+        with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
+            for _ in range(30):
+                writer.add_document(document)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * io.DEFAULT_BUFFER_SIZE
