@@ -26,6 +26,8 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -60,14 +62,22 @@ def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
 # --- on plain tensors: no autograd, always a new tensor -----------------------------------------------------------
 
 
+def _call(op: Callable[..., Tensor], *args) -> Tensor:
+    # Torch may have given these operators an autograd of its own, in Python: 9 us a collective, and a second graph.
+    if torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def wait(x: Tensor) -> Tensor:
     """Wait for a collective that a `start_` function began, and return its result."""
-    return _ops.wait_tensor(x)
+    return _call(_ops.wait_tensor.default, x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Begin to reduce `x` over the axis; `wait` gives the result, in a new contiguous tensor."""
-    return _ops.all_reduce(x, op, _group(axis))
+    return _call(_ops.all_reduce.default, x, op, _group(axis))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -77,12 +87,12 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Begin to gather equal shards along dimension 0; `wait` gives the result."""
-    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, _group(axis))
+    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, _group(axis))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Begin to sum over the axis and keep this rank's equal shard of dimension 0; `wait` gives the result."""
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, _group(axis))
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
 
 
 def _group(axis: Axis) -> str:
@@ -131,7 +141,8 @@ def _all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_l
         shapes.append(shape)
     other = x.numel() // max(x.shape[split_dim], 1)
     receive_sizes = [torch.Size(shape).numel() for shape in shapes]
-    out = wait(_ops.all_to_all_single(send, receive_sizes, [n * other for n in split], _group(axis)))
+    send_sizes = [n * other for n in split]
+    out = wait(_call(_ops.all_to_all_single.default, send, receive_sizes, send_sizes, _group(axis)))
     parts = [part.view(shape) for part, shape in zip(out.split(receive_sizes), shapes, strict=True)]
     return torch.cat(parts, concat_dim)
 
@@ -159,7 +170,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return _Reduce.apply(dy, ctx.axis), None
+        return reduce(dy, ctx.axis), None
 
 
 class _Reduce(Function):
@@ -170,7 +181,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return _Copy.apply(dy, ctx.axis), None
+        return copy(dy, ctx.axis), None
 
 
 class _Split(Function):
@@ -236,12 +247,12 @@ class _AllToAll(Function):
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """I -> R. Identity; in backward the ranks' gradients are summed. Megatron's f."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    return _Copy.apply(x, axis) if axis.size > 1 and torch.is_grad_enabled() else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """P -> I. Sum over the axis; identity in backward. Megatron's g."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+    return _Reduce.apply(x, axis) if torch.is_grad_enabled() and axis.size > 1 else all_reduce(x, axis)
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -9,6 +9,7 @@ Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.1, and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -234,12 +235,12 @@ def build_mesh(
     )
 
 
-def check_same(what: str, value: str, axis: Axis | None = None) -> None:
+def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
     """Refuse to go on when the ranks disagree about something that must be the same on all of them.
 
     Args:
         what: the name of the thing, for the message.
-        value: its text on this rank.
+        value: it on this rank; a text, or a mapping of which only the entries that differ are named.
         axis: the ranks to ask; None asks the whole world.
 
     Raises:
@@ -250,11 +251,14 @@ def check_same(what: str, value: str, axis: Axis | None = None) -> None:
     group = axis.group if axis is not None else dist.group.WORLD
     if group is None or group.size() == 1:
         return
+    mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
     values: list = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, mine, group=group)
     for rank, other in enumerate(values):
-        if other != values[0]:
-            raise ValueError(f"ranks disagree about the {what}: rank 0 has {values[0]}, rank {rank} has {other}")
+        differing = sorted(key for key in values[0].keys() | other.keys() if values[0].get(key) != other.get(key))
+        if differing:
+            entries = "; ".join(f"{key}: {values[0].get(key)} and {other.get(key)}" for key in differing)
+            raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({entries})")
 
 
 def raise_together(error: Exception | None) -> None:

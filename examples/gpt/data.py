@@ -276,9 +276,7 @@ class IndexedDatasetWriter:
                     f"{limits.max}; use the dtype of smallest_dtype(vocab_size)"
                 )
         if given.size > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"{document} has {given.size} tokens, but the format holds {np.iinfo(np.int32).max}"
-            )
+            raise ValueError(f"{document} has {given.size} tokens, but the format holds {np.iinfo(np.int32).max}")
         self._file.write(np.ascontiguousarray(given, self.dtype).data)
         self._lengths.append(given.size)
 
@@ -392,14 +390,10 @@ class TokenSamples:
             raise ValueError(f"seq_len {seq_len} is below 1")
         chosen = np.arange(len(dataset)) if documents is None else np.asarray(documents, dtype=np.int64)
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(dataset):
-            raise ValueError(
-                f"documents {chosen.min()} to {chosen.max()} are asked for, but there are {len(dataset)}"
-            )
+            raise ValueError(f"documents {chosen.min()} to {chosen.max()} are asked for, but there are {len(dataset)}")
         self.dataset, self.seq_len, self.seed, self.shuffle = dataset, seq_len, seed, shuffle
         self._documents = chosen
-        self._starts = np.zeros(
-            len(chosen) + 1, np.int64
-        )  # token at which each document begins, then the total
+        self._starts = np.zeros(len(chosen) + 1, np.int64)  # token at which each document begins, then the total
         np.cumsum(dataset.lengths[chosen], out=self._starts[1:])
         self.num_tokens = int(self._starts[-1])
         if self.num_tokens < seq_len + 1:
@@ -488,9 +482,7 @@ def permute(index: int, size: int, *, seed: int, epoch: int) -> int:
         raise ValueError(f"index {index} is not in [0, {size})")
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
-    keys = struct.unpack(
-        "<8Q", hashlib.blake2b(f"{seed}/{epoch}".encode(), person=b"mpcore.permute").digest()
-    )
+    keys = struct.unpack("<8Q", hashlib.blake2b(f"{seed}/{epoch}".encode(), person=b"mpcore.permute").digest())
     while True:
         left, right = index >> half, index & mask
         for key in keys:
@@ -507,9 +499,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def split_documents(
-    num_documents: int, held_out: float = 0.05, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(num_documents: int, held_out: float = 0.05, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Splits documents in training and validation by a hash of each id, so that growth moves none across.
 
     Args:
@@ -542,9 +532,7 @@ def split_documents(
     return np.flatnonzero(~validation), np.flatnonzero(validation)
 
 
-def default_corpus(
-    cache_dir: str | os.PathLike[str] | None = None, tokenizer: Tokenizer | None = None
-) -> str:
+def default_corpus(cache_dir: str | os.PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
     """A corpus that every machine has: the source of Python's standard library, one document a file.
 
     It is built on first use and cached. Many processes may call this at once: each builds in a folder of its

@@ -85,9 +85,7 @@ def prepare(
         raise ValueError(f"{', '.join(existing)}: exists already; pass --force to replace it")
     sources = _find_sources(paths, left_out={os.path.realpath(path) for path in outputs})
     if train and end_of_document is not None:
-        raise ValueError(
-            f"a trained tokenizer ends a document with {END_OF_DOCUMENT}, not {end_of_document!r}"
-        )
+        raise ValueError(f"a trained tokenizer ends a document with {END_OF_DOCUMENT}, not {end_of_document!r}")
 
     folder, name = os.path.split(out)
     os.makedirs(folder or ".", exist_ok=True)
@@ -105,9 +103,7 @@ def prepare(
             for where, text in reader:
                 ids = encode_document(chosen, text)
                 if int(ids.max()) >= chosen.vocab_size:
-                    raise ValueError(
-                        f"{where}: token id {ids.max()} is outside the vocabulary of {chosen.vocab_size}"
-                    )
+                    raise ValueError(f"{where}: token id {ids.max()} is outside the vocabulary of {chosen.vocab_size}")
                 writer.add_document(ids)
                 documents, tokens, size = documents + 1, tokens + len(ids), size + len(text.encode())
             if not documents:
@@ -136,9 +132,7 @@ def _find_sources(paths: Sequence[str], left_out: set[str]) -> list[_Source]:
             sources += [
                 _Source(path, named=False)
                 for path in visible
-                if os.path.isfile(path)
-                and not os.path.islink(path)
-                and os.path.realpath(path) not in left_out
+                if os.path.isfile(path) and not os.path.islink(path) and os.path.realpath(path) not in left_out
             ]
     return sources
 
@@ -187,9 +181,7 @@ class _Reader:
             raise ValueError(f"{where}: a line must be a JSON object, but this is {type(record).__name__}")
         if self.json_key not in record:
             keys = ", ".join(map(repr, list(record)[:10])) or "none"
-            raise ValueError(
-                f"{where}: no key {self.json_key!r}; keys are {keys}; choose one with --json-key"
-            )
+            raise ValueError(f"{where}: no key {self.json_key!r}; keys are {keys}; choose one with --json-key")
         text = record[self.json_key]
         if not isinstance(text, str):
             raise ValueError(f"{where}: {self.json_key!r} must be text, but is {type(text).__name__}")
@@ -210,16 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with a message, on any fault.
     """
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.prepare", description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, .jsonl, folders"
-    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, .jsonl, folders")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", default="byte", help="byte, the path of a tokenizer.json, or train")
     parser.add_argument("--vocab-size", type=int, help="tokens to train (default 8192)")
     parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl line (default text)")
-    parser.add_argument(
-        "--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document"
-    )
+    parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     parser.add_argument("--force", action="store_true", help="replace existing output")
     options = parser.parse_args(argv)
     try:

@@ -166,12 +166,8 @@ class Trainer:
             error = problem
         raise_together(error)
         self.config = config
-        same = {
-            "model": dataclasses.asdict(config),
-            "run": vars(args),
-            "data": [len(data), int(data.num_tokens)],
-        }
-        check_same("configuration", json.dumps(same, sort_keys=True, default=str))
+        flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+        check_same("configuration", {**flags, "documents": len(data), "tokens": data.num_tokens})
 
         torch.manual_seed(args.seed)
         self.half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
@@ -369,6 +365,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     try:
         Trainer(args, build_mesh(tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, dp=args.dp)).run()
+    except ValueError as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        sys.exit(f"rank {rank}: error: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

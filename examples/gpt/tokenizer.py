@@ -237,7 +237,5 @@ def _checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
 
 def _tokenizers_library() -> Any:
     if tokenizers is None:
-        raise ValueError(
-            "a tokenizer.json needs a package: pip install tokenizers (or use the tokenizer byte)"
-        )
+        raise ValueError("a tokenizer.json needs a package: pip install tokenizers (or use the tokenizer byte)")
     return tokenizers

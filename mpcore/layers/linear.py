@@ -346,10 +346,9 @@ def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
     """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing."""
     if size % unit:
         raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")
+    units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"
     if size // unit < tp.size:
-        name = name if unit == 1 else f"{name} {size} / {unit} ="
-        size //= unit
-        raise ValueError(f"{name} {size} is smaller than the {tp.name} size {tp.size}: some ranks would hold nothing")
+        raise ValueError(f"{name} {units} is smaller than the {tp.name} size {tp.size}: some ranks would hold nothing")
 
 
 def check_last(x: Tensor, size: int, what: str) -> None:

@@ -123,9 +123,7 @@ def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(data, "_CHUNK", chunk)
     dataset = IndexedDataset(prefix)
     assert [document.tolist() for document in dataset] == [[], [1, 2], [3], [], [4, 9, 6], [7], []]
-    with pytest.raises(
-        ValueError, match=r"largest token id 9 .* of 9, at token 1 of document 4 \(token 4 of"
-    ):
+    with pytest.raises(ValueError, match=r"largest token id 9 .* of 9, at token 1 of document 4 \(token 4 of"):
         dataset.check_tokens(9)
 
 
@@ -256,14 +254,10 @@ def test_every_truncation_and_every_byte_of_the_index(fuzz_folder):
 def test_tokens_outside_the_vocabulary_are_named(tmp_path, dtype):
     dataset = IndexedDataset(write(tmp_path / "c", [[1, 2], [], [3, 300, 4], [299]], dtype))
     dataset.check_tokens(301)
-    with pytest.raises(
-        ValueError, match=r"largest token id 300 .* vocabulary of 300, at token 1 of document 2 "
-    ):
+    with pytest.raises(ValueError, match=r"largest token id 300 .* vocabulary of 300, at token 1 of document 2 "):
         dataset.check_tokens(300)
     negative = IndexedDataset(write(tmp_path / "n", [[1], [5, -7]], dtype))
-    with pytest.raises(
-        ValueError, match=r"n\.bin: the smallest token id -7 .* of 10, at token 1 of document 1 "
-    ):
+    with pytest.raises(ValueError, match=r"n\.bin: the smallest token id -7 .* of 10, at token 1 of document 1 "):
         negative.check_tokens(10)
     IndexedDataset(write(tmp_path / "e", [], dtype)).check_tokens(1)
 
@@ -374,9 +368,7 @@ def test_the_writer_refuses_what_it_cannot_hold(tmp_path):
         writer.add_document([1])
     with writer:
         writer.add_document([0, 65535])
-        with pytest.raises(
-            ValueError, match="document 1 has token ids 3 to 65536, but uint16 holds 0 to 65535"
-        ):
+        with pytest.raises(ValueError, match="document 1 has token ids 3 to 65536, but uint16 holds 0 to 65535"):
             writer.add_document([3, 65536])
         with pytest.raises(ValueError, match="token ids -1 to 3"):
             writer.add_document(np.array([3, -1]))
@@ -515,9 +507,7 @@ def test_the_stream_does_not_depend_on_the_number_of_ranks(corpus):
         share = global_batch // ranks
         for step, expected in enumerate(whole):
             begin = step * global_batch
-            parts = [
-                samples.batch(range(begin + r * share, begin + (r + 1) * share))[0] for r in range(ranks)
-            ]
+            parts = [samples.batch(range(begin + r * share, begin + (r + 1) * share))[0] for r in range(ranks)]
             assert torch.equal(torch.cat(parts), expected)
 
 
@@ -551,9 +541,7 @@ def test_samples_memory_does_not_grow_with_the_tokens(tmp_path):
 
 
 def test_samples_say_what_is_wrong(corpus):
-    with pytest.raises(
-        ValueError, match=r"11 documents hold 78 tokens, .* seq_len 78 takes 79; use a smaller"
-    ):
+    with pytest.raises(ValueError, match=r"11 documents hold 78 tokens, .* seq_len 78 takes 79; use a smaller"):
         TokenSamples(corpus, 78, seed=0)
     assert len(TokenSamples(corpus, 77, seed=0)) == 1
     with pytest.raises(ValueError, match="0 documents hold 0 tokens"):

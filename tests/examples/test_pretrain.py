@@ -10,7 +10,22 @@ import pytest
 from mpcore import full_state_dict
 from tests.pool import mesh
 
-TINY = "--layers 2 --d-model 16 --heads 4 --kv-heads 2 --d-ff 24 --seq-len 16 --global-batch 4".split()
+TINY = [
+    "--layers",
+    "2",
+    "--d-model",
+    "16",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--d-ff",
+    "24",
+    "--seq-len",
+    "16",
+    "--global-batch",
+    "4",
+]
 STEPS = 10
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 CASES = [(layout, sp) for layout in LAYOUTS for sp in (False, True) if layout[0] > 1 or not sp]

@@ -1,0 +1,219 @@
+"""The command as people start it, what it leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.examples.test_pretrain import TINY, trainer
+from tests.pool import mesh
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*start, "examples.gpt.pretrain", *TINY, *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def read(out: Path) -> tuple[list[dict], list[dict]]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in records if "loss" in r], [r for r in records if "val_loss" in r]
+
+
+def test_one_process_and_four_leave_the_same_files_and_the_same_losses(tmp_path):
+    alone, mesh4 = tmp_path / "alone", tmp_path / "mesh"
+    flags = ["--steps", "3", "--eval-every", "2", "--eval-samples", "4", "--dropout", "0.1"]
+    first = command(*flags, "--out", str(alone))
+    assert first.returncode == 0, first.stderr
+    second = command(*flags, "--tp", "2", "--pp", "2", "--out", str(mesh4), ranks=4)
+    assert second.returncode == 0, second.stderr
+    for out, result in ((alone, first), (mesh4, second)):
+        assert sorted(p.name for p in out.iterdir()) == ["config.json", "loss.png", "metrics.jsonl"]
+        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+        steps, evaluations = read(out)
+        assert [r["step"] for r in steps] == [0, 1, 2]
+        assert [r["step"] for r in evaluations] == [1, 2]
+        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+        assert [r["tokens"] for r in steps] == [64, 128, 192]
+        config = json.loads((out / "config.json").read_text())
+        assert config["model"]["d_model"] == 16
+        assert config["run"]["steps"] == 3
+        assert result.stdout.count("mesh of") == 1
+        assert "parameters" in result.stdout
+        assert "--- a sample\ndef " in result.stdout
+        assert "3/3" in result.stderr
+    assert "stage 1 | dp 0: 2 3" in second.stdout
+    for a, b in zip(*(read(out)[0] for out in (alone, mesh4)), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
+def test_a_mesh_that_does_not_fit_stops_every_rank_within_seconds(tmp_path):
+    began = time.monotonic()
+    result = command("--tp", "2", "--pp", "2", "--out", str(tmp_path / "out"), ranks=3)
+    assert result.returncode != 0
+    for rank in range(3):
+        assert f"rank {rank}: error: tp 2 x cp 1 x pp 2 = 4 does not divide the world size 3" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert time.monotonic() - began < 60
+
+
+def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
+    from examples.gpt.data import IndexedDatasetWriter
+
+    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(tokens)
+    return str(prefix)
+
+
+def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(*flags, "--out", out, **sizes).run()
+    assert not Path(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "message"),
+    [
+        ({"tp": 3}, [], r"tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
+        ({"tp": 2, "dp": 4}, [], r"tp 2 x cp 1 x pp 1 x dp 4 = 8 is not the world size 4"),
+        ({"ep": 3}, [], r"ep 3 does not divide dp x cp = 4 x 1 = 4"),
+        ({"tp": 4}, ["--heads", "2", "--kv-heads", "2"], r"--heads 2 is smaller than the tp size 4"),
+        ({"pp": 4}, [], r"--layers 2 is smaller than the pp size 4"),
+        ({"tp": 4}, ["--heads", "3"], r"d_model 16 is not a multiple of heads 3"),
+        ({"tp": 4}, ["--kv-heads", "3"], r"heads 4 is not a multiple of kv_heads 3"),
+        ({"tp": 4}, ["--seq-len", "15", "--sequence-parallel"], r"--seq-len 15 is not a multiple of the tp size 4"),
+        ({"dp": 4}, ["--global-batch", "6"], r"--global-batch 6 is not a multiple of dp x micro-batch = 4 x 2 = 8"),
+        ({"pp": 2, "dp": 2}, [], r"1 micro-batches .* are fewer than the pp size 2: --global-batch 8"),
+        ({"cp": 2}, [], r"--cp 2"),
+        ({"tp": 4}, ["--preset", "gpt2", "--seq-len", "2048"], r"--seq-len 2048 is longer than the 1024 positions"),
+        ({"tp": 4}, ["--steps", "0"], r"--steps 0 is smaller than 1"),
+        ({"tp": 4}, ["--data", "/nowhere/corpus"], r"/nowhere/corpus"),
+    ],
+    ids=lambda v: " ".join(map(str, v)) if isinstance(v, list) else None,
+)
+def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path, sizes, flags, message):
+    ranks(4, check_refused, sizes, flags, message, str(tmp_path / "out"), timeout=30)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(ranks, tmp_path):
+    data = write_corpus(tmp_path / "corpus", [*range(250), 300])
+    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"300.*257", str(tmp_path / "out"), timeout=30)
+
+
+def test_a_truncated_corpus_is_refused(ranks, tmp_path):
+    data = write_corpus(tmp_path / "corpus", list(range(250)))
+    binary = Path(data + ".bin")
+    binary.write_bytes(binary.read_bytes()[:-10])
+    ranks(
+        2,
+        check_refused,
+        {"tp": 2},
+        ["--data", data],
+        r"corpus\.bin.*990|corpus.*1000",
+        str(tmp_path / "out"),
+        timeout=30,
+    )
+
+
+def test_too_little_text_is_refused(ranks, tmp_path):
+    data = write_corpus(tmp_path / "corpus", list(range(6)))
+    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"hold 6 tokens.*17", str(tmp_path / "out"), timeout=30)
+
+
+def check_unequal() -> None:
+    seed = str(dist.get_rank() // 3)
+    with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the configuration \(--seed: 0 and 1\)"):
+        trainer("--seed", seed, tp=4)
+
+
+def test_unequal_flags_are_refused_on_every_rank_by_name(ranks):
+    ranks(4, check_unequal, timeout=30)
+
+
+def check_one_rank_without_data(prefix: str) -> None:
+    with pytest.raises(ValueError, match=r"on rank 1 of 2"):
+        trainer("--data", prefix if dist.get_rank() == 0 else prefix + "-gone", tp=2)
+
+
+def test_a_fault_on_one_rank_stops_all(ranks, tmp_path):
+    ranks(2, check_one_rank_without_data, write_corpus(tmp_path / "corpus", list(range(250))), timeout=30)
+
+
+def check_out_is_a_file(out: str) -> None:
+    with pytest.raises(ValueError, match="can't be written"):
+        trainer("--out", out, tp=2).run()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
+    (tmp_path / "out").write_text("here first")
+    ranks(2, check_out_is_a_file, str(tmp_path / "out"), timeout=30)
+
+
+def check_half(dtype: str) -> list[float]:
+    t = trainer("--dtype", dtype, "--sequence-parallel", "--lr", "1e-2", tp=2, pp=2)
+    assert {p.dtype for p in t.model.parameters()} == {torch.float32}
+    return [t.step(i)["loss"] for i in range(8)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_learns_with_fp32_weights(ranks, dtype):
+    for losses in ranks(4, check_half, dtype):
+        assert all(map(math.isfinite, losses))
+        assert losses[-1] < losses[0] - 0.3
+
+
+def check_skipped_step() -> None:
+    """An infinite gradient on one rank: all ranks skip the step, and fp16's scale falls alike."""
+    t = trainer("--dtype", "float16", tp=2, dp=2)
+    before = [p.detach().to_local().clone() for p in t.model.parameters()]  # type: ignore[attr-defined]
+    if dist.get_rank() == 3:
+
+        def poison(module, inputs, output):
+            output.register_hook(lambda g: torch.full_like(g, math.inf))
+
+        t.model.norm.register_forward_hook(poison)
+    record = t.step(0)
+    assert not math.isfinite(record["grad_norm"])
+    assert t.scale == 2.0**15
+    for p, old in zip(t.model.parameters(), before, strict=True):
+        assert torch.equal(p.detach().to_local(), old)  # type: ignore[attr-defined]
+
+
+def test_pitfall_31_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks):
+    ranks(4, check_skipped_step)
+
+
+def check_generation(sizes: dict, flags: list[str]) -> str:
+    from examples.gpt.generate import generate
+
+    t = trainer("--dtype", "float64", *flags, **sizes)
+    return generate(t.model, t.pipeline, mesh(**sizes), t.tokenizer, "import ", new_tokens=20, seed=3)
+
+
+def test_every_layout_writes_the_same_text(ranks):
+    (want,) = ranks(1, check_generation, {}, [])
+    for sizes, flags in (
+        ({"tp": 4}, ["--sequence-parallel"]),
+        ({"pp": 2, "tp": 2}, ["--sequence-parallel", "--micro-batch", "1"]),
+        ({"pp": 2, "dp": 2}, ["--micro-batch", "1"]),
+    ):
+        assert ranks(4, check_generation, sizes, flags) == [want] * 4
