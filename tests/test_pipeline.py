@@ -1,0 +1,144 @@
+"""A step over micro-batches, stages and data ranks against one backward of the dense model on the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt.model import GPT, GPTConfig
+from mpcore import Axis, Mesh, grad_norm, materialize, reduce_gradients, shardings, vocab_parallel_cross_entropy
+from mpcore.collectives import all_reduce
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.pipeline import Pipeline
+from mpcore.sharding import full_tensor
+from tests.equality import close
+from tests.pool import mesh
+
+CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
+BATCH = 8
+
+
+def build(on: Mesh, **options) -> GPT:
+    return materialize(GPT(GPTConfig(**CONFIG, **options), on, device="meta", dtype=torch.float64), seed=5)  # type: ignore[return-value]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, targets of which each sample has another number that count (one has none), sample indices."""
+    g = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(31, (2, BATCH, 8), generator=g)
+    valid = torch.arange(8) < torch.tensor([8, 1, 3, 0, 7, 2, 5, 8])[:, None]
+    return tokens, targets.masked_fill(~valid, -100), torch.arange(100, 100 + BATCH)
+
+
+def dense(**options) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = build(Mesh(), **options)
+    tokens, targets, samples = batch()
+    loss = vocab_parallel_cross_entropy(model(tokens, samples), targets)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def parallel(on: Mesh, micro_batches: int, frozen: tuple[str, ...] = (), **options):
+    model = build(on, **options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(frozen) if frozen else True)
+    shard_data_parallel(model, on, model.blocks.values())
+    tokens, targets, samples = (t.chunk(on.data.size)[on.data.rank] for t in batch())
+    count = all_reduce((targets != -100).sum(), on.data)
+
+    def loss(logits, target):
+        total = vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=31, reduction="sum")
+        return total / count
+
+    total = Pipeline(model, on, micro_batches, loss).forward_backward(tokens, targets, samples=samples)
+    reduce_gradients(model)
+    return model, all_reduce(total, on.data)
+
+
+def check_step(sizes: dict, micro_batches: int, frozen: tuple[str, ...] = (), **options) -> None:
+    want_loss, want = dense(**options)
+    model, loss = parallel(mesh(**sizes), micro_batches, frozen, **options)
+    close(loss, want_loss, "loss")
+    declared = shardings(model)
+    for name, parameter in model.named_parameters():
+        if frozen and name.endswith(frozen):
+            assert parameter.grad is None, f"{name} is frozen, but got a gradient"
+            continue
+        assert parameter.grad is not None, f"{name} got no gradient"
+        close(full_tensor(parameter.grad, declared[name]), want[name], f"gradient of {name}")
+    if not frozen:
+        for p in (1.0, 2.0, float("inf")):
+            norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]), p)
+            close(grad_norm(model, mesh(**sizes), p), norm, f"{p}-norm")
+
+
+GRID = [
+    ({}, 1), ({}, 4), ({}, 8), ({"pp": 2}, 2), ({"pp": 2}, 4), ({"pp": 2}, 8), ({"pp": 4}, 4), ({"pp": 4}, 8),
+    ({"dp": 2}, 1), ({"dp": 4}, 2), ({"pp": 2, "dp": 2}, 2), ({"pp": 2, "dp": 2}, 4), ({"tp": 2, "pp": 2}, 2),
+    ({"tp": 3}, 2), ({"pp": 3}, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("sizes", "micro_batches"), GRID, ids=str)
+def test_pitfall_14_24_25_26_30_every_cut_of_the_batch_gives_the_dense_gradients(ranks, sizes, micro_batches, tied):
+    """Unequal token counts, dropout: one division, nothing rescaled, and each element counts once in the norm."""
+    size = 1
+    for n in sizes.values():
+        size *= n
+    ranks(size, check_step, sizes, micro_batches, tie_embeddings=tied)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"dp": 2}, {"tp": 2}], ids=str)
+def test_pitfall_33_43_frozen_weights_get_no_gradient_and_break_no_other(ranks, sizes):
+    size = 2 if sizes else 1
+    ranks(size, check_step, sizes, 2, ("embedding.weight", "qkv.weight", "mlp_norm.weight"))
+    ranks(size, check_step, sizes, 2, ("embedding.weight",), tie_embeddings=True)
+
+
+def check_forward(sizes: dict) -> None:
+    """PITFALL 35: at pp=2 the next stage is the one before; batches of changing shapes keep their order."""
+    on = mesh(**sizes)
+    whole, model = build(Mesh()).eval(), build(on).eval()
+    pipeline = Pipeline(model, on, 4, lambda y, t: y.sum())
+    g = torch.Generator().manual_seed(1)
+    batches = [torch.randint(31, (b, t), generator=g) for b, t in itertools.product((1, 3), (1, 5, 8))]
+    for x, y in zip(batches, pipeline.forward(batches), strict=True):
+        with torch.no_grad():
+            want = whole(x)
+        got = pipeline.from_last(y if on.pp.rank == on.pp.size - 1 else torch.zeros_like(want))
+        close(got, want, f"logits of {tuple(x.shape)}")
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_pitfall_35_forward_through_stages_with_changing_shapes(ranks, stages):
+    ranks(stages, check_forward, {"pp": stages})
+
+
+def check_too_few() -> None:
+    on = mesh(pp=2)
+    with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
+        Pipeline(build(on), on, 1, lambda y, t: y.sum())
+    five = Mesh(pp=Axis(5, 0, None, "pp"))
+    with pytest.raises(ValueError, match="4 layers are fewer than the pp size 5"):
+        GPT(GPTConfig(**CONFIG), five, device="meta")
+
+
+def test_too_few_micro_batches_or_layers_are_refused(ranks):
+    ranks(2, check_too_few)
+
+
+def check_names() -> list[str]:
+    return [name for name, _ in build(mesh(pp=dist.get_world_size()), tie_embeddings=True).named_parameters()]
+
+
+def test_stages_hold_the_whole_model_under_its_own_names(ranks):
+    stages = ranks(3, check_names)
+    whole = [name for name, _ in build(Mesh(), tie_embeddings=True).named_parameters()]
+    assert set().union(*stages) == set(whole)
+    assert sorted(itertools.chain(*stages)) == sorted([*whole, "embedding.weight"]), (
+        "only the tied table is there twice"
+    )
