@@ -107,18 +107,20 @@ class IndexedDataset:
         # A memory map pickles as a copy of the whole corpus; a worker opens the files instead.
         return IndexedDataset, (self.prefix,)
 
-    def check_tokens(self, vocab_size: int) -> None:
+    def check_tokens(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Reads every token and refuses a corpus made with a larger vocabulary.
 
         Args:
             vocab_size: number of token ids that the model has.
+            part, parts: read only this one of so many equal parts, so that the ranks of a run share the work.
 
         Raises:
             ValueError: a token is negative or not below vocab_size.
         """
         smallest = largest = (0, 0)  # (token, position)
-        for start in range(0, self.num_tokens, _CHUNK):
-            chunk = self._tokens[start : start + _CHUNK]
+        first, end = (self.num_tokens * i // parts for i in (part, part + 1))
+        for start in range(first, end, _CHUNK):
+            chunk = self._tokens[start : min(start + _CHUNK, end)]
             if (token := int(chunk.max())) > largest[0]:
                 largest = (token, start + int(chunk.argmax()))
             if (token := int(chunk.min())) < smallest[0]:

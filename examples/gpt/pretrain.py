@@ -156,11 +156,10 @@ class Trainer:
             data = IndexedDataset(args.data or default_corpus(tokenizer=self.tokenizer))
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
-            data.check_tokens(config.vocab_size)
+            data.check_tokens(config.vocab_size, mesh.world.rank, mesh.world.size)
             parts = split_documents(len(data), seed=args.seed)
             self.train, self.held_out = (
-                TokenSamples(data, config.seq_len, seed=args.seed, documents=ids, shuffle=shuffle)
-                for ids, shuffle in zip(parts, (True, False), strict=True)
+                TokenSamples(data, config.seq_len, seed=args.seed, documents=ids) for ids in parts
             )
         except (ValueError, OSError) as problem:
             error = problem

@@ -256,6 +256,13 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path, dtype):
     dataset.check_tokens(301)
     with pytest.raises(ValueError, match=r"largest token id 300 .* vocabulary of 300, at token 1 of document 2 "):
         dataset.check_tokens(300)
+    found = []
+    for part in range(4):
+        try:
+            dataset.check_tokens(300, part, 4)
+        except ValueError:
+            found.append(part)
+    assert found == [2], "of six tokens in four parts, the third part holds the fourth"
     negative = IndexedDataset(write(tmp_path / "n", [[1], [5, -7]], dtype))
     with pytest.raises(ValueError, match=r"n\.bin: the smallest token id -7 .* of 10, at token 1 of document 1 "):
         negative.check_tokens(10)
