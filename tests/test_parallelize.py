@@ -1,0 +1,415 @@
+"""`parallelize` on models that aren't ours: what they compute, their gradients and their training stay the same."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+    reduce_gradients,
+    vocab_parallel_cross_entropy,
+)
+from mpcore.parallelize import GPT2_PLAN, STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
+from tests.equality import close, full_gradients
+from tests.pool import mesh
+
+hf = pytest.importorskip("transformers")
+
+VOCAB, TOLERANCE = 33, 1e-10
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "intermediate_size": 10,
+    "max_position_embeddings": 16,
+    "attn_implementation": "sdpa",
+}
+
+
+class Attention(nn.Module):
+    """Grouped queries from one fused product, by the sizes it holds as attributes."""
+
+    def __init__(self, dim=16, num_heads=8, num_kv_heads=4, head_dim=4):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim)
+        self.scale = nn.LayerNorm(head_dim)
+        self.out = nn.Linear(num_heads * head_dim, dim)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        q, k, v = (t.transpose(1, 2) for t in (self.scale(q), k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """Not a Hugging Face model: a layer used under two names, a tied head, a frozen bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16, padding_idx=-3)
+        self.attention = Attention()
+        self.mlps = nn.ModuleList(nn.Sequential(nn.Linear(16, 10), nn.Tanh(), nn.Linear(10, 16)) for _ in range(2))
+        self.again = self.mlps[0][0]
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.mlps[1][0].bias.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.attention(x)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return self.head(x + self.mlps[0][2](self.again(x)))
+
+
+OWN_PLAN = {
+    "embed": Vocab(),
+    "attention": LocalSizes(("num_heads", "num_kv_heads")),
+    "attention.qkv": Colwise(blocks=(32, 16, 16)),
+    "attention.scale": "replicated_with_grad_allreduce",
+    "**.out": "rowwise",
+    "mlps.*.0": "colwise",
+    "mlps.*.2": "rowwise",
+    "head": "colwise_rep",
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_implementation": "sdpa"}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "query_pre_attn_scalar": 4}
+
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
+    "llama tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True, pad_token_id=3)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA, tie_word_embeddings=False)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LLAMA, sliding_window=3)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLAMA | {"hidden_size": 32}, pad_token_id=None)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**LLAMA, **GEMMA)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+    "gpt2 untied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, tie_word_embeddings=False)),
+    "own": Own,
+}
+PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN}
+
+
+def build(name, dtype=torch.float64):
+    """The model with random values in every parameter, biases and norms too."""
+    model = MODELS[name]()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.4)
+    return model.to(dtype).train()
+
+
+def run(model, step=0):
+    """Logits after a forward and a backward from a fixed random gradient."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCAB, (2, 6), generator=generator)
+    ids[0, :2] = torch.tensor([3, VOCAB - 3])  # the padding ids above
+    out = model(ids)
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    logits.backward(torch.rand(logits.shape, generator=generator).to(logits.dtype) - 0.5)
+    return logits.detach()
+
+
+def all_same(got, want, what):
+    assert got.keys() == want.keys(), f"{what}: {got.keys() ^ want.keys()} on one side only"
+    for name in want:
+        close(got[name], want[name], f"{what} of {name}", TOLERANCE)
+
+
+def check_equal(name):
+    """Logits, gradients, three steps of SGD, and the state dict under the names and shapes of the original."""
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    dense = build(name)
+    sharded = parallelize(copy.deepcopy(dense), PLANS.get(name, "auto"), tp)
+    assert sharded.state_dict().keys() == dense.state_dict().keys()
+    before = full_state_dict(sharded)
+    for key, value in dense.named_parameters():
+        assert torch.equal(before[key], value), f"{key} after parallelize"
+    assert tp.size == 1 or sum(p.numel() for p in sharded.parameters()) < sum(p.numel() for p in dense.parameters())
+    # Gemma's norms compute in fp32 whatever the model's dtype, and its sums over heads would differ by fp32's error.
+    with mock.patch.object(torch.Tensor, "float", lambda x: x):
+        for step in range(3):
+            dense.zero_grad(), sharded.zero_grad()
+            want, got = run(dense, step), run(sharded, step)
+            reduce_gradients(sharded)
+            close(got, want, f"logits of step {step}", TOLERANCE)
+            all_same(full_gradients(sharded), full_gradients(dense), f"gradient in step {step}")
+            for model in (dense, sharded):
+                torch.optim.SGD(model.parameters(), lr=0.01).step()
+    all_same(full_state_dict(sharded), dict(dense.named_parameters()), "value after training")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_logits_gradients_and_training_equal_the_original(ranks, size, name):
+    ranks(size, check_equal, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_one_rank_the_results_are_bitwise_those_of_the_original(name, dtype):
+    original = build(name, dtype)
+    swapped = copy.deepcopy(original)
+    parameters = list(swapped.parameters())
+    assert parallelize(swapped, PLANS.get(name, "auto")) is swapped
+    assert all(a is b for a, b in zip(swapped.parameters(), parameters, strict=True))
+    assert torch.equal(run(swapped), run(original))
+    for (key, a), b in zip(swapped.named_parameters(), original.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), key
+        assert a.grad is None or torch.equal(a.grad, b.grad), key
+
+
+def check_sharded_logits():
+    """With "colwise" the head leaves its logits sharded, for the sharded cross-entropy."""
+    tp = mesh(tp=4).tp
+    dense = build("own")
+    sharded = parallelize(copy.deepcopy(dense), OWN_PLAN | {"head": "colwise"}, tp)
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(9))
+    want = F.cross_entropy(dense(ids).flatten(0, 1), ids.flatten())
+    got = vocab_parallel_cross_entropy(sharded(ids), ids, tp=tp, vocab_size=VOCAB)
+    close(got.detach(), want.detach(), "loss", TOLERANCE)
+    want.backward()
+    got.backward()
+    reduce_gradients(sharded)
+    all_same(full_gradients(sharded), full_gradients(dense), "gradient")
+
+
+def test_a_colwise_head_feeds_the_sharded_cross_entropy(ranks):
+    ranks(4, check_sharded_logits)
+
+
+def on(rank, size=4):
+    return Axis(size, rank, name="tp")
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_rank_holds_its_shard_under_the_original_names(rank):
+    shapes = {k: tuple(v.shape) for k, v in parallelize(build("gpt2"), GPT2_PLAN, on(rank)).state_dict().items()}
+    vocab = [9, 8, 8, 8][rank]
+    assert shapes["transformer.wte.weight"] == shapes["lm_head.weight"] == (vocab, 16)
+    assert shapes["transformer.wpe.weight"] == (16, 16)
+    for i in range(2):
+        block = f"transformer.h.{i}"
+        assert shapes[f"{block}.attn.c_attn.weight"] == (16, 12)
+        assert shapes[f"{block}.attn.c_attn.bias"] == (12,)
+        assert shapes[f"{block}.attn.c_proj.weight"] == (4, 16)
+        assert shapes[f"{block}.attn.c_proj.bias"] == (16,)
+        assert shapes[f"{block}.mlp.c_fc.weight"] == (16, 16)
+        assert shapes[f"{block}.mlp.c_proj.weight"] == (16, 16)
+    llama = parallelize(build("llama"), tp=on(rank)).model.layers[1]
+    assert llama.self_attn.k_proj.weight.shape == (4, 16)
+    assert llama.self_attn.q_proj.bias.shape == (8,)
+    assert llama.mlp.up_proj.weight.shape == ([3, 3, 2, 2][rank], 16)
+    assert llama.mlp.down_proj.weight.shape == (16, [3, 3, 2, 2][rank])
+    assert isinstance(llama.mlp.up_proj, ColumnParallelLinear)
+    assert isinstance(llama.mlp.down_proj, RowParallelLinear)
+
+
+def test_ties_stay_and_the_end_that_the_plan_does_not_name_follows():
+    for plan in ({"embed": "vocab"}, {"head": "colwise_rep"}, {"embed": "rowwise", "head": "colwise"}):
+        model = parallelize(build("own"), plan, on(1))
+        assert isinstance(model.embed, VocabParallelEmbedding)
+        assert isinstance(model.head, ColumnParallelLinear)
+        assert model.head.weight is model.embed.weight
+        assert model.head.gather_output == (plan.get("head") != "colwise")
+    model = parallelize(build("own"), OWN_PLAN, on(1))
+    assert model.again is model.mlps[0][0]
+    assert model.embed.padding_idx == VOCAB - 3
+    untied = parallelize(build("gpt2 untied"), tp=on(1))
+    assert type(untied.lm_head) is nn.Linear
+    assert untied.lm_head.weight.shape == (VOCAB, 16)
+
+
+def test_dtype_device_requires_grad_training_mode_marks_and_random_state_stay():
+    model = build("own", torch.bfloat16).eval()
+    model.mlps[1].train()
+    model.head.weight.requires_grad_(False)
+    model.attention.qkv.weight.no_decay = True
+    wanted = {n: (p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    parallelize(model, OWN_PLAN, on(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {n: (p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()} == wanted
+    assert not model.attention.qkv.training
+    assert model.mlps[1][0].training
+    assert model.attention.qkv.weight.no_decay
+    assert (model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim) == (2, 1, 4)
+
+
+def test_a_model_on_the_meta_device_is_cut_there_and_takes_the_whole_state_dict():
+    full = build("gpt2").state_dict()
+    with torch.device("meta"):
+        model = MODELS["gpt2"]().double()
+    model = parallelize(model, GPT2_PLAN, on(1)).to_empty(device="cpu")
+    model.tie_weights()
+    load_full_state_dict(model, full)
+    want = parallelize(build("gpt2"), GPT2_PLAN, on(1))
+    for (name, a), b in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_single_layer_is_returned_swapped_and_a_copy_works():
+    layer = nn.Linear(4, 6)
+    got = copy.deepcopy(parallelize(layer, {"": "colwise"}, on(1)))
+    assert isinstance(got, ColumnParallelLinear)
+    assert torch.equal(got.weight, layer.weight[2:4])
+
+
+def test_the_models_own_plan_and_rules_laid_over_it():
+    assert model_plan(build("gpt2"))["transformer.h.*.attn.c_attn"] == Colwise(blocks=3)
+    assert model_plan(build("gpt2").transformer)["h.*.mlp.c_fc"] == "colwise"
+    llama = build("llama")
+    plan = model_plan(llama) | {"model.layers.1.mlp.**": "replicate", "model.layers.1.self_attn.*_proj": "replicate"}
+    assert (
+        model_plan(llama)["model.layers.*.mlp.up_proj"] == model_plan(llama.model)["layers.*.mlp.up_proj"] == "colwise"
+    )
+    plan = {k: v for k, v in plan.items() if "*" not in k or ".1." in k} | {"model.layers.0.mlp.gate_proj": "replicate"}
+    parallelize(llama, plan, on(0))
+    assert type(llama.model.layers[1].mlp.up_proj) is nn.Linear
+    assert type(llama.lm_head) is ColumnParallelLinear
+
+
+def test_every_style_that_the_installed_transformers_knows_is_known_here():
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    assert set(ALL_PARALLEL_STYLES) <= {*STYLES, *UNSUPPORTED}
+    assert not set(STYLES) & set(UNSUPPORTED)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def odd():
+    """A model with a part for each thing that can't be swapped."""
+    model = nn.ModuleDict({"own": Scaled(8, 8), "norm": nn.LayerNorm(8), "hooked": nn.Linear(8, 8)})
+    model["hooked"].register_forward_hook(lambda *_: None)
+    model["few"] = nn.Embedding(3, 8)
+    model["clipped"] = nn.Embedding(8, 8, max_norm=1.0)
+    model["normed"] = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model["a"], model["b"], model["c"] = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    model["b"].weight = model["a"].weight
+    model["c"].weight = model["a"].weight
+    return model
+
+
+LLAMA_ATTENTION = {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+BAD = {
+    "a pattern without a match": (
+        "own",
+        {"mlp.*.0": "colwise"},
+        2,
+        r"'mlp\.\*\.0' matches no module of Own.*'mlps\.\*\.\*'",
+    ),
+    "a plan without a match": ("own", {}, 2, "plan of 0 patterns matches no module"),
+    "an unknown style": ("own", {"head": "colwize"}, 2, r"'colwize' of 'head' is unknown.*'colwise'"),
+    "a style for experts": ("own", {"head": "moe_tp_experts"}, 2, r"'moe_tp_experts'.*doesn't support"),
+    "a local style": ("own", {"head": "local_colwise"}, 2, r"'local_colwise'.*doesn't support"),
+    "not a plan": ("own", "colwise", 2, "'colwise' is neither 'auto' nor a mapping"),
+    "a model without a plan": ("own", "auto", 2, "Own carries no tp plan"),
+    "two rules for a module": ("own", {"mlps.*.0": "colwise", "mlps.0.*": "rowwise"}, 2, "both match mlps.0.0"),
+    "a parameter": ("own", {"head.weight": "colwise"}, 2, "head.weight is a parameter"),
+    "heads": ("gpt2", GPT2_PLAN, 3, "c_attn: 4 heads of 4 output features are not a multiple of the tp size 3"),
+    "kv heads": ("llama", "auto", 8, "k_proj: 4 heads of 4 output features are not a multiple of the tp size 8: take"),
+    "local sizes": (
+        "own",
+        {"attention": LocalSizes(("num_heads",))},
+        3,
+        "num_heads 8 is not a multiple of the tp size 3",
+    ),
+    "no local size": ("own", {"attention": LocalSizes(("heads",))}, 2, "attention.heads is None, not a size"),
+    "a head's norm": (
+        "own",
+        {"attention.qkv": "colwise"},
+        2,
+        "attention.scale has a parameter of one head's 4 features",
+    ),
+    "blocks": ("own", {"head": Colwise(blocks=2)}, 2, "head: 33 output features are not a multiple of 2 blocks"),
+    "sums of blocks": ("own", {"head": Colwise(blocks=(30, 2))}, 2, r"head: blocks \(30, 2\) have a sum of 32"),
+    "a unit": ("own", {"head": Colwise(unit=2)}, 2, "head: 33 output features are not a multiple of the unit 2"),
+    "gathered blocks": (
+        "own",
+        {"attention.qkv": Colwise(4, True)},
+        2,
+        "attention.qkv: gather_output can't put 4 blocks",
+    ),
+    "too few features": (
+        "own",
+        {"mlps.*.0": "colwise"},
+        16,
+        "mlps.0.0: out_features 10 is smaller than the tp size 16",
+    ),
+    "too few rows": ("odd", {"few": "vocab"}, 4, "few: num_embeddings 3 is smaller than the tp size 4"),
+    "an embedding's columns": ("own", {"embed": "colwise"}, 2, "embed: an embedding is cut by its rows"),
+    "a linear layer's vocabulary": ("own", {"mlps.0.0": "vocab"}, 2, "'vocab' is for embeddings, and this is a Linear"),
+    "a tie cut in two ways": ("own", {"embed": "vocab", "head": "rowwise"}, 2, "one tied weight"),
+    "a tie left whole": ("own", {"embed": "vocab", "head": "replicate"}, 2, "embed.weight and head.weight are one"),
+    "a tie of three": (
+        "odd",
+        {"a": "colwise", "b": "colwise", "c": "rowwise"},
+        2,
+        "a.weight and c.weight are one tied",
+    ),
+    "a norm": ("odd", {"norm": "colwise"}, 2, "norm is a LayerNorm, which"),
+    "a forward of its own": ("odd", {"own": "colwise"}, 2, "own is a Scaled with a forward of its own"),
+    "hooks": ("odd", {"hooked": "colwise"}, 2, "hooked has hooks"),
+    "a clipped embedding": ("odd", {"clipped": "vocab"}, 2, "clipped: max_norm"),
+    "a parametrized weight": ("odd", {"normed": "colwise"}, 2, "normed has no plain weight"),
+}
+
+
+def anatomy(model):
+    modules = [(n, type(m), getattr(m, "num_heads", None)) for n, m in model.named_modules(remove_duplicate=False)]
+    return modules, [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_changes(case):
+    name, plan, size, message = BAD[case]
+    model = odd() if name == "odd" else build(name)
+    before = anatomy(model)
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, plan, on(0, size))
+    assert anatomy(model) == before
+
+
+def check_disagreement(what):
+    axis = mesh(tp=2).tp
+    model, plan = build("own"), dict(OWN_PLAN)
+    if what == "weights" and axis.rank == 1:
+        torch.nn.init.normal_(model.mlps[0][0].weight)
+    if what == "plans" and axis.rank == 1:
+        plan["head"] = "colwise"
+    if what == "mistakes" and axis.rank == 1:
+        plan["nowhere"] = "colwise"
+    before = anatomy(model)
+    entry = {"weights": "weights: ", "plans": "plan: ", "mistakes": "error: None and .*'nowhere' matches no module"}[
+        what
+    ]
+    with pytest.raises(ValueError, match=rf"ranks 0 and 1 disagree about the model and plan .*\({entry}"):
+        parallelize(model, plan, axis)
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize("what", ["weights", "plans", "mistakes"])
+def test_ranks_that_hold_different_models_or_plans_all_refuse(ranks, what):
+    ranks(2, check_disagreement, what)
