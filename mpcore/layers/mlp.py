@@ -8,34 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from mpcore.kernels.geglu import geglu
+from mpcore.kernels.gelu import gelu
+from mpcore.kernels.relu_squared import relu_squared
+from mpcore.kernels.swiglu import swiglu
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.mesh import Axis
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """[..., 2F] = gate | up -> [..., F]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def geglu(x: Tensor) -> Tensor:
-    """[..., 2F] = gate | up -> [..., F]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def gelu(x: Tensor) -> Tensor:
-    """[..., F] -> [..., F], the tanh form."""
-    return F.gelu(x, approximate="tanh")
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """[..., F] -> [..., F]."""
-    return F.relu(x).square()
-
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu_squared": relu_squared}
 GATED = ("swiglu", "geglu")

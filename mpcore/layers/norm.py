@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.mesh import Axis
@@ -79,4 +79,4 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)

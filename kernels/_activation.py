@@ -1,0 +1,149 @@
+"""How an activation runs over rows: alone, `y = f(z)`, or gated, `y = f(z) u`, with an optional bias inside.
+
+    x = z or z | u,  bias added;   dz = dy u f'(z),  du = dy f(z),  dbias = sum over rows of dz | du
+
+Without a gate, u is 1. Each activation brings f and f' as one Triton function, z -> (f(z), f'(z)). Only x and the bias
+are saved for the backward pass, which computes f anew. There each program sums dbias over its rows, and a second
+kernel sums over programs in a fixed order, so gradients repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._dispatch import tl, triton
+from ._launch import launch, multiprocessors
+from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
+
+
+def check_gated(x: Tensor, bias: Tensor | None) -> None:
+    """Raise `ValueError` unless `x` is `[..., 2F]` and the bias `[2F]`, both of dtypes and devices that fit."""
+    check_inputs(x, bias=bias)
+    if x.shape[-1] % 2:
+        raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x + bias` as kernels compute it: in float32, or float64 for a float64 `x`, and not rounded to the dtype of x."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return x.to(exact) if bias is None else x.to(exact) + bias.to(exact)
+
+
+def empty_forward(x: Tensor, gated: bool) -> Tensor:
+    """Memory for y, of the shape of x or, gated, of half its width."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if gated else x.new_empty(x.shape)
+
+
+def empty_backward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for dx and dbias; without a bias the latter is empty."""
+    return x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+
+
+def run_forward(f: Any, x: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """Launch y = f(z) or f(z) u."""
+    y = empty_forward(x, gated)
+    if y.numel() == 0:
+        return y
+    M, F = count_rows(x), y.shape[-1]
+    rows, stride = as_rows(x)
+    bias = None if bias is None else bias.contiguous()
+    block_m, block_f, tiles = _tiles(F)
+    grid = (tiles * ceil_div(M, block_m), 1, 1)
+    launch(_forward_kernel, grid, (rows, bias, y), (M,), (stride, F, gated, f, tiles, block_m, block_f), num_warps=4)
+    return y
+
+
+def run_backward(f: Any, dy: Tensor, x: Tensor, bias: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+    """Launch dx and dbias."""
+    dx, dbias = outs = empty_backward(x, bias)
+    if dx.numel() == 0:
+        dbias.zero_()
+        return outs
+    M, F = count_rows(x), dy.shape[-1]
+    rows, stride = as_rows(x)
+    dy, dy_stride = as_rows(dy)
+    block_m, block_f, tiles = _tiles(F)
+    groups, partials, stages, num_warps = ceil_div(M, block_m), None, 1, 4  # one block of rows per program
+    if bias is not None:
+        bias, stages, num_warps = bias.contiguous(), 2, 8  # many blocks, and as many registers again for their sums
+        groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partials: under 3 % of all traffic
+        partials = x.new_empty((1, groups, x.shape[-1]), dtype=torch.float32)
+    constants = (dy_stride, stride, F, gated, f, tiles, block_m, block_f, stages)
+    launch(_backward_kernel, (tiles * groups, 1, 1), (dy, rows, bias, dx, partials), (M,), constants, num_warps)
+    if partials is not None:
+        sum_partials(partials, dbias)
+    return outs
+
+
+def _tiles(F: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile of 2048 elements, and the tiles in a row."""
+    block_f = min(2048, next_power_of_2(F))
+    return min(64, 2048 // block_f), block_f, ceil_div(F, block_f)
+
+
+@triton.jit
+def sigmoids(v):
+    """Return s(v) and s(-v) = 1 - s(v), neither by a difference nor by an exponential that may overflow."""
+    e = tl.exp(-tl.abs(v))
+    large = 1.0 / (1.0 + e)
+    small = e * large
+    return tl.where(v < 0.0, small, large), tl.where(v < 0.0, large, small)
+
+
+@triton.jit
+def _load(x_ptr, bias_ptr, rows, live, cols, in_row, X_STRIDE):
+    z = tl.load(x_ptr + rows * X_STRIDE + cols, mask=live & in_row, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return z
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, bias_ptr, y_ptr, M,
+    X_STRIDE: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows = (program // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = program % TILES * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    y, _ = ACTIVATION(_load(x_ptr, bias_ptr, rows, rows < M, cols, cols < F, X_STRIDE))
+    if GATED:
+        y *= _load(x_ptr, bias_ptr, rows, rows < M, F + cols, cols < F, X_STRIDE)
+    tl.store(y_ptr + rows * F + cols, y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < F))
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partials_ptr, M,
+    DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    group = program // TILES
+    cols = program % TILES * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    in_row = cols < F
+    WIDTH: tl.constexpr = 2 * F if GATED else F
+    dbias = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    dbias_up = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    for block in tl.range(group, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // TILES, num_stages=STAGES):
+        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        live = rows < M
+        dy = tl.load(dy_ptr + rows * DY_STRIDE + cols, mask=live & in_row, other=0.0).to(tl.float32)
+        value, slope = ACTIVATION(_load(x_ptr, bias_ptr, rows, live, cols, in_row, X_STRIDE))
+        dz = dy * slope
+        if GATED:
+            dz *= _load(x_ptr, bias_ptr, rows, live, F + cols, in_row, X_STRIDE)
+            du = dy * value
+            tl.store(dx_ptr + rows * WIDTH + F + cols, du.to(dx_ptr.dtype.element_ty), mask=live & in_row)
+            dbias_up += du
+        tl.store(dx_ptr + rows * WIDTH + cols, dz.to(dx_ptr.dtype.element_ty), mask=live & in_row)
+        dbias += dz
+    if partials_ptr is not None:
+        partials_ptr += group.to(tl.int64) * WIDTH
+        tl.store(partials_ptr + cols, tl.sum(dbias, 0, keep_dims=True), mask=in_row)
+        if GATED:
+            tl.store(partials_ptr + F + cols, tl.sum(dbias_up, 0, keep_dims=True), mask=in_row)

@@ -1,0 +1,123 @@
+"""How kernels see a tensor `[..., D]`: as M rows of D contiguous elements, covered by power-of-two tiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._dispatch import REFERENCE_DTYPES, tl, triton
+from ._launch import launch
+
+MAX_ROWS = 2**31 - 1  # row numbers are 32-bit in the grid; offsets are 64-bit
+
+
+def check_inputs(x: Tensor, residual: Tensor | None = None, **columns: Tensor | None) -> None:
+    """Raise `ValueError` unless every input fits `x` `[..., D]`: the residual `[..., D]`, each column `[D]`."""
+    if x.dim() == 0:
+        raise ValueError("x is a scalar; it needs at least one dimension")
+    if x.dtype not in REFERENCE_DTYPES:
+        raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ValueError(f"residual has shape {tuple(residual.shape)}, but x has {tuple(x.shape)}")
+        _check_beside(x, "residual", residual)
+    for name, column in columns.items():
+        if column is None:
+            continue
+        if column.dim() != 1 or column.shape[0] != x.shape[-1]:
+            raise ValueError(f"{name} has shape {tuple(column.shape)}, but the last dimension of x is {x.shape[-1]}")
+        _check_beside(x, name, column)
+
+
+def _check_beside(x: Tensor, name: str, other: Tensor) -> None:
+    if other.device != x.device:
+        raise ValueError(f"{name} is on {other.device}, but x is on {x.device}")
+    if other.dtype not in REFERENCE_DTYPES or (other.dtype == torch.float64) > (x.dtype == torch.float64):
+        raise ValueError(f"{name} is {other.dtype}, which does not go with x of {x.dtype}")
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return `x` `[..., D]` with its D contiguous, and the stride between rows; copies only where it must."""
+    D = x.shape[-1]
+    if not x.is_contiguous():
+        x = x.reshape(-1, D)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if x.shape[0] > 1:  # a lone row has no next one, and its stride must not make a new kernel
+            return x, x.stride(0)
+    return x, D
+
+
+def count_rows(x: Tensor) -> int:
+    """Return M of `x` `[..., D]`, which has elements."""
+    M = x.numel() // x.shape[-1]
+    if M > MAX_ROWS:
+        raise ValueError(f"{M} rows are more than the {MAX_ROWS} that a kernel can count")
+    return M
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up; triton's own takes microseconds."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is no less than `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+class RowTile(NamedTuple):
+    """A program's share: `block_m` rows, each covered by `main` columns and a masked `tail` (0 if none)."""
+
+    main: int
+    tail: int
+    block_m: int
+    num_warps: int
+
+
+@functools.cache
+def row_tile(D: int, elements_per_thread: int) -> RowTile:
+    """Cover whole rows of `D` with the fewest idle lanes that two powers of two allow (5120 = 4096 + 1024).
+
+    Short rows share a program until it holds 4096 elements, enough bytes in flight to cover memory latency.
+    """
+    main = 1 << (D.bit_length() - 1)
+    tail = next_power_of_2(D - main) if main < D else 0
+    if main < 128 or tail == main:  # one masked tile costs no more lanes than two
+        main, tail = next_power_of_2(D), 0
+    block_m = max(1, min(64, 4096 // main))
+    num_warps = max(1, min(16, main * block_m // (32 * elements_per_thread)))
+    return RowTile(main, tail, block_m, num_warps)
+
+
+def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+    """Second stage of one or two column sums: write `partials.sum(1)`, always added in the same order.
+
+    Args:
+        partials: `[1, P, D]` or `[2, P, D]` float32, one row per program of the first stage.
+        first: `[D]` of any kernel dtype, takes `partials[0].sum(0)`.
+        second: the same for `partials[1]`.
+    """
+    S, P, D = partials.shape
+    launch(_sum_partials_kernel, (ceil_div(D, 32), S, 1), (partials, first, second), (P,), (D, 64, 32), num_warps=4)
+
+
+@triton.jit
+def _sum_partials_kernel(
+    partials_ptr, first_ptr, second_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    partials_ptr += which.to(tl.int64) * P * D
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = (start + tl.arange(0, BLOCK_P)).to(tl.int64)[:, None]
+        total += tl.load(partials_ptr + rows * D + cols[None, :], mask=(rows < P) & (cols < D)[None, :], other=0.0)
+    column = tl.sum(total, 0)
+    if which == 0:
+        tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < D)
+    elif second_ptr is not None:
+        tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < D)

@@ -1,0 +1,171 @@
+"""What the kernels compile to, for GPUs that are not there: registers, spills, shared memory and wide accesses.
+
+`python tests/kernels/compile_table.py` writes `golden_compile.json`, which `test_compile.py` holds the kernels to, and
+the same as a table in `docs/kernels.md`. So a change of a kernel shows its cost in review.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from fake_gpu import TARGETS, Launch, fake_gpu
+
+from mpcore.kernels import geglu, gelu, layer_norm, relu_squared, rms_norm, swiglu  # noqa: F401, they define operators
+from mpcore.kernels._rows import sum_partials
+
+GOLDEN = Path(__file__).with_name("golden_compile.json")
+TABLE = Path(__file__).parents[2] / "docs" / "kernels.md"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+ROWS = 64  # the rows are counted at run time; any number compiles to the same code
+ops = torch.ops.mpcore
+
+
+def run_rms_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
+    x, weight, rstd = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype), torch.empty(ROWS)
+    added = x if residual else None
+    ops.rms_norm_forward(x, weight, added, 1e-6, False)
+    ops.rms_norm_backward(x, added, x, weight, rstd, False)
+
+
+def run_layer_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
+    x, weight, stats = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype), torch.empty(2, ROWS)
+    added = x if residual else None
+    ops.layer_norm_forward(x, weight, weight, added, 1e-5, False)
+    ops.layer_norm_backward(x, added, x, weight, weight, stats, False)
+
+
+def run_activation(
+    name: str, width: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, *options: str
+) -> None:
+    x = torch.empty(ROWS, width, dtype=dtype)
+    added = torch.empty(width, dtype=dtype) if bias else None
+    y = getattr(ops, f"{name}_forward")(x, added, *options)
+    getattr(ops, f"{name}_backward")(y, x, added, *options)
+
+
+def run_column_sum(D: int) -> None:
+    sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "column sum": lambda: run_column_sum(4096),
+    "rms_norm D=1000 bf16": lambda: run_rms_norm(1000),
+    "rms_norm D=4096 bf16": lambda: run_rms_norm(4096),
+    "rms_norm D=4096 bf16 residual": lambda: run_rms_norm(4096, residual=True),
+    "rms_norm D=5120 bf16": lambda: run_rms_norm(5120),
+    "rms_norm D=8192 fp32 residual": lambda: run_rms_norm(8192, torch.float32, residual=True),
+    "rms_norm D=16384 fp32 residual": lambda: run_rms_norm(16384, torch.float32, residual=True),
+    "rms_norm D=65536 bf16": lambda: run_rms_norm(65536),
+    "layer_norm D=1000 bf16": lambda: run_layer_norm(1000),
+    "layer_norm D=4096 bf16": lambda: run_layer_norm(4096),
+    "layer_norm D=5120 bf16 residual": lambda: run_layer_norm(5120, residual=True),
+    "layer_norm D=8192 fp32 residual": lambda: run_layer_norm(8192, torch.float32, residual=True),
+    "layer_norm D=16384 fp32 residual": lambda: run_layer_norm(16384, torch.float32, residual=True),
+    "layer_norm D=65536 bf16": lambda: run_layer_norm(65536),
+    "swiglu F=14336 bf16": lambda: run_activation("swiglu", 2 * 14336, bias=False),
+    "swiglu F=14336 bf16 bias": lambda: run_activation("swiglu", 2 * 14336),
+    "swiglu F=1000 fp32 bias": lambda: run_activation("swiglu", 2 * 1000, torch.float32),
+    "geglu F=16384 bf16 bias": lambda: run_activation("geglu", 2 * 16384, torch.bfloat16, True, "tanh"),
+    "gelu F=16384 bf16 bias": lambda: run_activation("gelu", 16384, torch.bfloat16, True, "tanh"),
+    "exact gelu F=16384 bf16": lambda: run_activation("gelu", 16384, torch.bfloat16, False, "none"),
+    "relu_squared F=16384 bf16": lambda: run_activation("relu_squared", 16384, bias=False),
+}
+
+Facts = dict[str, Any]
+
+
+def compile_case(target: str, case: str) -> dict[str, Facts]:
+    """Launch `case` on a fake `target`; returns what each of its kernels compiled to."""
+    with fake_gpu(target) as launches:
+        CASES[case]()
+    shared = "_sum_partials_kernel" if case != "column sum" else None  # every backward ends in it; once is enough
+    return {launch.name.strip("_"): facts(target, launch) for launch in launches if launch.name != shared}
+
+
+def facts(target: str, launch: Launch) -> Facts:
+    metadata = launch.kernel.metadata
+    found = _amd_facts(launch) if target.startswith("gfx") else _nvidia_facts(launch)
+    return {"warps": metadata.num_warps, **found, "shared": metadata.shared}
+
+
+def _nvidia_facts(launch: Launch) -> Facts:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(launch.kernel.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    ptx = launch.kernel.asm["ptx"]
+    access = {kind: [] for kind in ("ld", "st")}
+    for kind, vector, bits in re.findall(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx):
+        access[kind].append(int(vector or 1) * int(bits) // 8)
+    access["ld"] += [int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared[^;]*\], (\w+)", ptx)]
+    return {
+        "registers": int(registers),
+        "spills": int(stack),  # spilled registers live on the stack, and nothing else of ours does
+        "wide_loads": _wide(access["ld"]),
+        "wide_stores": _wide(access["st"]),
+    }
+
+
+def _amd_facts(launch: Launch) -> Facts:
+    code = launch.kernel.asm["amdgcn"]
+    count = {name: int(n) for name, n in re.findall(r"\.([sv]gpr_(?:spill_)?count): +(\d+)", code)}
+    width = {"byte": 1, "ubyte": 1, "ushort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+    access = {kind: [] for kind in ("load", "store")}
+    for kind, unit in re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+?)(?:_d16\w*)?\b", code):
+        access[kind].append(width[unit])
+    return {
+        "registers": count["vgpr_count"],
+        "spills": count["vgpr_spill_count"] + count["sgpr_spill_count"],
+        "wide_loads": _wide(access["load"]),
+        "wide_stores": _wide(access["store"]),
+    }
+
+
+def _wide(sizes: list[int]) -> str:
+    return f"{sum(size >= 16 for size in sizes)}/{len(sizes)}"
+
+
+def write() -> None:
+    golden = {target: {case: compile_case(target, case) for case in CASES} for target in TARGETS}
+    document = {"triton": triton.__version__, "targets": golden}
+    GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
+    TABLE.write_text(table(document))
+
+
+def table(document: dict[str, Any]) -> str:
+    """The golden facts as Markdown, one row a kernel and one column a target."""
+    targets = document["targets"]
+    lines = [
+        "# What the kernels compile to",
+        "",
+        "Generated by `python tests/kernels/compile_table.py`; `tests/kernels/test_compile.py` holds kernels to it.",
+        f"Compiled without a GPU by Triton {document['triton']}. Each cell: registers per thread / spilled, bytes of",
+        "shared memory, 16-byte loads of all loads, 16-byte stores of all stores. Copies to shared memory are loads.",
+        "",
+        "| case | kernel | warps | " + " | ".join(targets) + " |",
+        "|---" * (3 + len(targets)) + "|",
+    ]
+    for case, kernels in next(iter(targets.values())).items():
+        for kernel, first in kernels.items():
+            cells = [targets[target][case][kernel] for target in targets]
+            texts = [
+                f"{c['registers']}/{c['spills']}, {c['shared']}, ld {c['wide_loads']}, st {c['wide_stores']}"
+                for c in cells
+            ]
+            lines.append(f"| {case} | `{kernel}` | {first['warps']} | " + " | ".join(texts) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(write())

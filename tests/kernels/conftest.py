@@ -1,0 +1,14 @@
+"""Kernels are tested in two processes, since Triton decides at import whether it compiles or interprets.
+
+The main one compiles and never runs a kernel; `test_interpreter.py` starts the other, which runs `interpret/`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # laws.py and its like, from both processes
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if INTERPRETING else ["interpret"]
+collect_ignore_glob = ["test_*.py"] if INTERPRETING else []

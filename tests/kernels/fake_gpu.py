@@ -1,0 +1,93 @@
+"""A GPU driver that compiles and launches nothing: Triton's real launch path runs on a machine without a GPU.
+
+Within `fake_gpu(...)` a kernel launch on CPU tensors is specialised and compiled for the named GPU as on a real one,
+and recorded instead of run. So tests read from it what would have been launched: code, grid and arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from mpcore.kernels import _launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class Launch(NamedTuple):
+    name: str
+    kernel: CompiledKernel
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+class _Utils:
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+    def unload_module(self, *args: Any) -> None:
+        pass
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class _Driver:
+    utils = _Utils()
+    launcher_cls = _Launcher
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target]
+
+    def get_current_device(self) -> str:
+        return f"fake {self.target}"  # keys Triton's kernel cache, so that targets do not share kernels
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Launch]]:
+    """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded."""
+    launches: list[Launch] = []
+    driver = triton.runtime.driver
+    previous, plain = driver._active, CompiledKernel.launch_metadata
+
+    def append(kernel: CompiledKernel, grid: tuple[int, ...], stream: int, *args: Any) -> None:
+        named = dict(zip(kernel.src.fn.arg_names, args, strict=True))
+        launches.append(Launch(kernel.name, kernel, tuple(grid), named))
+
+    driver.set_active(_Driver(target))
+    if record:
+        CompiledKernel.launch_metadata = append
+    _launch._compiled.clear()
+    try:
+        yield launches
+    finally:
+        driver._active, CompiledKernel.launch_metadata = previous, plain
+        _launch._compiled.clear()

@@ -1,0 +1,3 @@
+import interpreter_repair
+
+interpreter_repair.install()

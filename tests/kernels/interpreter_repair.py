@@ -1,0 +1,89 @@
+"""Make Triton's interpreter compute what a GPU computes. For tests only: it replaces private parts of Triton.
+
+Without this the interpreter, in the versions named below,
+1. cuts float32 to bfloat16 where a GPU rounds to nearest even, so half of all stored values are one step off;
+2. multiplies the bit patterns of bfloat16 matrices in `tl.dot`, and those of bfloat16 vectors in `+ - * /`;
+3. reads 0 from a masked-off lane without `other=`, where a GPU leaves the lane undefined;
+4. scans all of `triton.language` at every nested call, which takes most of its time;
+5. fails on `range(n)` of a run-time `n` under numpy 2.4 (Triton 3.6);
+6. copies every tensor of a launch onto itself.
+
+The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
+must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing.
+`interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+PROVEN = ("3.6.", "3.7.")
+_ARITHMETIC = ("create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_fma", "create_exp", "create_exp2")
+
+_stock_convert = interpreter._convert_float
+_stock_dot = interpreter.InterpreterBuilder.create_dot
+_stock_masked_load = interpreter.InterpreterBuilder.create_masked_load
+_stock_patch_lang = interpreter._patch_lang
+
+
+def install() -> None:
+    """Repair the interpreter for the rest of this process, before its first launch."""
+    if not triton.__version__.startswith(PROVEN):
+        raise RuntimeError(f"interpreter_repair.py is proven for Triton {PROVEN}, not for {triton.__version__}")
+    builder = interpreter.InterpreterBuilder
+    interpreter._convert_float = _convert_float
+    builder.create_dot = _create_dot
+    builder.create_masked_load = _create_masked_load
+    for name in _ARITHMETIC:
+        setattr(builder, name, _refuse_bfloat16(name, getattr(builder, name)))
+    _stock_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    tl.tensor.__index__ = lambda self: self.handle.data.item()
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None  # the tensors are on the CPU already
+
+
+def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> np.ndarray:
+    """Return `data`'s values in `target`, as bit patterns."""
+    if source == tl.float32 and target == tl.bfloat16:
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        half_to_even = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = ((bits + half_to_even) >> np.uint32(16)).astype(np.uint16)
+        return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded).reshape(data.shape)
+    if source == tl.bfloat16 and target == tl.float32:
+        return (np.ascontiguousarray(data).astype(np.uint32) << np.uint32(16)).reshape(data.shape)
+    return _stock_convert(data, source, target, rounding)
+
+
+def _to_float32(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    bits = _convert_float(handle.data, tl.bfloat16, tl.float32, None)
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _create_dot(self: Any, a: Any, b: Any, acc: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    return _stock_dot(self, _to_float32(a), _to_float32(b), acc, input_precision, max_num_imprecise_acc)
+
+
+def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *args: Any) -> Any:
+    element = ptrs.get_element_ty()
+    if other is None and element.is_floating() and element.primitive_bitwidth >= 16:
+        np_dtype = interpreter._get_np_dtype(element)
+        undefined = np_dtype.type(0x7FC0 if element == tl.bfloat16 else np.nan)
+        other = interpreter.TensorHandle(np.full_like(ptrs.data, undefined, dtype=np_dtype), element)
+    return _stock_masked_load(self, ptrs, mask, other, *args)
+
+
+def _refuse_bfloat16(name: str, stock: Any) -> Any:
+    def checked(self: Any, *operands: Any) -> Any:
+        if any(operand.dtype.scalar == tl.bfloat16 for operand in operands):
+            raise TypeError(f"{name} on bfloat16: upcast with .to(tl.float32) right after the load")
+        return stock(self, *operands)
+
+    return checked

@@ -1,0 +1,141 @@
+"""Laws that every kernel keeps, whatever it computes. The tests of a kernel only name the cases."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+GUARD = 16384  # elements of NaN on either side of a tensor: more than any program's tile reaches
+FAR = 2**30 + 8  # elements between rows, so that the offset of the third needs more than 32 bits
+MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.12 on
+
+Inputs = dict[str, Tensor]
+Results = dict[str, Tensor]
+
+
+def check_errors(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Inputs,
+    layout: str = "contiguous",
+    **options: Any,
+) -> None:
+    """Law: in outputs and in all gradients, the kernel errs at most twice as much as its reference in this dtype.
+
+    Errors are against the reference in float64, in the largest and in the mean square. An error of one rounding is
+    granted, as the reference may hit the exact value by luck. Memory around every tensor is NaN, and outputs start as
+    NaN: a stray read or a missing write shows as NaN, a stray write as a broken guard.
+    """
+    truth = results(reference, {name: x.double() for name, x in inputs.items()}, **options)
+    references = results(reference, inputs, **options)
+    with guarded_memory():
+        placed = {name: place(x, layout) for name, x in inputs.items()}
+        kernels = results(kernel, placed, place_gradient=layout, **options)
+    assert kernels.keys() == references.keys()
+    for name, exact in truth.items():
+        found, plain = kernels[name], references[name]
+        assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
+        if exact.numel() == 0:
+            continue
+        rounding = torch.finfo(plain.dtype).eps
+        for size, granted in ((_largest, rounding), (_mean_square, rounding / 2)):
+            bound = 2 * max(size(plain - exact), granted * size(exact))
+            error = size(found - exact)
+            assert error <= bound, f"{name}: {size.__name__[1:]} error {error:.3g} of the kernel, over {bound:.3g}"
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _mean_square(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def results(function: Callable[..., Any], inputs: Inputs, place_gradient: str | None = None, **options: Any) -> Results:
+    """Outputs of `function`, and gradients of all inputs for fixed random gradients of the outputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = function(**leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y.dtype) for y in outputs]
+    if place_gradient is not None:
+        gradients = [place(dy, place_gradient) for dy in gradients]
+    torch.autograd.backward(outputs, gradients)
+    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return named | {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def place(x: Tensor, layout: str) -> Tensor:
+    """A copy of `x` in a sea of NaN, laid out as
+
+    - `"contiguous"`: rows side by side;
+    - `"strided rows"`: with a gap after each row;
+    - `"strided columns"`: with a gap after each element;
+    - `"far rows"`: 2 GiB or more apart (their sea is zeros, which the system does not back with memory).
+    """
+    step = 3 if layout == "strided columns" else 1
+    gap = {"contiguous": 0, "strided rows": 24, "strided columns": 5, "far rows": FAR}[layout]
+    strides = [step]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size + (gap if len(strides) == 1 else 0))
+    span = 2 * GUARD + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True) if size)
+    if layout == "far rows" and x.dim() > 1:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        sea = torch.frombuffer(mmap.mmap(-1, span * x.element_size(), flags=flags), dtype=x.dtype)
+    else:
+        sea = torch.full((span,), math.nan, dtype=x.dtype)
+    return sea.as_strided(x.shape, strides, GUARD).copy_(x)
+
+
+def check_operator(op: Callable[..., Any], *args: Any) -> None:
+    """Law: `op` does what its schema and its fake say, eagerly and when compiled."""
+    torch.library.opcheck(op, args)
+
+
+def check_compiles(function: Callable[..., Any], inputs: Inputs, **options: Any) -> None:
+    """Law: `torch.compile(fullgraph=True)` changes no bit, forward or backward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    plain = results(function, inputs, **options)
+    for name, value in results(compiled, inputs, **options).items():
+        assert torch.equal(value, plain[name]), name
+
+
+@contextlib.contextmanager
+def guarded_memory() -> Iterator[None]:
+    """Within, new memory for outputs is NaN between guards; on the way out, every guard must be whole."""
+    seas: list[tuple[Tensor, int]] = []
+    plain_new_empty = Tensor.new_empty
+
+    def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        sea = torch.full((2 * GUARD + shape.numel(),), math.nan, dtype=dtype)
+        seas.append((sea, shape.numel()))
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return torch.Tensor().to(dtype).set_(sea.untyped_storage(), GUARD, shape, strides)
+
+    def empty_like(x: Tensor, *, dtype: torch.dtype | None = None, memory_format: torch.memory_format) -> Tensor:
+        assert memory_format == torch.contiguous_format
+        return empty(x.shape, dtype or x.dtype)
+
+    def new_empty(x: Tensor, shape: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        if device is not None:  # the interpreter's own, not a kernel's
+            return plain_new_empty(x, shape, dtype=dtype, device=device)
+        return empty(torch.Size([shape] if isinstance(shape, int) else shape), dtype or x.dtype)
+
+    with (
+        mock.patch.object(torch, "empty_like", empty_like),
+        mock.patch.object(Tensor, "new_empty", new_empty),
+        mock.patch.object(torch, "empty", side_effect=AssertionError("use empty_like or new_empty; they are quicker")),
+    ):
+        yield
+    for sea, size in seas:
+        assert sea[:GUARD].isnan().all(), "a kernel wrote before the start of an output"
+        assert sea[GUARD + size :].isnan().all(), "a kernel wrote past the end of an output"

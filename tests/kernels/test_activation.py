@@ -1,0 +1,139 @@
+"""swiglu, geglu, gelu and relu_squared without a GPU: the references, bad input, and what would be launched."""
+
+import importlib
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+
+from mpcore.kernels import _activation
+from mpcore.kernels.geglu import geglu
+from mpcore.kernels.gelu import gelu
+from mpcore.kernels.relu_squared import relu_squared
+from mpcore.kernels.swiglu import swiglu
+
+FUNCTIONS = [swiglu, geglu, gelu, relu_squared]
+GATED = [swiglu, geglu]
+X, BIAS = torch.randn(2, 3, 8), torch.randn(8)
+
+
+def exact_gelu(z):
+    return z * (1 + torch.erf(z / 2**0.5)) / 2
+
+
+def tanh_gelu(z):
+    return z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("function", "options", "formula"),
+    [
+        (swiglu, {}, lambda z: z / (1 + torch.exp(-z))),
+        (geglu, {}, tanh_gelu),
+        (geglu, {"approximate": "none"}, exact_gelu),
+        (gelu, {}, tanh_gelu),
+        (gelu, {"approximate": "none"}, exact_gelu),
+        (relu_squared, {}, lambda z: z.clamp(min=0) ** 2),
+    ],
+)
+def test_the_reference_is_the_formula(function, options, formula, has_bias):
+    x, bias = X.double(), BIAS.double() if has_bias else None
+    z = x + bias if has_bias else x
+    wanted = formula(z[..., :4]) * z[..., 4:] if function in GATED else formula(z)
+    found = function(x, bias, **options)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_reference_rounds_once(function, dtype):
+    x = X.to(dtype)
+    torch.testing.assert_close(function(x, BIAS), function(x.float(), BIAS).to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_reference_runs_under_torchs_own_autograd(function):
+    inputs = X[0].double().requires_grad_(), BIAS.double().requires_grad_()
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_on_a_cpu_the_reference_is_called_directly(function, monkeypatch):
+    name = function.__name__
+    module = importlib.import_module(function.__module__)
+    monkeypatch.setattr(module, f"{name}_reference", lambda *args, **kwargs: "reference")
+    assert function(X) == function(X, BIAS, impl="reference") == "reference"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bias": BIAS[:4]}, r"bias has shape \(4,\), but the last dimension of x is 8"),
+        ({"bias": BIAS.double()}, "bias is torch.float64, which does not go with x of torch.float32"),
+        ({"bias": BIAS.to("meta")}, "bias is on meta, but x is on cpu"),
+        ({"x": X.long()}, "x is torch.int64"),
+        ({"x": X[0, 0, 0]}, "x is a scalar"),
+        ({"impl": "triton"}, "impl='triton', but x is on cpu"),
+        ({"impl": "fast"}, "impl 'fast' is none of"),
+    ],
+)
+def test_bad_input(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(**{"x": X} | arguments)
+
+
+@pytest.mark.parametrize("function", GATED)
+def test_a_gate_needs_an_even_width(function):
+    with pytest.raises(ValueError, match="the last dimension of x is 7, but gate and up need an even number"):
+        function(X[..., :7])
+
+
+@pytest.mark.parametrize("function", [gelu, geglu])
+def test_an_unknown_approximation(function):
+    with pytest.raises(ValueError, match="approximate 'erf' is neither 'tanh' nor 'none'"):
+        function(X, approximate="erf")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
+def test_empty_in_empty_out(function, shape):
+    wanted = (*shape[:-1], shape[-1] // 2) if function in GATED else shape
+    assert function(torch.ones(shape), torch.ones(shape[-1])).shape == wanted
+
+
+def launched(name, M, width, has_bias):
+    x = torch.empty(M, width, dtype=torch.bfloat16)
+    bias = torch.empty(width) if has_bias else None
+    options = ("tanh",) if name.startswith("ge") else ()
+    with fake_gpu() as launches:
+        y = getattr(torch.ops.mpcore, f"{name}_forward")(x, bias, *options)
+        getattr(torch.ops.mpcore, f"{name}_backward")(y, x, bias, *options)
+    return launches
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_launches(function, monkeypatch):
+    monkeypatch.setattr(_activation, "multiprocessors", lambda device: 132)
+    F = 14336
+    width = 2 * F if function in GATED else F
+    forward, backward = launched(function.__name__, 1000, width, has_bias=False)
+    assert forward.grid == backward.grid == (7 * 1000, 1, 1)  # seven tiles of 2048 columns, for each row
+    assert forward.arguments["bias_ptr"] is backward.arguments["partials_ptr"] is None
+    assert (forward.arguments["X_STRIDE"], forward.arguments["F"], forward.arguments["M"]) == (width, F, 1000)
+    forward, backward, total = launched(function.__name__, 1000, width, has_bias=True)
+    assert (forward.grid, backward.grid) == ((7 * 1000, 1, 1), (7 * 150, 1, 1))
+    assert backward.arguments["partials_ptr"].shape == (1, 150, width)
+    assert total.grid == (width // 32, 1, 1)
+
+
+def test_narrow_rows_share_a_program():
+    forward, backward = launched("gelu", 1000, 100, has_bias=False)
+    assert forward.grid == backward.grid == (63, 1, 1)
+    assert (forward.arguments["BLOCK_M"], forward.arguments["BLOCK_F"]) == (16, 128)
+
+
+def test_nothing_is_launched_for_empty_tensors():
+    assert launched("gelu", 0, 8, True) == launched("swiglu", 8, 0, True) == []

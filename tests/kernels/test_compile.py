@@ -1,0 +1,22 @@
+"""Every kernel compiles for every target, spills nothing, and costs what `golden_compile.json` says."""
+
+import json
+
+import compile_table
+import pytest
+import triton
+
+GOLDEN = json.loads(compile_table.GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("case", compile_table.CASES)
+@pytest.mark.parametrize("target", compile_table.TARGETS)
+def test_compiles_to_the_golden_facts(target, case):
+    kernels = compile_table.compile_case(target, case)
+    assert {name: facts["spills"] for name, facts in kernels.items()} == dict.fromkeys(kernels, 0)
+    if triton.__version__ == GOLDEN["triton"]:  # another compiler allocates other registers
+        assert kernels == GOLDEN["targets"][target][case], f"regenerate by: python {compile_table.__file__}"
+
+
+def test_the_table_is_the_golden_file():
+    assert compile_table.TABLE.read_text() == compile_table.table(GOLDEN)

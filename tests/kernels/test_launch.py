@@ -1,0 +1,64 @@
+"""What a launch remembers of the one before, and the device it goes to."""
+
+import contextlib
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+
+from mpcore.kernels import _launch
+from mpcore.kernels._launch import launch
+from mpcore.kernels._rows import _sum_partials_kernel
+
+
+def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
+    partials, out = torch.empty(P * D + offset)[offset:], torch.empty(D, dtype=dtype)
+    launch(_sum_partials_kernel, (2, 1, 1), (partials, out, None), (P,), (D, 64, 32), num_warps=4)
+
+
+def test_a_second_launch_does_not_ask_triton(monkeypatch):
+    with fake_gpu() as launches:
+        sum_partials()
+        monkeypatch.setattr(type(_sum_partials_kernel), "run", lambda *args, **kwargs: pytest.fail("asked"))
+        sum_partials(P=5)
+    first, second = launches
+    assert first.kernel is second.kernel
+    assert (first.grid, first.arguments["P"], second.arguments["P"]) == ((2, 1, 1), 4, 5)
+    assert first.arguments["partials_ptr"] is not second.arguments["partials_ptr"]
+
+
+@pytest.mark.parametrize("change", [{"D": 32}, {"offset": 1}, {"dtype": torch.bfloat16}, {"P": 1}, {"P": 16}])
+def test_whatever_changes_the_code_is_compiled_anew(change):
+    with fake_gpu() as launches:
+        sum_partials()
+        sum_partials(**change)
+    assert launches[0].kernel is not launches[1].kernel
+
+
+def test_on_amd_triton_is_asked_each_time():
+    with fake_gpu("gfx942") as launches:
+        sum_partials()
+        assert (len(launches), _launch._compiled) == (1, {})
+
+
+class Elsewhere(torch.Tensor):
+    """A CPU tensor that says it is on the second GPU."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_the_launch_goes_to_the_tensors_device(monkeypatch):
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen = []
+    kernel = {(1, 1, 1): lambda *args, num_warps: seen.append(current[-1])}
+    launch(kernel, (1, 1, 1), (torch.empty(2).as_subclass(Elsewhere),), (), (), num_warps=4)
+    assert (seen, current) == ([1], [0])

@@ -1,0 +1,99 @@
+"""layer_norm without a GPU: the reference, bad input, and what would be launched."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_gpu import fake_gpu
+
+from mpcore.kernels import layer_norm as module
+from mpcore.kernels._norm import WIDEST_FORWARD
+from mpcore.kernels.layer_norm import layer_norm
+
+X, W, B = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_reference_is_the_formula(has_bias):
+    x, weight, bias, residual = torch.randn(4, 2, 8, dtype=torch.float64)
+    h = x + residual
+    centred = h - h.mean(-1, keepdim=True)
+    wanted = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt() * (1 + weight[0]) + has_bias * bias[0]
+    shift = bias[0] if has_bias else None
+    y, residual_out = layer_norm(x, weight[0], shift, 0.1, residual=residual, zero_centered=True)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close((y, residual_out), (wanted, h))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_reference_is_torchs_layer_norm(dtype):
+    x, weight, bias = X.to(dtype), W.to(dtype), B.to(dtype)
+    assert torch.equal(layer_norm(x, weight, bias), F.layer_norm(x, (8,), weight, bias))
+    mixed = layer_norm(x, W, bias)
+    torch.testing.assert_close(mixed, F.layer_norm(x.float(), (8,), W, bias.float()).to(dtype), rtol=0, atol=0)
+
+
+def test_the_reference_runs_under_torchs_own_autograd():
+    inputs = tuple(t.requires_grad_() for t in torch.randn(4, 2, 8, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(
+        lambda x, weight, bias, residual: layer_norm(x, weight[0], bias[1], residual=residual), inputs
+    )
+
+
+def test_on_a_cpu_the_reference_is_called_directly(monkeypatch):
+    monkeypatch.setattr(module, "layer_norm_reference", lambda *args, **kwargs: "reference")
+    assert layer_norm(X, W, B) == layer_norm(X, W, None, impl="reference") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": W[:7]}, r"weight has shape \(7,\), but the last dimension of x is 8"),
+        ({"bias": B[:7]}, r"bias has shape \(7,\), but the last dimension of x is 8"),
+        ({"bias": B.double()}, "bias is torch.float64, which does not go with x of torch.float32"),
+        ({"bias": B.to("meta")}, "bias is on meta, but x is on cpu"),
+        ({"x": X.long()}, "x is torch.int64"),
+        ({"residual": X[0]}, r"residual has shape \(3, 8\), but x has \(2, 3, 8\)"),
+        ({"impl": "triton"}, "impl='triton', but x is on cpu"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        layer_norm(**{"x": X, "weight": W, "bias": B} | arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
+def test_empty_in_empty_out(shape):
+    y, residual_out = layer_norm(torch.ones(shape), torch.ones(shape[-1]), None, residual=torch.ones(shape))
+    assert y.shape == residual_out.shape == shape
+
+
+def launched(M, D, has_bias=True):
+    x, weight = torch.empty(M, D, dtype=torch.bfloat16), torch.empty(D)
+    bias = weight if has_bias else None
+    with fake_gpu() as launches:
+        torch.ops.mpcore.layer_norm_forward(x, weight, bias, x, 1e-5, True)
+        torch.ops.mpcore.layer_norm_backward(x, x, x, weight, bias, torch.empty(2, M), True)
+    return launches
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_launches_of_rows_in_registers(has_bias, monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    forward, backward, total = launched(1001, 4096, has_bias)
+    sums = 1 + has_bias
+    assert [launch.grid for launch in (forward, backward, total)] == [(1001, 1, 1), (264, 1, 1), (128, sums, 1)]
+    assert forward.arguments["eps"] == 1e-5
+    assert (forward.arguments["bias_ptr"] is None) == (total.arguments["second_ptr"] is None) == (not has_bias)
+    assert backward.arguments["partials_ptr"].shape == (sums, 264, 4096)
+
+
+def test_launches_of_wide_rows(monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    launches = launched(64, 2 * WIDEST_FORWARD)
+    names = ["_forward_wide_kernel", "_backward_rows_kernel", "_backward_columns_kernel", "_sum_partials_kernel"]
+    assert [launch.name for launch in launches] == names
+    assert [launch.grid for launch in launches] == [(64, 1, 1), (64, 1, 1), (32, 8, 1), (1024, 2, 1)]
+
+
+def test_nothing_is_launched_for_empty_tensors():
+    assert launched(0, 8) == launched(8, 0) == []
