@@ -17,6 +17,8 @@ per program, then a sum over programs. So gradients repeat bit for bit.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,28 @@ from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, stor
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
 
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    residual: None = None,
+    zero_centered: bool = False,
+    impl: str | None = None,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor,
+    zero_centered: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     weight: Tensor,

@@ -15,6 +15,8 @@ of fixed order: a partial sum per program, then a sum over programs. So gradient
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +27,26 @@ from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, stor
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: None = None,
+    zero_centered: bool = False,
+    impl: str | None = None,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor,
+    zero_centered: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor,

@@ -2,8 +2,25 @@
 
 from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
 from mpcore.initialize import materialize
-from mpcore.layers import *  # noqa: F403
-from mpcore.layers import __all__ as _layers
+from mpcore.layers import (
+    ColumnParallelLinear,
+    Dropout,
+    GateUpParallelLinear,
+    LayerNorm,
+    ParallelAttention,
+    ParallelMLP,
+    PositionEmbedding,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    TransformerBlock,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    apply_rope,
+    seed_dropout,
+    vocab_parallel_cross_entropy,
+)
 from mpcore.mesh import Axis, Mesh, build_mesh
 from mpcore.parallelize import parallelize
 from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
@@ -11,7 +28,22 @@ from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
 __version__ = "0.1.0"
 __all__ = [
     "Axis",
+    "ColumnParallelLinear",
+    "Dropout",
+    "GateUpParallelLinear",
+    "LayerNorm",
     "Mesh",
+    "ParallelAttention",
+    "ParallelMLP",
+    "PositionEmbedding",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "TransformerBlock",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "apply_rope",
     "build_mesh",
     "clip_gradients",
     "full_state_dict",
@@ -20,6 +52,7 @@ __all__ = [
     "materialize",
     "parallelize",
     "reduce_gradients",
+    "seed_dropout",
     "shardings",
-    *_layers,
+    "vocab_parallel_cross_entropy",
 ]

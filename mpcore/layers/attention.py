@@ -110,11 +110,9 @@ class ParallelAttention(torch.nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            if rotary is None:
-                if positions is None:
-                    positions = document_positions(cu_seqlens, T, x.device)
-                rotary = self.rope(positions, torch.promote_types(q.dtype, torch.float32))
-            q, k = (apply_rope(t, *rotary, self.rope.interleaved) for t in (q, k))
+            where = document_positions(cu_seqlens, T, x.device) if positions is None and rotary is None else positions
+            cos, sin = rotary or self.rope(where, torch.promote_types(q.dtype, torch.float32))
+            q, k = (apply_rope(t, cos, sin, self.rope.interleaved) for t in (q, k))
         y = self.core(q, k, v, cu_seqlens)  # [B, T, H/tp, K]
         y = y.flatten(2)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)

@@ -55,8 +55,8 @@ class VocabParallelEmbedding(ParallelModule):
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
         self.padding_idx = padding_idx
-        elsewhere = padding_idx is None or not self.start <= padding_idx < self.end
-        self.local_padding_idx = None if elsewhere else padding_idx - self.start
+        here = padding_idx is not None and self.start <= padding_idx < self.end
+        self.local_padding_idx = padding_idx - self.start if padding_idx is not None and here else None
         self.declare(
             "weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype
         )

@@ -23,7 +23,8 @@ class RotaryEmbedding(nn.Module):
         fraction: the part of each head that turns; the rest passes through. `fraction * K` must be even.
         scaling: None, or a mapping as in Hugging Face configs, its `rope_type` one of "default", "linear" (`factor`),
             "llama3" (`factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) and "yarn"
-            (`factor`, `original_max_position_embeddings`; optional `beta_fast`, `beta_slow`, `attention_factor`).
+            (`factor`, `original_max_position_embeddings`; optional `beta_fast`, `beta_slow`, `attention_factor`,
+            `mscale` with `mscale_all_dim`, `truncate`).
         interleaved: pairs are neighbours (2i, 2i+1) instead of halves (i, i + K/2).
 
     Raises:
@@ -98,14 +99,39 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
 
 
+_NEEDED = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+}
+_OPTIONAL = {"yarn": {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}}
+
+
+def check_scaling(kind: str, scaling: Mapping[str, Any]) -> None:
+    """Refuse a scaling that is unknown, lacks a number, or has one that would be left out."""
+    if kind not in _NEEDED:
+        raise ValueError(f"rope_type {kind!r} is unknown: it is one of {sorted(_NEEDED)}")
+    given = scaling.keys() - {"rope_type", "type"}
+    lacking, unknown = _NEEDED[kind] - given, given - _NEEDED[kind] - _OPTIONAL.get(kind, set())
+    if lacking:
+        raise ValueError(f"rope scaling {kind!r} lacks {sorted(lacking)}")
+    if unknown:
+        raise ValueError(
+            f"rope scaling {kind!r} has no {sorted(unknown)} "
+            "(rope_theta is `base` here, partial_rotary_factor is `fraction`)"
+        )
+
+
 def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
     """Angular frequency in radians a position of each pair, and the factor on cos and sin.
 
     Raises:
-        ValueError: for an unknown `rope_type`, naming those there are.
+        ValueError: for an unknown `rope_type`, naming those there are, or numbers that it lacks or doesn't know.
     """
     plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    check_scaling(kind, scaling)
     if kind == "default":
         return plain, 1.0
     factor = float(scaling["factor"])
@@ -121,15 +147,21 @@ def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple
             return (1 - smooth) * f / factor + smooth * f
 
         return [scaled(f) for f in plain], 1.0
-    if kind == "yarn":
-        old = scaling["original_max_position_embeddings"]
+    old = scaling["original_max_position_embeddings"]
 
-        def index_of(turns: float) -> float:
-            return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def index_of(turns: float) -> float:
+        return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(index_of(scaling.get("beta_fast", 32))), 0)
-        high = min(math.ceil(index_of(scaling.get("beta_slow", 1))), dim - 1)
-        ramp = [min(max((i - low) / max(high - low, 0.001), 0.0), 1.0) for i in range(dim // 2)]
-        amplitude = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-        return [f / factor * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)], float(amplitude)
-    raise ValueError(f"rope_type {kind!r} is unknown: it is one of 'default', 'linear', 'llama3', 'yarn'")
+    def amplitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = index_of(scaling.get("beta_fast") or 32), index_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = [min(max((i - low) / (high - low or 0.001), 0.0), 1.0) for i in range(dim // 2)]
+    frequencies = [f / factor * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)]
+    if scaling.get("attention_factor") is not None:
+        return frequencies, float(scaling["attention_factor"])
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return frequencies, amplitude(mscale) / amplitude(mscale_all) if mscale and mscale_all else amplitude(1.0)

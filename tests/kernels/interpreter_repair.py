@@ -6,10 +6,13 @@ Without this the interpreter, in the versions named below,
 3. reads 0 from a masked-off lane without `other=`, where a GPU leaves the lane undefined;
 4. scans all of `triton.language` at every nested call, which takes most of its time;
 5. fails on `range(n)` of a run-time `n` under numpy 2.4 (Triton 3.6);
-6. copies every tensor of a launch onto itself.
+6. copies every tensor of a launch onto itself;
+7. lets NaN through `tl.maximum` and `tl.minimum`, where a GPU takes the other operand;
+8. reads and writes any address, where a GPU may stop with an illegal memory access.
 
 The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
-must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing.
+must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing;
+7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors.
 `interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
 """
 
@@ -19,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
@@ -29,6 +33,8 @@ _ARITHMETIC = ("create_fadd", "create_fsub", "create_fmul", "create_fdiv", "crea
 _stock_convert = interpreter._convert_float
 _stock_dot = interpreter.InterpreterBuilder.create_dot
 _stock_masked_load = interpreter.InterpreterBuilder.create_masked_load
+_stock_masked_store = interpreter.InterpreterBuilder.create_masked_store
+_stock_init_args = interpreter.GridExecutor._init_args_hst
 _stock_patch_lang = interpreter._patch_lang
 
 
@@ -40,11 +46,15 @@ def install() -> None:
     interpreter._convert_float = _convert_float
     builder.create_dot = _create_dot
     builder.create_masked_load = _create_masked_load
+    builder.create_masked_store = _create_masked_store
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     for name in _ARITHMETIC:
         setattr(builder, name, _refuse_bfloat16(name, getattr(builder, name)))
     _stock_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
     tl.tensor.__index__ = lambda self: self.handle.data.item()
+    interpreter.GridExecutor._init_args_hst = _init_args
     interpreter.GridExecutor._restore_args_dev = lambda *args: None  # the tensors are on the CPU already
 
 
@@ -71,7 +81,34 @@ def _create_dot(self: Any, a: Any, b: Any, acc: Any, input_precision: Any, max_n
     return _stock_dot(self, _to_float32(a), _to_float32(b), acc, input_precision, max_num_imprecise_acc)
 
 
+_extents: list[tuple[int, int]] = []  # first byte of, and first byte after, each tensor of the running launch
+
+
+def _init_args(self: Any, args: Any, kwargs: Any) -> Any:
+    _extents.clear()
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor) and x.numel() > 0:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            _extents.append((x.data_ptr(), x.data_ptr() + span * x.element_size()))
+    return _stock_init_args(self, args, kwargs)
+
+
+def _check_addresses(ptrs: Any, mask: Any) -> None:
+    addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+    if addresses.size == 0:
+        return
+    first, end = int(addresses.min()), int(addresses.max()) + ptrs.get_element_ty().primitive_bitwidth // 8
+    if not any(start <= first and end <= stop for start, stop in _extents):
+        raise IndexError("an access reaches past the tensors of the launch")
+
+
+def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+    _check_addresses(ptrs, mask)
+    return _stock_masked_store(self, ptrs, value, mask, *args)
+
+
 def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *args: Any) -> Any:
+    _check_addresses(ptrs, mask)
     element = ptrs.get_element_ty()
     if other is None and element.is_floating() and element.primitive_bitwidth >= 16:
         np_dtype = interpreter._get_np_dtype(element)

@@ -36,7 +36,7 @@ def check_errors(
     truth = results(reference, {name: x.double() for name, x in inputs.items()}, **options)
     references = results(reference, inputs, **options)
     with guarded_memory():
-        placed = {name: place(x, layout) for name, x in inputs.items()}
+        placed = {name: place(x, layout, 8 * i) for i, (name, x) in enumerate(inputs.items())}
         kernels = results(kernel, placed, place_gradient=layout, **options)
     assert kernels.keys() == references.keys()
     for name, exact in truth.items():
@@ -67,14 +67,14 @@ def results(function: Callable[..., Any], inputs: Inputs, place_gradient: str | 
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y.dtype) for y in outputs]
     if place_gradient is not None:
-        gradients = [place(dy, place_gradient) for dy in gradients]
+        gradients = [place(dy, place_gradient, 8 * (i + 3)) for i, dy in enumerate(gradients)]
     torch.autograd.backward(outputs, gradients)
     named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     return named | {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
 
 
-def place(x: Tensor, layout: str) -> Tensor:
-    """A copy of `x` in a sea of NaN, laid out as
+def place(x: Tensor, layout: str, extra: int) -> Tensor:
+    """A copy of `x` in a sea of NaN, with `extra` elements in every gap, so that no two tensors share their strides:
 
     - `"contiguous"`: rows side by side;
     - `"strided rows"`: with a gap after each row;
@@ -83,6 +83,7 @@ def place(x: Tensor, layout: str) -> Tensor:
     """
     step = 3 if layout == "strided columns" else 1
     gap = {"contiguous": 0, "strided rows": 24, "strided columns": 5, "far rows": FAR}[layout]
+    gap += extra if gap else 0
     strides = [step]
     for size in reversed(x.shape[1:]):
         strides.insert(0, strides[0] * size + (gap if len(strides) == 1 else 0))

@@ -27,6 +27,12 @@ def _double_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _maximum_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(y_ptr + cols, tl.maximum(tl.load(x_ptr + cols), 0.0))
+
+
+@triton.jit
 def _count_kernel(y_ptr, N):
     total = 0
     for i in range(0, N):
@@ -71,6 +77,19 @@ def test_a_masked_lane_is_undefined(dtype):
     _copy_kernel[(1,)](torch.ones(16, dtype=dtype), y, 10, BLOCK=16)
     assert y[:10].eq(1).all()
     assert y[10:].isnan().all()
+
+
+@pytest.mark.parametrize(("size", "reach"), [(10, 16), (16, 10)])
+def test_an_access_past_a_tensor_raises(size, reach):
+    x, y = torch.ones(20)[:reach], torch.empty(20)[:size]
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="past the tensors"):
+        _copy_kernel[(1,)](x, y, 16, BLOCK=16)
+
+
+def test_a_maximum_drops_nan():
+    y = torch.empty(16)
+    _maximum_kernel[(1,)](torch.full((16,), torch.nan), y, BLOCK=16)
+    assert y.eq(0).all()
 
 
 def test_a_loop_may_count_to_a_run_time_number():

@@ -1,0 +1,324 @@
+"""Attention: dense equals the formula written out, sharded equals dense, for every kind of head and of mask."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mpcore import (
+    ParallelAttention,
+    RotaryEmbedding,
+    apply_rope,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+)
+from mpcore import collectives as c
+from tests.equality import close, same_model
+from tests.pool import mesh
+
+B, T, D, K = 2, 12, 6, 4
+SIZES = [2, 3, 4]
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (6, 3), (6, 6)]
+DOCUMENTS = torch.tensor([0, 1, 5, 5, 12])
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tp_axis():
+    return mesh(tp=torch.distributed.get_world_size()).tp
+
+
+def build_attention(heads, kv_heads, **options):
+    rope = RotaryEmbedding(K, 100.0) if options.pop("rope", False) else None
+    return ParallelAttention(D, heads, kv_heads, K, rope=rope, **options)
+
+
+def sees(T, causal, window, documents):
+    """The mask, one pair of tokens at a time."""
+    document = [sum(end <= t for end in documents) for t in range(T)] if documents is not None else [0] * T
+    return torch.tensor(
+        [
+            [
+                document[q] == document[k] and (not causal or k <= q) and (window is None or q - k < window)
+                for k in range(T)
+            ]
+            for q in range(T)
+        ]
+    )
+
+
+def formula(p, x, heads, kv_heads, *, causal=True, window=None, qk_norm=False, rope=False, documents=None, eps=1e-6):
+    """Attention one head at a time."""
+    B, T, _ = x.shape
+    q, k, v = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).split([heads * K, kv_heads * K, kv_heads * K], -1)
+    q, k, v = (t.view(B, T, -1, K) for t in (q, k, v))
+    if qk_norm:
+        q, k = F.rms_norm(q, (K,), p["q_norm.weight"], eps), F.rms_norm(k, (K,), p["k_norm.weight"], eps)
+    if rope:
+        starts = [0] * T
+        if documents is not None:
+            starts = [max(int(end) for end in documents if end <= t) for t in range(T)]
+        cos, sin = RotaryEmbedding(K, 100.0)(torch.tensor([t - s for t, s in enumerate(starts)]), torch.float64)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    mask = sees(T, causal, window, documents)
+    outputs = []
+    for head in range(heads):
+        keys, values = (t[:, :, head // (heads // kv_heads)] for t in (k, v))
+        scores = (q[:, :, head] @ keys.transpose(1, 2) / K**0.5).masked_fill(~mask, -torch.inf)
+        outputs.append(scores.softmax(-1) @ values)
+    return F.linear(torch.cat(outputs, -1), p["output.weight"], p.get("output.bias"))
+
+
+DENSE = [
+    {},
+    {"bias": False},
+    {"rope": True},
+    {"qk_norm": True, "rope": True},
+    {"causal": False, "rope": True},
+    {"window": 1},
+    {"window": 3, "rope": True},
+    {"window": 100},
+]
+
+
+def nudge(module):
+    """Norm weights away from 1, so that they matter."""
+    with torch.no_grad():
+        for i, (name, p) in enumerate(module.named_parameters()):
+            if "norm" in name:
+                p.copy_(1 + 0.3 * draw(40 + i, *p.shape))
+    return module
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("options", DENSE, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+def test_dense_is_the_formula(heads, options, packed):
+    attention = nudge(build_attention(*heads, **options).double())
+    p = {name: q.detach().clone().requires_grad_() for name, q in attention.named_parameters()}
+    x, x_formula = (draw(1, 1 if packed else B, T, D).requires_grad_() for _ in range(2))
+    y = attention(x, cu_seqlens=DOCUMENTS if packed else None)
+    flags = {k: v for k, v in options.items() if k != "bias"}
+    y_formula = formula(p, x_formula, *heads, documents=DOCUMENTS if packed else None, **flags)
+    dy = draw(2, *y.shape)
+    y.backward(dy)
+    y_formula.backward(dy)
+    close(y.detach(), y_formula.detach(), "y")
+    close(x.grad, x_formula.grad, "dx")
+    for name, q in attention.named_parameters():
+        close(q.grad, p[name].grad, name)
+
+
+def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen=()):
+    sp = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
+
+    def build(**axes):
+        attention = nudge(build_attention(*heads, **options, **sp, **axes))
+        for name in frozen:
+            attention.get_parameter(name).requires_grad_(False)
+        return attention
+
+    def run(attention):
+        tp = attention.qkv.tp
+        x = draw(1, *shape, D).requires_grad_()
+        y = attention(c.split(x, tp, sequence) if sequence is not None else x, cu_seqlens=DOCUMENTS if packed else None)
+        y = c.gather(y, tp, sequence) if sequence is not None else y
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=tp_axis())
+
+
+def check_heads(qk_norm):
+    for heads in HEADS:
+        options = {"qk_norm": qk_norm, "rope": True}
+        check_attention(heads, options, None)
+        check_attention(heads, options, 1)
+    check_attention((8, 2), options, 0, shape=(T, B))
+    check_attention((6, 2), {**options, "bias": False}, 0, shape=(T, B))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_equals_dense_for_every_grouping_of_heads(ranks, size):
+    ranks(size, check_heads, False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_12_qk_norm_gradients_are_summed_with_and_without_sequence_parallel(ranks, size):
+    ranks(size, check_heads, True)
+
+
+def check_masks():
+    for heads, causal, packed in itertools.product([(8, 2), (6, 2)], (True, False), (True, False)):
+        check_attention(heads, {"causal": causal, "rope": True}, None, shape=(1, T), packed=packed)
+        check_attention(heads, {"causal": causal, "rope": True}, 1, shape=(1, T), packed=packed)
+    for packed in (True, False):
+        check_attention((6, 2), {"window": 3, "rope": True}, 1, shape=(1, T), packed=packed)
+    check_attention((6, 2), {"rope": True}, None, shape=(1, 1))
+    check_attention((6, 2), {"rope": True}, None, shape=(0, T))
+    check_attention((6, 2), {"rope": True, "qk_norm": True}, 1, shape=(0, T))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_equals_dense_for_every_mask(ranks, size):
+    ranks(size, check_masks)
+
+
+def check_frozen():
+    for frozen in [("qkv.weight",), ("qkv.weight", "qkv.bias", "output.weight"), ("q_norm.weight",)]:
+        for sequence in (None, 1):
+            check_attention((8, 1), {"qk_norm": True}, sequence, frozen=frozen)
+
+
+def test_pitfall_43_frozen_projections_still_pass_gradients_on(ranks):
+    ranks(4, check_frozen)
+
+
+def check_replicas_through_training(kv_heads):
+    """20 steps of SGD: the replicas stay bitwise equal, and the weights are the dense ones."""
+    tp = tp_axis()
+    options = {"qk_norm": True, "rope": True}
+    torch.manual_seed(1)
+    dense = build_attention(8, kv_heads, **options).double()
+    sharded = build_attention(8, kv_heads, **options, tp=tp).double()
+    load_full_state_dict(sharded, full_state_dict(dense))
+    for step in range(20):
+        x, wanted = draw(step, B, 5, D), draw(100 + step, B, 5, D)
+        for model in (dense, sharded):
+            model.zero_grad()
+            loss = (model(x) - wanted).square().mean()
+            loss.backward()
+            reduce_gradients(model)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+    want, got = full_state_dict(dense), full_state_dict(sharded)
+    for name in want:
+        close(got[name], want[name], name)
+    shard = sharded.qkv.shardings["weight"].shards[0]
+    held = [i for start, end in shard.mine for i in range(start, end)]
+    return {i: sharded.qkv.weight[row].tolist() for row, i in enumerate(held)}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_pitfall_15_replicated_kv_heads_stay_equal_through_20_steps(ranks, kv_heads):
+    held = ranks(4, check_replicas_through_training, kv_heads)
+    counts = dict.fromkeys(range((8 + 2 * kv_heads) * K), 0)
+    values = {}
+    for rows in held:
+        for index, row in rows.items():
+            counts[index] += 1
+            assert values.setdefault(index, row) == row, f"replicas of row {index} came apart"
+    assert all(counts[i] == (1 if i < 8 * K else 4 // kv_heads) for i in counts)
+
+
+def check_gradients_before_the_sum():
+    """One rank's KV gradient is a term: without `reduce_gradients` it isn't the dense one."""
+    tp = tp_axis()
+    torch.manual_seed(1)
+    dense = build_attention(4, 1).double()
+    sharded = build_attention(4, 1, tp=tp).double()
+    load_full_state_dict(sharded, full_state_dict(dense))
+    x = draw(1, B, T, D)
+    for model in (dense, sharded):
+        model(x).square().sum().backward()
+    kv = slice(-2 * K, None)
+    assert not torch.allclose(sharded.qkv.weight.grad[kv], dense.qkv.weight.grad[kv])
+    close(c.all_reduce(sharded.qkv.weight.grad[kv], tp), dense.qkv.weight.grad[kv], "sum of the terms")
+
+
+def test_pitfall_15_each_replica_holds_one_term_until_the_sum(ranks):
+    ranks(4, check_gradients_before_the_sum)
+
+
+# --- documents and positions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"qk_norm": True}], ids=str)
+def test_packed_documents_equal_separate_documents(options, dtype):
+    attention = nudge(build_attention(4, 2, rope=True, **options).double())
+    x = draw(1, 1, T, D)
+    packed = attention(x, cu_seqlens=DOCUMENTS.to(dtype))
+    separate = [attention(x[:, a:b]) for a, b in itertools.pairwise(DOCUMENTS.tolist()) if a < b]
+    close(packed.detach(), torch.cat(separate, 1).detach(), "y")
+
+
+def test_positions_and_tables_may_be_given():
+    attention = build_attention(4, 2, rope=True).double()
+    x = draw(1, B, T, D)
+    plain = attention(x)
+    index = torch.arange(T)
+    close(attention(x, positions=index), plain, "positions")
+    close(attention(x, positions=index.expand(B, T)), plain, "positions of each row")
+    close(attention(x, rotary=attention.rope(index, torch.float64)), plain, "table")
+    close(attention(x, positions=index + 1000), plain, "shifted positions", 1e-10)
+    assert not torch.allclose(attention(x, positions=2 * index), plain)
+
+
+def test_the_future_does_not_leak():
+    attention = build_attention(4, 2, rope=True).double()
+    x = draw(1, 1, T, D)
+    changed = x.clone()
+    changed[:, 7:] = 5.0
+    assert torch.equal(attention(x)[:, :7], attention(changed)[:, :7])
+
+
+def check_sequence_first():
+    tp = tp_axis()
+    torch.manual_seed(1)
+    first = build_attention(8, 2, rope=True, tp=tp, sequence_dim=0).double()
+    second = build_attention(8, 2, rope=True, tp=tp).double()
+    load_full_state_dict(second, full_state_dict(first))
+    x = draw(1, B, T, D)
+    close(first(x.transpose(0, 1)).transpose(0, 1), second(x), "y")
+
+
+def test_sequence_dim_exchanges_the_first_two_dimensions(ranks):
+    ranks(2, check_sequence_first)
+
+
+def check_half(dtype):
+    """Half precision on many ranks is no further from the exact result than twice what one rank is."""
+    tp = tp_axis()
+    torch.manual_seed(1)
+    exact = build_attention(8, 2, rope=True, qk_norm=True).double()
+    x = draw(1, B, T, D)
+    want = exact(x.to(dtype).double())
+    errors = []
+    for axes in ({}, {"tp": tp}):
+        model = build_attention(8, 2, rope=True, qk_norm=True, **axes).to(dtype)
+        load_full_state_dict(model, full_state_dict(exact))
+        y = model(x.to(dtype))
+        assert y.dtype == dtype
+        y.sum().backward()
+        assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+        errors.append((y.double() - want).square().mean().sqrt().item())
+    assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_near_on_four_ranks_as_on_one(ranks, dtype):
+    ranks(4, check_half, dtype)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="dim 6 is not a multiple of num_heads 4: give head_dim"):
+        ParallelAttention(6, 4)
+    with pytest.raises(ValueError, match="window 3 needs a causal mask"):
+        ParallelAttention(8, 4, causal=False, window=3)
+    with pytest.raises(ValueError, match="window 0 needs a causal mask and at least 1 token"):
+        ParallelAttention(8, 4, window=0)
+    attention = ParallelAttention(8, 4)
+    with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+        attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
+    for bad in ([0, 3], [1, 4], [0, 3, 2, 4]):
+        with pytest.raises(ValueError, match=f"from 0 to the sequence length 4, but runs from {bad[0]} to {bad[-1]}"):
+            attention(torch.zeros(1, 4, 8), cu_seqlens=torch.tensor(bad))

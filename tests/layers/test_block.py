@@ -1,0 +1,193 @@
+"""The transformer block, and a small model of several: sharded equals dense with every part in place."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    materialize,
+    reduce_gradients,
+    shardings,
+    vocab_parallel_cross_entropy,
+)
+from mpcore import collectives as c
+from tests.equality import close, full_gradients, same_model
+from tests.pool import mesh
+
+B, T, D, V = 2, 12, 8, 21
+SIZES = [2, 3, 4]
+NONE = Axis(name="tp")
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw_ids(seed, *shape):
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def build_block(kind="llama", dropout=0.0, sequence=None, tp=NONE, heads=(6, 2), **like):
+    """A llama block (RMSNorm, SwiGLU, grouped queries, qk-norm, rope) or a GPT-2 block (LayerNorm, GELU, biases)."""
+    sp = {"tp": tp, "sequence_parallel": sequence is not None}
+    order = {"sequence_dim": 1 if sequence is None else sequence}
+    llama = kind == "llama"
+    norm = RMSNorm if llama else LayerNorm
+    attention = ParallelAttention(
+        D, *heads, head_dim=4, bias=not llama, qk_norm=llama, rope=RotaryEmbedding(4) if llama else None,
+        **sp, **order, **like,
+    )  # fmt: skip
+    mlp = ParallelMLP(D, 10, "swiglu" if llama else "gelu", bias=not llama, **sp, **order, **like)
+    return TransformerBlock(
+        attention, mlp, norm(D, **sp, **like), norm(D, **sp, **like), dropout=dropout, **sp, **order
+    )
+
+
+class Model(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self, kind="llama", sequence=None, dropout=0.0, tied=False, layers=2, tp=NONE, **like):
+        super().__init__()
+        self.tp, self.sequence = tp, sequence
+        sp = {"tp": tp, "sequence_parallel": sequence is not None}
+        order = {"sequence_dim": 1 if sequence is None else sequence}
+        self.embedding = VocabParallelEmbedding(V, D, **sp, **order, **like)
+        self.blocks = nn.ModuleList(build_block(kind, dropout, sequence, tp, **like) for _ in range(layers))
+        self.norm = RMSNorm(D, **sp, **like)
+        self.head = ColumnParallelLinear(D, V, bias=False, **sp, **order, **like)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids, target, samples=None, recompute=False, **options):
+        if self.sequence == 0:
+            ids, target = ids.t(), target.t()
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if recompute:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, samples=samples)
+            else:
+                x = block(x, samples=samples)
+        logits = self.head(self.norm(x))
+        return vocab_parallel_cross_entropy(logits, target, tp=self.tp, vocab_size=V, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dense_is_two_residual_branches(kind):
+    block = build_block(kind).double()
+    x = draw(1, B, T, D)
+    h = x + block.attention(block.attention_norm(x))
+    close(block(x).detach(), (h + block.mlp(block.mlp_norm(h))).detach(), "y")
+
+
+def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():
+    class Scale(nn.Module):
+        def forward(self, x, *, by):
+            return by * x
+
+    block = TransformerBlock(Scale(), nn.Identity(), nn.Identity(), nn.Identity())
+    x = draw(1, B, T, D)
+    close(block(x, by=3.0), 8 * x, "y")
+
+
+def check_block(kind, sequence, dropout, frozen=False):
+    def build(**axes):
+        block = build_block(kind, dropout, sequence, **axes)
+        materialize(block, 11)  # the dropout's keys
+        if frozen:
+            block.attention.requires_grad_(False)
+            block.mlp.requires_grad_(False)
+        return block
+
+    def run(block):
+        tp = block.mlp.up.tp
+        x = draw(1, *((T, B, D) if sequence == 0 else (B, T, D))).requires_grad_()
+        y = block(x if sequence is None else c.split(x, tp, sequence), samples=torch.tensor([5, 9]))
+        y = y if sequence is None else c.gather(y, tp, sequence)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
+
+
+def check_blocks():
+    for kind, sequence, dropout in itertools.product(("llama", "gpt2"), (None, 0, 1), (0.0, 0.3)):
+        check_block(kind, sequence, dropout)
+    for kind, sequence in itertools.product(("llama", "gpt2"), (None, 1)):
+        check_block(kind, sequence, 0.0, frozen=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_11_sharded_blocks_equal_dense_with_and_without_sequence_parallel(ranks, size):
+    ranks(size, check_blocks)
+
+
+def check_model(kind, sequence, tied, dropout, recompute):
+    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    target[0, :5] = -100
+
+    def build(**axes):
+        return materialize(Model(kind, sequence, dropout, tied, **axes), 11)
+
+    def run(model):
+        loss = model(ids, target, samples=torch.arange(B), recompute=recompute, label_smoothing=0.1, z_loss=1e-3)
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
+
+
+def check_models():
+    for kind, sequence, tied in itertools.product(("llama", "gpt2"), (None, 0, 1), (True, False)):
+        check_model(kind, sequence, tied, 0.2, recompute=tied)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_equal_dense_tied_or_not_with_dropout_and_recomputation(ranks, size):
+    ranks(size, check_models)
+
+
+def check_recompute():
+    tp = mesh(tp=2).tp
+    model = materialize(Model(dropout=0.3, sequence=1, tp=tp), 5)
+    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    runs = []
+    for recompute in (False, True):
+        model.zero_grad()
+        loss = model(ids, target, samples=torch.arange(B), recompute=recompute)
+        loss.backward()
+        runs.append((loss.detach(), full_gradients(model)))
+    (loss, grads), (loss_again, grads_again) = runs
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+def test_pitfall_22_recomputation_changes_no_bit(ranks):
+    ranks(2, check_recompute)
+
+
+def replicated_parameters():
+    """Gradients of what is replicated, as each rank holds them after the sum: they must be one."""
+    tp = mesh(tp=4).tp
+    model = materialize(Model(sequence=1, tp=tp), 5).double()
+    model(draw_ids(1, B, T), draw_ids(2, B, T)).backward()
+    reduce_gradients(model)
+    declared = shardings(model)
+    return {n: p.grad.tolist() for n, p in model.named_parameters() if not declared[n].shards}
+
+
+def test_pitfall_11_every_replica_holds_the_same_gradient(ranks):
+    first, *others = ranks(4, replicated_parameters)
+    assert len(first) == 2 * 4 + 1  # two norms and two qk-norms a block, and the last norm
+    assert all(other == first for other in others)

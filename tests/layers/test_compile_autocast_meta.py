@@ -1,0 +1,325 @@
+"""The layers under torch.compile, under autocast and from the meta device; first parameters; collectives, counted."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+    reduce_gradients,
+    vocab_parallel_cross_entropy,
+)
+from mpcore import collectives as c
+from tests.equality import close, full_gradients
+from tests.layers.test_block import Model, build_block
+from tests.pool import mesh
+
+B, T, D, V = 2, 12, 8, 21
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def draw_ids(seed, *shape):
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------
+
+
+def check_compiled(what, sequence):
+    """One graph, forward and backward, on the values and gradients of eager."""
+    tp = mesh(tp=2).tp
+    sp = {"tp": tp, "sequence_parallel": sequence is not None, "sequence_dim": 1 if sequence is None else sequence}
+    shape = (B, T, D) if sequence is None else (B, T // 2, D)
+    if what == "mlp":
+        model = ParallelMLP(D, 10, **sp).double()
+    elif what == "regather":
+        up = ColumnParallelLinear(D, 10, regather=True, **sp)
+        model = nn.Sequential(up, nn.Tanh(), RowParallelLinear(10, D, **sp)).double()
+    elif what == "attention":
+        model = ParallelAttention(D, 6, 2, 4, rope=RotaryEmbedding(4), qk_norm=True, **sp).double()
+    elif what == "block":
+        model = materialize(build_block(dropout=0.2, sequence=sequence, tp=tp), 3).double()
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        model.zero_grad()
+        x = draw(1 + tp.rank * (sequence is not None), *shape).requires_grad_()
+        f = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        y = f(x, samples=torch.arange(B)) if what == "block" else f(x)
+        y.backward(draw(2, *shape))
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        results.append({"y": y.detach(), "dx": x.grad} | grads)
+    for name, want in results[0].items():
+        close(results[1][name], want, name)
+
+
+@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize("what", ["mlp", "regather", "attention", "block"])
+def test_layers_compile_to_one_graph_equal_to_eager(ranks, what, sequence):
+    ranks(2, check_compiled, what, sequence)
+
+
+def check_compiled_loss():
+    tp = mesh(tp=2).tp
+    table, head = VocabParallelEmbedding(V, D, tp=tp).double(), ColumnParallelLinear(D, V, tp=tp).double()
+    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    target[0, :3] = -100
+
+    def f(ids, target):
+        logits = head(torch.tanh(table(ids)))
+        return vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.01)
+
+    torch.compiler.reset()
+    results = []
+    for run in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        table.zero_grad()
+        head.zero_grad()
+        loss = run(ids, target)
+        loss.backward()
+        results.append([loss.detach(), table.weight.grad, head.weight.grad, head.bias.grad])
+    for got, want in zip(*results, strict=True):
+        close(got, want, "compiled loss")
+
+
+def test_embedding_head_and_loss_compile_to_one_graph(ranks):
+    ranks(2, check_compiled_loss)
+
+
+# --- autocast -----------------------------------------------------------------------------------------------------
+
+
+def check_autocast(kind, sequence):
+    """Under autocast two ranks are as near to the exact block as one rank is, within a factor of 2."""
+    tp = mesh(tp=2).tp
+    torch.manual_seed(1)
+    exact = build_block(kind).double()
+    x, dy = draw(1, B, T, D), draw(2, B, T, D)
+    states = full_state_dict(exact)
+
+    def run(block, x, dy, autocast):
+        x = x.clone().requires_grad_()
+        cut = block.attention.qkv.sequence_parallel
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            mine = c.split(x, tp, 1) if cut else x
+            branch = block.attention(mine)
+            assert branch.dtype == (torch.bfloat16 if autocast else x.dtype)
+            assert block.mlp(mine).dtype == branch.dtype
+            y = block(mine)
+        y = c.gather(y, tp, 1) if cut else y
+        y.backward(dy.to(y.dtype))
+        reduce_gradients(block)
+        return [y.detach(), x.grad, *full_gradients(block).values()]
+
+    want = run(exact, x, dy, False)
+    errors = []
+    for axes in ({}, {"tp": tp, "sequence": sequence}):
+        block = build_block(kind, **axes)
+        load_full_state_dict(block, states)
+        got = run(block, x.float(), dy.float(), True)
+        assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in block.parameters())
+        errors.append([(g.double() - w).square().mean().sqrt().item() for g, w in zip(got, want, strict=True)])
+    for one, two in zip(*errors, strict=True):
+        assert two <= 2 * one
+
+
+@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_autocast_on_two_ranks_is_as_near_as_on_one(ranks, kind, sequence):
+    ranks(2, check_autocast, kind, sequence)
+
+
+def check_autocast_dtypes():
+    tp = mesh(tp=2).tp
+    x = draw(1, 4, D, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ColumnParallelLinear(D, 10, tp=tp)(x)
+        assert y.dtype == torch.bfloat16
+        assert RowParallelLinear(10, D, tp=tp)(y).dtype == torch.bfloat16
+        sp = ColumnParallelLinear(D, 10, tp=tp, sequence_parallel=True, sequence_dim=0)(x)
+        assert sp.dtype == torch.bfloat16
+        loss = vocab_parallel_cross_entropy(y, torch.arange(4), tp=tp)
+        assert loss.dtype == torch.float32
+        wide = ColumnParallelLinear(D, 10, tp=tp).double()(x.double())
+        assert wide.dtype == nn.Linear(D, 10).double()(x.double()).dtype
+
+
+def test_autocast_dtypes_are_those_of_torch_linear(ranks):
+    ranks(2, check_autocast_dtypes)
+
+
+# --- first parameters ---------------------------------------------------------------------------------------------
+
+
+def first_parameters(kind, tied, meta, seed=7):
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    torch.manual_seed(int(torch.distributed.get_rank()))  # the global generator must not matter
+    model = materialize(Model(kind, tied=tied, tp=tp, **({"device": "meta"} if meta else {})), seed)
+    assert not any(p.is_meta for p in model.parameters())
+    return {name: value.numpy() for name, value in full_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_pitfall_21_first_parameters_are_bitwise_equal_at_every_size(ranks, kind, tied):
+    """Uneven shards (10 hidden units, 21 words) and replicated KV heads (2 of 6) included."""
+    want = {n: v.numpy() for n, v in full_state_dict(materialize(Model(kind, tied=tied), 7)).items()}
+    for size, meta in itertools.product((1, 2, 3, 4), (True, False)):
+        for state in ranks(size, first_parameters, kind, tied, meta):
+            assert state.keys() == want.keys()
+            assert all((state[name] == want[name]).all() for name in want), (size, meta)
+    other = ranks(2, first_parameters, kind, tied, True, seed=8)[0]
+    assert not (other["embedding.weight"] == want["embedding.weight"]).any()
+
+
+def test_pitfall_21_order_and_company_do_not_matter():
+    def build(names):
+        return nn.ModuleDict({name: build_block(device="meta") for name in names})
+
+    whole = materialize(build(["0", "1", "2"]), 5)
+    backwards = materialize(build(["2", "1", "0"]), 5)
+    stage = materialize(build(["2"]), 5)
+    for other in (backwards, stage):
+        for name, p in other.named_parameters():
+            assert torch.equal(p, whole.get_parameter(name)), name
+    assert not torch.equal(whole["0"].mlp.up.weight, whole["1"].mlp.up.weight)
+
+
+def test_pitfall_21_the_fan_is_that_of_the_logical_weight():
+    for size in (1, 2, 4):
+        row = materialize(RowParallelLinear(4096, 8, tp=Axis(size, 0, None, "tp")), 1)
+        assert row.weight.abs().max() <= 4096**-0.5
+        assert row.weight.abs().max() > 0.99 * 4096**-0.5
+
+
+def test_tied_weights_stay_tied_from_the_meta_device():
+    for device in ("meta", "cpu"):
+        model = materialize(Model(tied=True, device=device), 1)
+        assert model.head.weight is model.embedding.weight
+
+
+def test_what_is_not_ours_is_reset_from_its_name():
+    def build(device):
+        return nn.Sequential(
+            nn.Linear(3, 4, device=device), RMSNorm(4, device=device), nn.Embedding(5, 4, device=device)
+        )
+
+    first, second = build("meta"), build("cpu")
+    state = torch.random.get_rng_state()
+    materialize(first, 3), materialize(second, 3)
+    assert torch.equal(state, torch.random.get_rng_state()), "torch's own generator moved"
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert not torch.equal(materialize(build("cpu"), 4)[0].weight, first[0].weight)
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(ValueError, match=r"nothing says how scale of Bare begins: give it reset_parameters\(\)"):
+        materialize(Bare(), 1)
+
+
+def test_a_model_in_bfloat16_keeps_rope_in_float32():
+    model = materialize(Model(device="meta"), 1).to(torch.bfloat16)
+    rope = model.blocks[0].attention.rope
+    assert rope.inv_freq.dtype == torch.float32
+    assert torch.equal(rope.inv_freq, RotaryEmbedding(4).inv_freq)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(draw_ids(1, B, T), draw_ids(2, B, T)).dtype == torch.float32
+
+
+# --- collectives, counted -----------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that start, whoever starts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("_c10d_functional", "c10d", "c10d_functional", "_dtensor"):
+            name = func._schema.name.split("::")[1]
+            if name != "wait_tensor":
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+def count_block(kind, sequence, frozen):
+    tp = mesh(tp=2).tp
+    block = build_block(kind, sequence=sequence, tp=tp)
+    if frozen:
+        block.requires_grad_(False)
+    x = draw(1, B, T // 2 if sequence else T, D, dtype=torch.float32).requires_grad_()
+    with Collectives() as forward:
+        y = block(x)
+    with Collectives() as backward:
+        y.sum().backward()
+    with Collectives() as after:
+        reduce_gradients(block)
+    return dict(forward.counts), dict(backward.counts), dict(after.counts)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_block_makes_two_collectives_each_way_and_nothing_else(ranks, kind, frozen):
+    pending = {REDUCE: 1} if kind == "llama" and not frozen else {}  # qk-norm
+    for counts in ranks(2, count_block, kind, None, frozen):
+        assert counts == ({REDUCE: 2}, {REDUCE: 2}, pending)
+    pending = {} if frozen else {REDUCE: 1}
+    for counts in ranks(2, count_block, kind, 1, frozen):
+        assert counts == ({GATHER: 2, SCATTER: 2}, {GATHER: 2, SCATTER: 2}, pending)
+
+
+def count_ends():
+    tp = mesh(tp=2).tp
+    table, head = VocabParallelEmbedding(V, D, tp=tp), ColumnParallelLinear(D, V, tp=tp)
+    counts = []
+    with Collectives() as embedding:
+        x = table(draw_ids(1, B, T))
+    with Collectives() as head_forward:
+        logits = head(x)
+    with Collectives() as loss_forward:
+        loss = vocab_parallel_cross_entropy(
+            logits, draw_ids(2, B, T), tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.1
+        )
+    with Collectives() as backward:
+        loss.backward()
+    for mode in (embedding, head_forward, loss_forward, backward):
+        counts.append(dict(mode.counts))
+    return counts
+
+
+def test_the_loss_makes_one_collective_forward_and_none_backward(ranks):
+    for counts in ranks(2, count_ends):
+        assert counts == [{REDUCE: 1}, {}, {GATHER: 1}, {REDUCE: 1}]  # backward: the head's input gradient
+
+
+def test_on_one_rank_there_is_no_collective():
+    model = Model(sequence=1)
+    with Collectives() as mode:
+        model(draw_ids(1, B, T), draw_ids(2, B, T)).backward()
+        reduce_gradients(model)
+    assert not mode.counts

@@ -1,0 +1,187 @@
+"""Dropout: the mask of an element is the same wherever, and with whatever beside it, the element is computed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcore import Axis, Dropout, seed_dropout
+from mpcore import collectives as c
+from mpcore.random import dropout, stream_key
+from tests.pool import mesh
+
+B, T, D = 4, 12, 10
+
+
+class Two(nn.Module):
+    """Two dropout sites: their masks must differ."""
+
+    def __init__(self, p=0.5, **others):
+        super().__init__()
+        self.first, self.second = Dropout(p, **others), Dropout(p, **others)
+
+
+def seeded(seed=3, p=0.5, **others):
+    model = Two(p, **others)
+    seed_dropout(model, seed)
+    return model
+
+
+def mask(site, samples, shape=(B, T, D)):
+    return site(torch.ones(shape), samples) != 0
+
+
+def same(a, b):
+    return (a == b).double().mean().item()
+
+
+def test_pitfall_19_masks_differ_across_samples_tokens_sites_and_seeds():
+    samples = torch.arange(B)
+    shape = (B, 64, 64)
+    model, other = seeded(3), seeded(4)
+    here = mask(model.first, samples, shape)
+    halves = [
+        (here[0], here[1]),
+        (here[:, 0], here[:, 1]),
+        (here[..., 0], here[..., 1]),
+        (here[..., :32], here[..., 32:]),
+        (here, mask(model.second, samples, shape)),
+        (here, mask(other.first, samples, shape)),
+        (here, mask(model.first, samples + B, shape)),
+        (here, mask(model.first, samples + 2**32, shape)),
+        (here, here.transpose(1, 2)),
+    ]
+    for i, (a, b) in enumerate(halves):  # independent coins agree half the time: five deviations of n coins
+        assert abs(same(a, b) - 0.5) < 2.5 / a.numel() ** 0.5, f"pair {i}"
+    assert torch.equal(here, mask(seeded(3).first, samples, shape)), "the same seed and site again"
+
+
+def check_matrix():
+    """What each rank drops: the same on tp, slices of one mask under sequence parallel, other samples on dp."""
+    m = mesh(tp=2, dp=2)
+    samples = torch.arange(B // 2) + m.dp.rank * (B // 2)
+    whole = mask(seeded().first, torch.arange(B))
+    mine = whole[samples]
+    replicated = mask(seeded(tp=m.tp).first, samples, (B // 2, T, D))
+    assert torch.equal(replicated, mine)
+    cut = slice(m.tp.rank * T // 2, (m.tp.rank + 1) * T // 2)
+    sharded = mask(seeded(tp=m.tp, sequence_parallel=True).first, samples, (B // 2, T // 2, D))
+    assert torch.equal(sharded, mine[:, cut])
+    site = seeded(tp=m.tp, sequence_parallel=True, sequence_dim=0).first
+    assert torch.equal(mask(site, samples, (T // 2, B // 2, D)), mine[:, cut].transpose(0, 1))
+    return replicated, sharded, m.tp.rank, m.dp.rank
+
+
+def test_pitfall_19_equality_and_independence_over_the_mesh(ranks):
+    results = {(tp, dp): (whole, cut) for whole, cut, tp, dp in ranks(4, check_matrix)}
+    for dp in range(2):
+        assert torch.equal(results[0, dp][0], results[1, dp][0]), "tp ranks agree where the activation is replicated"
+        assert not torch.equal(results[0, dp][1], results[1, dp][1]), "tp ranks differ where it is sharded"
+    for tp in range(2):
+        assert not torch.equal(results[tp, 0][0], results[tp, 1][0]), "dp ranks differ"
+
+
+def test_the_batch_may_be_cut_in_any_way():
+    site, samples = seeded().first, torch.tensor([7, 2**40 + 1, 0, 3])
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
+    whole = site(x, samples)
+    assert torch.equal(torch.cat([site(x[i : i + 1], samples[i : i + 1]) for i in range(B)]), whole)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(site(x[order], samples[order]), whole[order])
+    tokens = torch.cat(
+        [
+            dropout(x[:, i : i + 4], 0.5, key=site.key, samples=samples, tokens=torch.arange(i, i + 4))
+            for i in range(0, T, 4)
+        ],
+        1,
+    )
+    assert torch.equal(tokens, whole)
+    for widths in ([5, 5], [3, 3, 2, 2], [1, 9], [10]):
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        features = [
+            dropout(x[..., a : a + w], 0.5, key=site.key, samples=samples, first_feature=a)
+            for a, w in zip(starts, widths, strict=True)
+        ]
+        assert torch.equal(torch.cat(features, -1), whole), widths
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_kept_are_scaled_and_as_many_as_asked_for(p):
+    y = dropout(torch.ones(8, 128, 128, dtype=torch.float64), p, key=5, samples=torch.arange(8))
+    kept = y != 0
+    assert (y[kept] == 1 / (1 - p)).all()
+    assert abs(kept.double().mean().item() - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
+
+
+def test_gradients_pass_where_values_did():
+    site, samples = seeded().first, torch.arange(B)
+    x = torch.ones(B, T, D, requires_grad=True)
+    y = site(x, samples)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        half = site(torch.ones(B, T, D, dtype=dtype), samples)
+        assert half.dtype == dtype
+        assert torch.equal(half != 0, y != 0)
+
+
+def test_recomputation_needs_no_generator_state():
+    site, samples = seeded().first, torch.arange(B)
+    weight = torch.randn(D, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    grads = []
+    for recompute in (False, True):
+        x = torch.ones(B, T, D)
+
+        def f(x):
+            return site(torch.tanh(x @ weight), samples)
+
+        y = checkpoint(f, x, use_reentrant=False, preserve_rng_state=False) if recompute else f(x)
+        torch.rand(3)  # other draws between forward and backward change nothing
+        (grad,) = torch.autograd.grad(y.square().sum(), weight)
+        grads.append(grad)
+    assert torch.equal(*grads)
+
+
+def test_off_in_eval_mode_and_at_zero():
+    x = torch.ones(B, T, D)
+    assert Dropout(0.0)(x) is x
+    assert Dropout(0.5).eval()(x) is x
+    assert Dropout(0.5).extra_repr() == "p=0.5"
+
+
+def test_what_is_missing_is_named():
+    x = torch.ones(B, T, D)
+    with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.seed_dropout"):
+        Dropout(0.5)(x, torch.arange(B))
+    with pytest.raises(ValueError, match=r"dropout 0.5 needs samples.*\(4, 12, 10\)"):
+        seeded().first(x)
+    with pytest.raises(ValueError, match=r"samples has shape \(3,\), but x \(4, 12, 10\) has 4 rows"):
+        seeded().first(x, torch.arange(3))
+    for p in (1.0, -0.1):
+        with pytest.raises(ValueError, match=rf"dropout probability {p} is not in \[0, 1\)"):
+            Dropout(p)
+        with pytest.raises(ValueError, match=rf"dropout probability {p} is not in \[0, 1\)"):
+            dropout(x, p, key=1, samples=torch.arange(B))
+
+
+def test_keys_come_from_the_full_name():
+    model = nn.Sequential(seeded(), nn.ModuleList([seeded()]))
+    seed_dropout(model, 9)
+    keys = [module.key for module in model.modules() if isinstance(module, Dropout)]
+    assert keys == [stream_key(9, name) for name in ("0.first", "0.second", "1.0.first", "1.0.second")]
+    assert len(set(keys)) == 4
+
+
+def check_gradients_of_shards():
+    tp = mesh(tp=2).tp
+    samples = torch.arange(B)
+    dense, sharded = seeded().first, seeded(tp=tp, sequence_parallel=True).first
+    x, y = (torch.ones(B, T, D, requires_grad=True) for _ in range(2))
+    dense(x, samples).square().sum().backward()
+    c.gather(sharded(c.split(y, tp, 1), samples), tp, 1).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_gradients_of_a_cut_sequence_equal_dense(ranks):
+    ranks(2, check_gradients_of_shards)
+    assert Dropout(0.1, tp=Axis(), sequence_parallel=True).sequence_parallel is False

@@ -1,0 +1,189 @@
+"""The embedding tables: dense equals torch's, sharded equals dense, and no row exists that the vocabulary lacks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    vocab_parallel_cross_entropy,
+)
+from mpcore import collectives as c
+from tests.equality import close, full_gradients, same_model
+from tests.pool import mesh
+
+B, T, D = 2, 12, 4
+SIZES = [2, 3, 4]
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw_ids(seed, size, *shape):
+    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tp_axis():
+    return mesh(tp=torch.distributed.get_world_size()).tp
+
+
+@pytest.mark.parametrize("shape", [(B, T), (1, 1), (0, T), (T,)], ids=str)
+def test_dense_is_torch_embedding(shape):
+    ours, torchs = VocabParallelEmbedding(10, D).double(), nn.Embedding(10, D).double()
+    torchs.load_state_dict(ours.state_dict())
+    ids, dy = draw_ids(1, 10, *shape), draw(2, *shape, D)
+    close(ours(ids).detach(), torchs(ids).detach(), "y")
+    ours(ids).backward(dy)
+    torchs(ids).backward(dy)
+    close(ours.weight.grad, torchs.weight.grad, "gradient")
+
+
+def test_dense_begins_as_torch_embedding():
+    torch.manual_seed(5)
+    torchs = nn.Embedding(10, D)
+    torch.manual_seed(5)
+    assert torch.equal(VocabParallelEmbedding(10, D).weight, torchs.weight)
+
+
+def check_embedding(vocab, sequence, shape):
+    options = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
+
+    def run(table):
+        ids = draw_ids(1, vocab, *shape)
+        if ids.numel() > 2:
+            ids.view(-1)[:2] = torch.tensor([0, vocab - 1])
+        y = table(ids)
+        y = y if sequence is None else c.gather(y, table.tp, sequence)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach()}
+
+    same_model(lambda **a: VocabParallelEmbedding(vocab, D, **options, **a), run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_equals_dense(ranks, size):
+    for vocab in (12, 10, 7):
+        for sequence, shape in [(None, (B, T)), (None, (1, 1)), (None, (0, T)), (1, (B, T)), (0, (T, B))]:
+            ranks(size, check_embedding, vocab, sequence, shape)
+
+
+class TiedModel(nn.Module):
+    """An embedding whose table is the output head as well, with an untied twin of the head beside it."""
+
+    def __init__(self, vocab, tied=True, tp=Axis()):
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(vocab, D, tp=tp)
+        self.head = ColumnParallelLinear(D, vocab, bias=False, tp=tp)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embedding(ids)))
+
+
+def check_tied(vocab, tied):
+    ids, target = draw_ids(1, vocab, B, T), draw_ids(2, vocab, B, T)
+
+    def run(model):
+        tp = model.head.tp
+        logits = model(ids)
+        loss = vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=vocab)
+        loss.backward()
+        return {"logits": c.gather(logits.detach(), tp, -1, vocab), "loss": loss.detach()}
+
+    same_model(lambda **a: TiedModel(vocab, tied, **a), run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tied_head_equals_dense(ranks, size, tied):
+    ranks(size, check_tied, 10, tied)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_17_vocabulary_50257_has_no_padding_at_any_size(ranks, size):
+    ranks(size, check_tied, 50257, True)
+    rows = ranks(size, local_rows)
+    assert sum(rows) == 50257
+    assert max(rows) - min(rows) <= 1
+
+
+def local_rows():
+    table = VocabParallelEmbedding(50257, 2, tp=tp_axis())
+    state = full_state_dict(table)
+    assert state["weight"].shape == (50257, 2)
+    assert (table.start, table.end) == c.shard_range(50257, table.tp)
+    return len(table.weight)
+
+
+def check_half(dtype):
+    """One rank holds the row and the others add zeros: exact in any dtype."""
+    for sequence in (None, 1):
+        dense = VocabParallelEmbedding(10, D, dtype=dtype)
+        sharded = VocabParallelEmbedding(10, D, dtype=dtype, tp=tp_axis(), sequence_parallel=sequence is not None)
+        load_full_state_dict(sharded, full_state_dict(dense))
+        ids = torch.arange(8).view(1, 8)  # each row once: the gradient is exact too
+        y = sharded(ids)
+        assert y.dtype == dtype
+        y = c.gather(y, sharded.tp, 1) if sequence else y
+        assert torch.equal(y, dense(ids))
+        y.sum().backward()
+        dense(ids).sum().backward()
+        assert torch.equal(full_gradients(sharded)["weight"], full_gradients(dense)["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_exact(ranks, dtype):
+    ranks(4, check_half, dtype)
+
+
+def check_refusals():
+    tp = tp_axis()
+    table = VocabParallelEmbedding(10, D, tp=tp)
+    for bad in (10, 11, -1):
+        with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 10"):
+            table(torch.tensor([[1, bad]]))
+    with pytest.raises(ValueError, match="sequence length 1021 is not a multiple of the tp size 4"):
+        VocabParallelEmbedding(10, D, tp=tp, sequence_parallel=True)(torch.zeros(1, 1021, dtype=torch.int64))
+
+
+def test_bad_ids_and_lengths_are_refused_on_every_rank(ranks):
+    ranks(4, check_refusals)
+    with pytest.raises(ValueError, match="token id 10 is outside the vocabulary of 10"):
+        VocabParallelEmbedding(10, D)(torch.tensor([10]))
+    with pytest.raises(ValueError, match="num_embeddings 3 is smaller than the tp size 4"):
+        VocabParallelEmbedding(3, D, tp=Axis(4, 0, None, "tp"))
+
+
+def check_positions(sequence_parallel, sequence):
+    def run(table):
+        x = draw(1, *((B, T, D) if sequence == 1 else (T, B, D))).requires_grad_()
+        mine = c.split(x, table.tp, sequence) if sequence_parallel else x
+        y = table(mine)
+        y = c.gather(y, table.tp, sequence) if sequence_parallel else y
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    options = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence}
+    same_model(lambda **a: PositionEmbedding(16, D, **options, **a), run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_positions_equal_dense_with_and_without_sequence_parallel(ranks, size):
+    for sequence_parallel in (True, False):
+        for sequence in (0, 1):
+            ranks(size, check_positions, sequence_parallel, sequence)
+
+
+def test_positions_dense_are_a_lookup():
+    table, x = PositionEmbedding(16, D).double(), draw(1, B, T, D)
+    close(table(x).detach(), x + F.embedding(torch.arange(T), table.weight.detach()), "y")
+    with pytest.raises(ValueError, match="sequence length 17 is longer than the model's 16 positions"):
+        table(draw(1, B, 17, D))

@@ -1,0 +1,459 @@
+"""The linear layers: dense equals torch's, sharded equals dense, in values and in every gradient."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    GateUpParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+)
+from mpcore import collectives as c
+from tests.equality import close, same_model
+from tests.pool import mesh
+
+IN, B, T = 6, 2, 12
+SIZES = [2, 3, 4]
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tp_axis():
+    return mesh(tp=torch.distributed.get_world_size()).tp
+
+
+# --- dense: torch's own layer is the truth ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("shape", [(IN,), (5, IN), (B, T, IN), (0, T, IN)], ids=str)
+def test_dense_is_torch_linear(kind, bias, shape):
+    ours, torchs = kind(IN, 10, bias).double(), nn.Linear(IN, 10, bias).double()
+    torchs.load_state_dict(ours.state_dict())
+    x, x_torch = (draw(1, *shape).requires_grad_() for _ in range(2))
+    y, y_torch = ours(x), torchs(x_torch)
+    dy = draw(2, *y.shape)
+    y.backward(dy)
+    y_torch.backward(dy)
+    close(y.detach(), y_torch.detach(), "y")
+    close(x.grad, x_torch.grad, "dx")
+    for name, p in ours.named_parameters():
+        close(p.grad, torchs.get_parameter(name).grad, name)
+
+
+def test_dense_begins_as_torch_linear():
+    torch.manual_seed(5)
+    torchs = nn.Linear(IN, 10)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        torch.manual_seed(5)
+        assert torch.equal(kind(IN, 10).weight, torchs.weight)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_state_dicts_of_torch_linear_load(kind):
+    torchs, ours = nn.Linear(IN, 10), kind(IN, 10)
+    ours.load_state_dict(torchs.state_dict())
+    torchs.load_state_dict(ours.state_dict())
+    assert ours.state_dict().keys() == {"weight", "bias"}
+
+
+# --- sharded equals dense -----------------------------------------------------------------------------------------
+
+
+def check_column(out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=()):
+    options = {"gather_output": gather_output, "regather": regather}
+    if sequence is not None:
+        options |= {"sequence_parallel": True, "sequence_dim": sequence}
+
+    def build(**axes):
+        layer = ColumnParallelLinear(IN, out, bias, **options, **axes)
+        for name in frozen:
+            layer.get_parameter(name).requires_grad_(False)
+        return layer
+
+    def run(layer):
+        x = draw(1, *shape).requires_grad_()
+        mine = c.split(x, layer.tp, sequence) if sequence is not None else x
+        y = layer(mine)
+        y = y if gather_output else c.gather(y, layer.tp, -1, out)
+        (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=tp_axis())
+
+
+def check_column_options():
+    for out, bias, gather_output in itertools.product([10, 12], [True, False], [True, False]):
+        check_column(out, bias, gather_output, None, False, (B, T, IN))
+        for sequence, regather in itertools.product([0, 1], [True, False]):
+            shape = (B, T, IN) if sequence == 1 else (T, B, IN)
+            check_column(out, bias, gather_output, sequence, regather, shape)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_column_parallel_equals_dense_with_every_option(ranks, size):
+    ranks(size, check_column_options)
+
+
+def check_column_shapes():
+    for shape in [(IN,), (1, IN), (1, 1, IN), (0, IN), (B, 0, IN), (2, 1, 3, IN)]:
+        check_column(10, True, False, None, False, shape)
+    for shape, dim in [((B, 4, IN), 1), ((4, 1, IN), 0), ((4, IN), 0), ((0, 4, IN), 1)]:
+        check_column(10, True, False, dim, False, shape)
+        check_column(10, True, True, dim, True, shape, expanded=True)
+    check_column(10, True, True, None, False, (B, T, IN), expanded=True)
+
+
+def test_column_parallel_of_one_token_of_none_and_of_any_rank(ranks):
+    ranks(4, check_column_shapes)
+
+
+def check_column_frozen():
+    for sequence, regather in [(None, False), (1, False), (1, True)]:
+        for frozen in [("weight",), ("bias",), ("weight", "bias")]:
+            check_column(10, True, False, sequence, regather, (B, T, IN), frozen=frozen)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on(ranks, size):
+    ranks(size, check_column_frozen)
+
+
+def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, frozen=()):
+    options = {"input_is_parallel": parallel_input}
+    if sequence is not None:
+        options |= {"sequence_parallel": True, "sequence_dim": sequence}
+
+    def build(**axes):
+        layer = RowParallelLinear(inner, 5, bias, **options, **axes)
+        for name in frozen:
+            layer.get_parameter(name).requires_grad_(False)
+        return layer
+
+    def run(layer):
+        x = draw(1, *shape, inner).requires_grad_()
+        y = layer(c.split(x, layer.tp, -1) if parallel_input else x)
+        y = y if sequence is None else c.gather(y, layer.tp, sequence)
+        (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=tp_axis())
+
+
+def check_row_options():
+    for inner, bias, parallel_input in itertools.product([10, 12], [True, False], [True, False]):
+        check_row(inner, bias, parallel_input, None, (B, T))
+        check_row(inner, bias, parallel_input, 1, (B, T))
+        check_row(inner, bias, parallel_input, 0, (T, B))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_row_parallel_equals_dense_with_every_option(ranks, size):
+    ranks(size, check_row_options)
+
+
+def check_row_shapes():
+    for shape in [(), (1,), (1, 1), (0,), (B, 0), (2, 1, 3)]:
+        check_row(10, True, True, None, shape)
+    for shape, dim in [((B, 4), 1), ((4, 1), 0), ((4,), 0), ((0, 4), 1)]:
+        check_row(10, True, True, dim, shape)
+        check_row(10, True, False, dim, shape, expanded=True)
+    for frozen in [("weight",), ("bias",), ("weight", "bias")]:
+        check_row(10, True, True, None, (B, T), frozen=frozen)
+        check_row(10, True, True, 1, (B, T), frozen=frozen)
+
+
+def test_row_parallel_of_one_token_of_none_of_any_rank_and_frozen(ranks):
+    ranks(4, check_row_shapes)
+
+
+def check_pair(sequence):
+    """The usual pair, one bias each, and an input that several consumers share."""
+
+    class Pair(nn.Module):
+        def __init__(self, tp=Axis()):
+            super().__init__()
+            sp = {"sequence_parallel": sequence is not None, "sequence_dim": sequence or 0, "tp": tp}
+            self.up, self.down = ColumnParallelLinear(IN, 10, **sp), RowParallelLinear(10, IN, **sp)
+
+    def run(pair):
+        x = draw(1, T, IN).requires_grad_()
+        h = x if sequence is None else c.split(x, pair.up.tp, sequence)
+        h = h + pair.down(torch.tanh(pair.up(h)))
+        h = h + pair.down(torch.sin(pair.up(h)))  # weights used twice
+        y = h if sequence is None else c.gather(h, pair.up.tp, sequence)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(Pair, run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sequence", [None, 0])
+def test_a_residual_pair_used_twice_equals_dense(ranks, size, sequence):
+    ranks(size, check_pair, sequence)
+
+
+def check_noncontiguous():
+    tp = tp_axis()
+    column, row = ColumnParallelLinear(IN, 10, tp=tp).double(), RowParallelLinear(10, 5, tp=tp).double()
+    gathering = ColumnParallelLinear(IN, 10, tp=tp, sequence_parallel=True, sequence_dim=0).double()
+    scattering = RowParallelLinear(10, 5, tp=tp, sequence_parallel=True, sequence_dim=0).double()
+    for layer, width in (
+        (column, IN),
+        (gathering, IN),
+        (row, row.local_in_features),
+        (scattering, row.local_in_features),
+    ):
+        for x in (draw(1, width, 4).t(), draw(1, 1, width).expand(4, width), draw(1, 8, 2 * width)[::2, ::2]):
+            before = x.clone()
+            results = []
+            for given in (x, x.contiguous()):
+                layer.zero_grad()
+                leaf = given.detach().requires_grad_()
+                y = layer(leaf)
+                y.sum().backward()  # an expanded gradient
+                results.append([y.detach(), leaf.grad, layer.weight.grad.clone(), layer.bias.grad.clone()])
+            assert torch.equal(x, before)
+            for got, want in zip(*results, strict=True):
+                close(got, want, type(layer).__name__)
+
+
+def test_pitfall_03_strided_inputs_and_expanded_gradients(ranks):
+    ranks(2, check_noncontiguous)
+
+
+def check_half(dtype):
+    """Small integers are exact in 8 bits, so that half precision must agree to the bit: sums, biases and all."""
+    tp = tp_axis()
+    torch.manual_seed(0)
+
+    def integers(seed, *shape):
+        return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    cases = [
+        (lambda **a: ColumnParallelLinear(IN, 10, gather_output=True, dtype=dtype, **a), IN, 10, None),
+        (lambda **a: RowParallelLinear(10, 4, input_is_parallel=False, dtype=dtype, **a), 10, 4, None),
+        (
+            lambda **a: ColumnParallelLinear(
+                IN, 10, gather_output=True, sequence_parallel=True, sequence_dim=0, dtype=dtype, **a
+            ),
+            IN, 10, "in",
+        ),
+        (
+            lambda **a: RowParallelLinear(
+                10, 4, input_is_parallel=False, sequence_parallel=True, sequence_dim=0, dtype=dtype, **a
+            ),
+            10, 4, "out",
+        ),
+    ]  # fmt: skip
+    for build, inner, outer, sequence in cases:
+        dense, sharded = build(), build(tp=tp)
+        state = {"weight": integers(3, outer, inner), "bias": integers(4, outer)}
+        results = []
+        for layer in (dense, sharded):
+            load_full_state_dict(layer, state)
+            x = integers(1, 4, inner).requires_grad_()
+            y = layer(c.split(x, layer.tp, 0) if sequence == "in" else x)
+            y = c.gather(y, layer.tp, 0) if sequence == "out" else y
+            y.backward(integers(2, 4, outer))
+            reduce_gradients(layer)
+            grads = {n: layer.shardings[n].assemble(p.grad) for n, p in layer.named_parameters()}
+            results.append({"y": y.detach(), "dx": x.grad, **grads})
+        for name, want in results[0].items():
+            assert want.dtype == dtype
+            assert torch.equal(results[1][name], want), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_keeps_its_dtype_and_is_exact_where_it_can_be(ranks, dtype):
+    ranks(4, check_half, dtype)
+
+
+def check_constant_bias():
+    for sequence_parallel in (False, True):
+        row = RowParallelLinear(8, 5, tp=tp_axis(), sequence_parallel=sequence_parallel, sequence_dim=0)
+        with torch.no_grad():
+            row.weight.zero_()
+            row.bias.fill_(3.0)
+        y = row(torch.ones(4, 2))
+        assert torch.equal(y, torch.full_like(y, 3.0))
+        y.sum().backward()
+        reduce_gradients(row)
+        assert torch.equal(row.bias.grad, torch.full((5,), 4.0))
+
+
+def test_pitfall_18_a_row_bias_is_added_once(ranks):
+    ranks(4, check_constant_bias)
+
+
+# --- fused projections --------------------------------------------------------------------------------------------
+
+QKV_HEADS = {  # (heads, kv heads, tp): query heads and kv heads of each rank, the local kv head each query reads
+    (8, 8, 4): ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1]] * 4),
+    (8, 4, 4): ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0], [1], [2], [3]], [[0, 0]] * 4),
+    (8, 2, 4): ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0], [0], [1], [1]], [[0, 0]] * 4),
+    (8, 1, 4): ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0]] * 4, [[0, 0]] * 4),
+    (6, 2, 4): ([[0, 1], [2, 3], [4], [5]], [[0], [0, 1], [1], [1]], [[0, 0], [0, 1], [0], [0]]),
+    (6, 2, 3): ([[0, 1], [2, 3], [4, 5]], [[0], [0, 1], [1]], [[0, 0], [0, 1], [0, 0]]),
+    (6, 6, 4): ([[0, 1], [2, 3], [4], [5]], [[0, 1], [2, 3], [4], [5]], [[0, 1], [0, 1], [0], [0]]),
+    (6, 3, 2): ([[0, 1, 2], [3, 4, 5]], [[0, 1], [1, 2]], [[0, 0, 1], [0, 1, 1]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", QKV_HEADS, ids=str)
+def test_pitfall_16_qkv_shards_are_whole_heads(key):
+    heads, kv_heads, size = key
+    queries, keys, reads = QKV_HEADS[key]
+    K = 2
+    rows = torch.arange((heads + 2 * kv_heads) * K, dtype=torch.float32)
+    for rank in range(size):
+        axis = Axis(size, rank, None, "tp")
+        layer = QKVParallelLinear(3, heads, kv_heads, K, tp=axis)
+        wanted = [*queries[rank], *(heads + h for h in keys[rank]), *(heads + kv_heads + h for h in keys[rank])]
+        wanted_rows = [head * K + i for head in wanted for i in range(K)]
+        assert layer.shardings["bias"].take(rows).tolist() == wanted_rows
+        assert layer.kv_head_of == reads[rank]
+        assert (layer.local_heads, layer.local_kv_heads) == (len(queries[rank]), len(keys[rank]))
+        assert layer.out_features == (heads + 2 * kv_heads) * K
+
+
+def test_pitfall_16_gate_up_shards_never_mix_halves():
+    rows = torch.arange(20)
+    wanted = [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], [6, 7, 16, 17], [8, 9, 18, 19]]
+    for rank in range(4):
+        layer = GateUpParallelLinear(3, 10, tp=Axis(4, rank, None, "tp"))
+        assert layer.shardings["bias"].take(rows).tolist() == wanted[rank]
+
+
+def check_gate_up(hidden):
+    def run(layer):
+        x = draw(1, B, T, IN).requires_grad_()
+        gate, up = (c.gather(half, layer.tp, -1, hidden) for half in layer(x).chunk(2, dim=-1))
+        y = torch.cat([gate, up], -1)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(lambda **a: GateUpParallelLinear(IN, hidden, **a), run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gate_up_equals_dense(ranks, size):
+    for hidden in (12, 10):
+        ranks(size, check_gate_up, hidden)
+
+
+def test_gate_up_and_qkv_dense_are_torch_linear():
+    x = draw(1, B, T, IN)
+    for layer in (GateUpParallelLinear(IN, 5).double(), QKVParallelLinear(IN, 4, 2, 3).double()):
+        close(layer(x).detach(), F.linear(x, layer.weight, layer.bias).detach(), "y")
+
+
+# --- gathering for a replicated consumer --------------------------------------------------------------------------
+
+
+def check_replicated_consumer():
+    """After `gather` every rank does the same; after `all_gather` each does its part. Either way the dense gradient."""
+    tp = tp_axis()
+    whole, router, dy = draw(1, T, IN), draw(2, IN, 4), draw(3, T, 4)
+    dense, dense_router = whole.clone().requires_grad_(), router.clone().requires_grad_()
+    ((dense @ dense_router).softmax(-1) * dy).sum().backward()
+
+    x, w = whole.clone().requires_grad_(), router.clone().requires_grad_()
+    ((c.gather(c.split(x, tp, 0), tp, 0) @ w).softmax(-1) * dy).sum().backward()
+    close(x.grad, dense.grad, "dx after gather")
+    close(w.grad, dense_router.grad, "router gradient after gather")
+
+    x, w = whole.clone().requires_grad_(), router.clone().requires_grad_()
+    probabilities = (c.all_gather(c.split(x, tp, 0), tp, 0) @ w).softmax(-1)
+    mine = slice(tp.rank * T // tp.size, (tp.rank + 1) * T // tp.size)
+    (probabilities[mine] * dy[mine]).sum().backward()
+    close(x.grad, dense.grad, "dx after all_gather")
+    close(c.all_reduce(w.grad, tp), dense_router.grad, "router gradient after all_gather")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence(ranks, size):
+    ranks(size, check_replicated_consumer)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def check_refusals():
+    tp = tp_axis()
+    row = RowParallelLinear(8, 5, tp=tp, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"sequence length 1021 is not a multiple of the tp size 4.*pad it to 1024"):
+        row(torch.zeros(1, 1021, 2))
+    with pytest.raises(ValueError, match="sequence length 3 is not a multiple of the tp size 4"):
+        RowParallelLinear(8, 5, tp=tp, sequence_parallel=True, sequence_dim=0)(torch.zeros(3, 1, 2))
+    whole_input = RowParallelLinear(10, 5, tp=tp, input_is_parallel=False)
+    for layer, x, numbers in [
+        (ColumnParallelLinear(6, 8, tp=tp), torch.zeros(2, 5), "is 5, but in_features is 6"),
+        (RowParallelLinear(8, 5, tp=tp), torch.zeros(2, 8), "is 8, but this rank's share of in_features 8 is 2"),
+        (whole_input, torch.zeros(2, 3), "is 3, but in_features is 10"),
+    ]:
+        with pytest.raises(ValueError, match=numbers):
+            layer(x)
+
+
+def test_inputs_that_do_not_fit_are_refused_before_any_collective(ranks):
+    ranks(4, check_refusals)
+
+
+def test_layers_too_small_for_the_axis_are_refused():
+    tp = Axis(4, 0, None, "tp")
+    for build, message in [
+        (lambda: ColumnParallelLinear(6, 3, tp=tp), "out_features 3 is smaller than the tp size 4"),
+        (lambda: RowParallelLinear(3, 6, tp=tp), "in_features 3 is smaller than the tp size 4"),
+        (lambda: GateUpParallelLinear(6, 3, tp=tp), "hidden_features 3 is smaller than the tp size 4"),
+        (lambda: QKVParallelLinear(6, 2, 1, 8, tp=tp), "num_heads 2 is smaller than the tp size 4"),
+        (lambda: QKVParallelLinear(6, 6, 4, 8, tp=tp), "num_heads 6 is not a multiple of num_kv_heads 4"),
+        (lambda: QKVParallelLinear(6, 6, 0, 8, tp=tp), "num_heads 6 is not a multiple of num_kv_heads 0"),
+        (lambda: RowParallelLinear(10, 6, tp=tp, unit=4), "in_features 10 is not a multiple of the unit 4"),
+        (lambda: RowParallelLinear(8, 6, tp=tp, unit=4), "in_features 8 / 4 = 2 is smaller than the tp size 4"),
+        (lambda: GateUpParallelLinear(6, 8, tp=tp, gather_output=True), "gather_output can't put"),
+        (lambda: ColumnParallelLinear(6, 8, tp=tp, unit=2, gather_output=True), "gather_output can't put"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build()
+
+
+def check_second_derivative():
+    tp = tp_axis()
+    for layer in (
+        ColumnParallelLinear(IN, 4, tp=tp).double(),
+        ColumnParallelLinear(IN, 4, tp=tp, sequence_parallel=True, sequence_dim=0).double(),
+    ):
+        x = draw(1, 2, IN).requires_grad_()
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    row = RowParallelLinear(4, 3, tp=tp).double()
+    dense = RowParallelLinear(4, 3).double()
+    load_full_state_dict(dense, full_state_dict(row))
+    seconds = []
+    for layer in (row, dense):
+        x = draw(1, 2, 4).requires_grad_()
+        y = layer(c.split(x, layer.tp, -1))
+        (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(dx.pow(2).sum(), x)[0])
+    close(seconds[0], seconds[1], "second derivative")
+
+
+def test_second_derivatives_are_right_or_refused(ranks):
+    ranks(2, check_second_derivative)
+    layer = ColumnParallelLinear(IN, 4).double()
+    assert torch.autograd.gradgradcheck(layer, (draw(1, 2, IN).requires_grad_(),))

@@ -1,0 +1,359 @@
+"""Vocabulary-parallel cross-entropy against `F.cross_entropy` in float64: loss and gradient, at every size."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+    vocab_parallel_cross_entropy,
+)
+from mpcore import collectives as c
+from tests.equality import close, full_gradients
+from tests.pool import mesh
+
+B, T = 2, 5
+SIZES = [1, 2, 3, 4]
+
+
+def draw(seed, *shape):
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw_ids(seed, size, *shape):
+    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tp_axis():
+    size = torch.distributed.get_world_size()
+    return mesh(tp=size).tp
+
+
+def reference(logits, target, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean"):
+    """torch's cross-entropy plus the z-loss, token by token; the mean over tokens that count, 0 where there is none."""
+    flat, ids = logits.flatten(0, -2), target.flatten()
+    each = F.cross_entropy(
+        flat, ids, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    ) + z_loss * flat.logsumexp(-1).square() * (ids != ignore_index)
+    if reduction == "none":
+        return each.view(target.shape)
+    count = max(int((ids != ignore_index).sum()), 1) if reduction == "mean" else 1
+    return each.sum() / count
+
+
+def compare(full, target, tolerance=1e-12, **options):
+    """Loss and gradient of the shards against the reference on the whole."""
+    tp = tp_axis()
+    ours, theirs = full.clone().requires_grad_(), full.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(c.split(ours, tp, -1), target, tp=tp, vocab_size=full.shape[-1], **options)
+    wanted = reference(theirs, target, **options)
+    dy = draw(9, *loss.shape)
+    loss.backward(dy)
+    wanted.backward(dy)
+    close(loss.detach(), wanted.detach(), f"loss {options}", tolerance)
+    close(ours.grad, theirs.grad, f"gradient {options}", tolerance)
+
+
+def check_options():
+    target = draw_ids(2, 10, B, T)
+    some = target.clone()
+    some[0, :3] = -100
+    other = target.clone()
+    other[1, 2:] = 3
+    for vocab, smoothing, z_loss, reduction in itertools.product(
+        (12, 10), (0.0, 0.1, 0.9), (0.0, 0.01), ("mean", "sum", "none")
+    ):
+        options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
+        for ids, ignored in ((target, -100), (some, -100), (other, 3)):
+            compare(draw(1, B, T, vocab), ids, ignore_index=ignored, **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary(ranks, size):
+    ranks(size, check_options)
+
+
+def check_shapes():
+    compare(draw(1, 1, 10), draw_ids(2, 10, 1))
+    compare(draw(1, 2, 3, 4, 10), draw_ids(2, 10, 2, 3, 4), label_smoothing=0.1)
+    tp = tp_axis()
+    logits = c.split(draw(1, 0, 10), tp, -1).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), tp=tp, vocab_size=10)
+    loss.backward()
+    assert loss.item() == 0
+    assert logits.grad.shape == logits.shape
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_any_rank_one_token_and_none(ranks, size):
+    ranks(size, check_shapes)
+
+
+def check_big_vocabulary():
+    target = draw_ids(2, 50257, 3)
+    target[0] = 50256
+    compare(draw(1, 3, 50257), target, label_smoothing=0.1, z_loss=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_17_vocabulary_50257_equals_dense(ranks, size):
+    ranks(size, check_big_vocabulary)
+
+
+def check_inputs_kept():
+    tp = tp_axis()
+    whole, target = draw(1, B, T, 12).float(), draw_ids(2, 12, B, T)
+    shard = c.split(whole, tp, -1)
+    for logits in (shard.clone(), shard.transpose(0, 1).contiguous().transpose(0, 1), shard[:1].expand(B, -1, -1)):
+        before, ids = logits.clone(), target.clone()
+        leaf = logits.detach().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, ids, tp=tp, reduction="none", label_smoothing=0.1, z_loss=0.01)
+        loss.sum().backward()  # an expanded gradient
+        assert torch.equal(leaf.detach(), before), "logits were changed"
+        assert torch.equal(logits, before), "logits were changed"
+        assert torch.equal(ids, target), "targets were changed"
+
+    ours, theirs = (whole.double().clone().requires_grad_() for _ in range(2))
+    logits = c.split(ours, tp, -1)
+    loss = vocab_parallel_cross_entropy(logits, target, tp=tp)
+    second = vocab_parallel_cross_entropy(logits, target, tp=tp, label_smoothing=0.2)
+    penalty = c.reduce(logits.square().sum(), tp)  # the logits used again, after the loss
+    (loss + second + 0.1 * penalty).backward()
+    ids = target.flatten()
+    flat = theirs.flatten(0, 1)
+    want = F.cross_entropy(flat, ids) + F.cross_entropy(flat, ids, label_smoothing=0.2) + 0.1 * theirs.square().sum()
+    want.backward()
+    close(ours.grad, theirs.grad, "gradient of all three uses")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pitfall_04_logits_are_never_changed_and_can_be_used_again(ranks, size):
+    ranks(size, check_inputs_kept)
+
+
+def check_gap():
+    logits = torch.zeros(3, 12, dtype=torch.float64)
+    logits[0, 0], logits[1, 11], logits[2, 5] = 200.0, 200.0, -200.0
+    for target in (torch.tensor([11, 0, 5]), torch.tensor([0, 11, 4])):
+        for smoothing in (0.0, 0.1):
+            compare(logits, target, label_smoothing=smoothing, reduction="none")
+    tp = tp_axis()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        loss = vocab_parallel_cross_entropy(
+            c.split(logits.to(dtype), tp, -1), torch.tensor([11, 0, 5]), tp=tp, label_smoothing=0.1, reduction="none"
+        )
+        close(
+            loss.double(),
+            reference(logits, torch.tensor([11, 0, 5]), label_smoothing=0.1, reduction="none"),
+            "loss",
+            1e-6,
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_06_a_gap_of_200_between_logits_stays_finite(ranks, size):
+    ranks(size, check_gap)
+
+
+def check_masked_shards():
+    """Logits of minus infinity, up to all that a rank holds: the forbidden words of a constrained vocabulary."""
+    for first, last in ((0, 3), (3, 12), (0, 1), (9, 12)):
+        logits = draw(1, 4, 12)
+        logits[:, first:last] = -torch.inf
+        allowed = [i for i in range(12) if not first <= i < last]
+        compare(logits, torch.tensor([allowed[0], allowed[-1], allowed[0], -100]), z_loss=0.01)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_shards_without_any_finite_logit_have_no_probability(ranks, size):
+    ranks(size, check_masked_shards)
+
+
+def check_mean():
+    logits = draw(1, 4, 12)
+    logits[0] = 0
+    logits[0, 7] = 300  # predicted perfectly: its loss is 0, and it counts
+    target = torch.tensor([7, 1, -100, 2])
+    compare(logits, target)
+    tp = tp_axis()
+    each = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp, reduction="none")
+    mean = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp)
+    assert each[0] == 0
+    close(mean, each.sum() / 3, "mean over the three that count")
+
+    leaf = c.split(logits, tp, -1).requires_grad_()
+    for reduction in ("mean", "sum", "none"):
+        leaf.grad = None
+        loss = vocab_parallel_cross_entropy(
+            leaf, torch.full((4,), -100), tp=tp, reduction=reduction, label_smoothing=0.1, z_loss=0.1
+        )
+        loss.sum().backward()
+        assert not loss.any()
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_07_the_mean_is_over_tokens_that_count_and_zero_without_any(ranks, size):
+    ranks(size, check_mean)
+
+
+def check_ignored():
+    tp = tp_axis()
+    for ignored in (-100, 5, -1):
+        leaf = c.split(draw(1, 4, 12), tp, -1).requires_grad_()
+        target = torch.tensor([1, ignored, 11, ignored])
+        loss = vocab_parallel_cross_entropy(
+            leaf, target, tp=tp, reduction="none", ignore_index=ignored, label_smoothing=0.1, z_loss=0.1
+        )
+        loss.sum().backward()
+        assert loss[1] == loss[3] == 0
+        assert (loss[::2] > 0).all()
+        assert not leaf.grad[1::2].any()
+        assert leaf.grad[::2].any(dim=-1).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_08_an_ignored_target_has_loss_0_and_gradient_0(ranks, size):
+    ranks(size, check_ignored)
+
+
+def check_dtypes(dtype):
+    """The gradient is the exact one, rounded once to the dtype of the logits."""
+    tp = tp_axis()
+    whole, target = draw(1, B, T, 12).to(dtype), draw_ids(2, 12, B, T)
+    leaf = whole.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(c.split(leaf, tp, -1), target, tp=tp, label_smoothing=0.1, reduction="sum")
+    loss.backward()
+    exact = whole.double().requires_grad_()
+    wanted = reference(exact, target, label_smoothing=0.1, reduction="sum")
+    wanted.backward()
+    assert loss.dtype == torch.float32
+    close(loss.detach().double(), wanted.detach(), "loss", 1e-6)
+    assert leaf.grad.dtype == dtype
+    error = (leaf.grad.double() - exact.grad).abs()
+    once = torch.finfo(dtype).eps / 2 * exact.grad.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert (error <= once + 1e-6 * exact.grad.abs().max()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pitfall_09_gradients_keep_the_dtype_and_its_precision(ranks, size, dtype):
+    ranks(size, check_dtypes, dtype)
+
+
+def check_gathered():
+    tp = tp_axis()
+    whole, target = draw(1, B, T, 12), draw_ids(2, 12, B, T)
+    criterion = VocabParallelCrossEntropy(12, tp=tp, label_smoothing=0.1)
+    message = rf"logits have 12 columns, but rank \d of the tp axis of size {tp.size} holds \d of a vocabulary of 12"
+    with pytest.raises(ValueError, match=message):
+        criterion(whole, target)
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(whole, target, tp=tp, vocab_size=12)
+    want = reference(whole, target, label_smoothing=0.1)
+    close(criterion(c.split(whole, tp, -1), target), want, "loss of shards")
+    close(VocabParallelCrossEntropy(12, label_smoothing=0.1)(whole, target), want, "loss of all, on no axis")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pitfall_10_gathered_logits_are_refused(ranks, size):
+    ranks(size, check_gathered)
+
+
+def check_bad_targets():
+    tp = tp_axis()
+    logits = c.split(draw(1, 3, 12), tp, -1)
+    for bad in (12, 13, -1):
+        with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 12"):
+            vocab_parallel_cross_entropy(logits, torch.tensor([0, bad, -100]), tp=tp)
+    with pytest.raises(ValueError, match=r"logits \(3, 6\) and target \(2,\) don't have the same tokens"):
+        vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), tp=tp)
+    leaf = logits.detach().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, torch.tensor([0, 1, 2]), tp=tp)
+    with pytest.raises(RuntimeError, match="vocab_parallel_cross_entropy has no second derivative"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+def test_bad_targets_and_second_derivatives_are_refused_on_every_rank(ranks):
+    ranks(2, check_bad_targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "average"}, "reduction 'average' is not 'mean', 'sum' or 'none'"),
+        ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, r"label_smoothing -0.1 is not in \[0, 1\)"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), **options)
+
+
+# --- normalised once ----------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Tokens don't see each other, so the tokens of a batch may lie on any rank of the data axis."""
+
+    def __init__(self, tp=Axis()):
+        super().__init__()
+        self.embedding, self.head = VocabParallelEmbedding(12, 4, tp=tp), ColumnParallelLinear(4, 12, tp=tp)
+
+    def loss_sum(self, ids, target):
+        logits = self.head(torch.tanh(self.embedding(ids)))
+        return vocab_parallel_cross_entropy(logits, target, tp=self.head.tp, vocab_size=12, reduction="sum")
+
+
+def check_normalised_once(sizes, counts, micro_batches):
+    """`counts`: how many tokens count in each row of the batch; rows and columns are dealt out over dp and cp."""
+    m = mesh(**sizes)
+    rows, columns = 4, 8
+    ids, target = draw_ids(1, 12, rows, columns), draw_ids(2, 12, rows, columns)
+    for row, count in enumerate(counts):
+        keep = torch.randperm(columns, generator=torch.Generator().manual_seed(row))[:count]
+        target[row] = torch.full((columns,), -100).scatter(0, keep, target[row, keep])
+
+    dense = Model().double()
+    want = dense.loss_sum(ids, target) / max(sum(counts), 1)
+    want.backward()
+
+    model = Model(tp=m.tp).double()
+    load_full_state_dict(model, full_state_dict(dense))
+    height, width = rows // m.dp.size, columns // m.cp.size
+    here = (slice(m.dp.rank * height, (m.dp.rank + 1) * height), slice(m.cp.rank * width, (m.cp.rank + 1) * width))
+    tokens = c.all_reduce((target[here] != -100).sum(), m.data).clamp(min=1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for part_ids, part_target in zip(
+        ids[here].chunk(micro_batches, 1), target[here].chunk(micro_batches, 1), strict=True
+    ):
+        part = model.loss_sum(part_ids, part_target) / tokens
+        part.backward()
+        loss += part.detach()
+    reduce_gradients(model, m.data)
+    close(c.all_reduce(loss, m.data), want.detach(), "loss")
+    want_grads = full_gradients(dense)
+    for name, got in full_gradients(model).items():
+        close(got, want_grads[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_pitfall_24_unequal_token_counts_are_divided_out_once(ranks, sizes, micro_batches):
+    ranks(4, check_normalised_once, sizes, (8, 1, 0, 3), micro_batches)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_pitfall_25_one_token_that_counts_among_all_the_ranks(ranks, sizes):
+    for counts in ((1, 0, 0, 0), (0, 0, 0, 0), (8, 8, 8, 8)):
+        ranks(2 if sizes == {"cp": 2} else 4, check_normalised_once, sizes, counts, 1)

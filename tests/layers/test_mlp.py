@@ -1,0 +1,86 @@
+"""The feed-forward layer: dense equals the formula in torch, sharded equals dense, for every activation."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mpcore import Axis, ParallelMLP
+from mpcore import collectives as c
+from tests.equality import close, same_model
+from tests.pool import mesh
+
+B, T, D = 2, 12, 4
+FORMULAS = {
+    "swiglu": lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
+    "geglu": lambda h: F.gelu(h[..., : h.shape[-1] // 2], approximate="tanh") * h[..., h.shape[-1] // 2 :],
+    "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "relu_squared": lambda h: torch.clamp(h, min=0) ** 2,
+}
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_dense_is_the_formula(activation, bias):
+    mlp = ParallelMLP(D, 10, activation, bias=bias).double()
+    p = {name: q.detach().clone().requires_grad_() for name, q in mlp.named_parameters()}
+    x, x_torch = (draw(1, B, T, D).requires_grad_() for _ in range(2))
+    y = mlp(x)
+    h = FORMULAS[activation](F.linear(x_torch, p["up.weight"], p.get("up.bias")))
+    y_torch = F.linear(h, p["down.weight"], p.get("down.bias"))
+    dy = draw(2, B, T, D)
+    y.backward(dy)
+    y_torch.backward(dy)
+    close(y.detach(), y_torch.detach(), "y")
+    close(x.grad, x_torch.grad, "dx")
+    for name, q in mlp.named_parameters():
+        close(q.grad, p[name].grad, name)
+
+
+def check_mlp(activation, hidden, bias, sequence, shape, frozen=False):
+    options = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
+
+    def build(**axes):
+        mlp = ParallelMLP(D, hidden, activation, bias=bias, **options, **axes)
+        return mlp.requires_grad_(not frozen)
+
+    def run(mlp):
+        tp = mlp.up.tp
+        x = draw(1, *shape, D).requires_grad_()
+        y = mlp(x if sequence is None else c.split(x, tp, sequence))
+        y = y if sequence is None else c.gather(y, tp, sequence)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
+
+
+def check_all():
+    for activation, hidden, bias in itertools.product(FORMULAS, (12, 10), (True, False)):
+        check_mlp(activation, hidden, bias, None, (B, T))
+        check_mlp(activation, hidden, bias, 1, (B, T))
+    for activation in ("swiglu", "gelu"):
+        check_mlp(activation, 10, True, 0, (T, B))
+        check_mlp(activation, 10, True, None, (1, 1))
+        check_mlp(activation, 10, True, None, (0, T))
+        check_mlp(activation, 10, True, None, (B, T), frozen=True)
+        check_mlp(activation, 10, True, 1, (B, T), frozen=True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sharded_equals_dense_for_every_activation(ranks, size):
+    ranks(size, check_all)
+
+
+def test_what_is_unknown_or_too_small_is_refused():
+    with pytest.raises(
+        ValueError, match=r"activation 'relu' is unknown: it is one of \['geglu', 'gelu', 'relu_squared'"
+    ):
+        ParallelMLP(D, 8, "relu")
+    with pytest.raises(ValueError, match="hidden_features 3 is smaller than the tp size 4"):
+        ParallelMLP(D, 3, tp=Axis(4, 0, None, "tp"))

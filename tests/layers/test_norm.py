@@ -1,0 +1,107 @@
+"""The norms: dense equals torch's, and under sequence parallel their gradients are sums over the sequence's shards."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import LayerNorm, RMSNorm
+from mpcore import collectives as c
+from tests.equality import close, full_gradients, same_model
+from tests.pool import mesh
+
+B, T, D = 2, 12, 5
+KINDS = {"rms": RMSNorm, "layer": LayerNorm, "layer without bias": lambda d, **k: LayerNorm(d, bias=False, **k)}
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(B, T, D), (1, D), (D,), (0, T, D)], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
+def test_dense_is_torchs_norm(kind, shape):
+    ours = KINDS[kind](D, eps=1e-3).double()
+    torchs = (
+        nn.RMSNorm(D, eps=1e-3) if kind == "rms" else nn.LayerNorm(D, eps=1e-3, bias=ours.bias is not None)
+    ).double()
+    with torch.no_grad():
+        for i, p in enumerate(ours.parameters()):
+            p.copy_(draw(7 + i, D))
+    torchs.load_state_dict(ours.state_dict())
+    results = []
+    for norm in (ours, torchs):
+        x = draw(1, *shape).requires_grad_()
+        y = norm(x)
+        y.backward(draw(2, *shape))
+        results.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in norm.named_parameters()})
+    for name, want in results[1].items():
+        close(results[0][name], want, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_half_precision_is_the_float32_result_rounded(kind, dtype):
+    norm = KINDS[kind](D)
+    x = draw(1, B, T, D).to(dtype)
+    want = norm(x.float()).to(dtype)
+    for half in (norm.to(dtype)(x), norm.float()(x) if kind == "rms" else want):
+        assert half.dtype == dtype
+        assert torch.equal(half, want)
+
+
+def check_norm(kind, sequence_parallel, sequence):
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+
+    def build(**axes):
+        norm = KINDS[kind](D, sequence_parallel=sequence_parallel, **axes)
+        norm.tp = axes.get("tp")
+        return norm
+
+    def run(norm):
+        shape = (B, T, D) if sequence == 1 else (T, B, D)
+        x = draw(1, *shape).requires_grad_()
+        cut = sequence_parallel and norm.tp is not None
+        y = norm(c.split(x, tp, sequence) if cut else x)
+        y = c.gather(y, tp, sequence) if cut else y
+        (y * draw(2, *shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=tp)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel(ranks, size):
+    for kind in ("rms", "layer", "layer without bias"):
+        for sequence in (0, 1):
+            ranks(size, check_norm, kind, True, sequence)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_norm_gradients_are_not_summed_where_every_rank_sees_all_tokens(ranks, size):
+    for kind in ("rms", "layer"):
+        ranks(size, check_norm, kind, False, 1)
+
+
+def check_gradients_are_pending():
+    """Before `reduce_gradients` each rank has its own term: the declaration, and nothing else, makes them equal."""
+    tp = mesh(tp=2).tp
+    norm = RMSNorm(D, tp=tp, sequence_parallel=True).double()
+    x = draw(1, T, D)
+    norm(c.split(x, tp, 0)).square().sum().backward()
+    mine = norm.weight.grad.clone()
+    dense = RMSNorm(D).double()
+    dense(x).square().sum().backward()
+    close(c.all_reduce(mine, tp), dense.weight.grad, "sum of the terms")
+    assert not torch.equal(mine, dense.weight.grad)
+    assert full_gradients(norm)["weight"].shape == (D,)
+
+
+def test_pitfall_11_each_rank_holds_one_term_until_the_sum(ranks):
+    ranks(2, check_gradients_are_pending)
+
+
+def test_a_huge_input_does_not_overflow_in_half_precision():
+    x = torch.full((1, 4), 6e4, dtype=torch.float16)
+    close(RMSNorm(4, dtype=torch.float16)(x).detach(), torch.ones(1, 4, dtype=torch.float16), "y")
+    assert F.rms_norm(x.float(), (4,)).isfinite().all()

@@ -1,0 +1,179 @@
+"""The floors of DESIGN.md, read from the import statements; and what `import mpcore` needs, costs and leaves alone."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("mpcore", "kernels", "examples", "bench", "tests")
+FLOORS = {"mpcore.kernels": 0, "mpcore.mesh": 1, "mpcore.collectives": 2, "mpcore.sharding": 2, "mpcore.random": 2}
+SERVICES, FRONT_DOOR, ROOF = 4, 5, 6
+NEEDED = {"torch", "numpy", "einops", "triton"}
+
+
+def modules():
+    """Every tracked source file by its import name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if package == "mpcore" and "kernels" in path.parts:  # the symlink
+                continue
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            parts = ["mpcore", *parts] if package == "kernels" else parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+LIBRARY = {name: path for name, path in MODULES.items() if name.startswith("mpcore")}
+
+
+def floor(name):
+    """How high a module lies."""
+    if name == "mpcore":
+        return FRONT_DOOR
+    if name.split(".")[0] != "mpcore":
+        return ROOF
+    if name.startswith("mpcore.layers"):
+        return 3
+    for prefix, height in FLOORS.items():
+        if name == prefix or name.startswith(prefix + "."):
+            return height
+    return SERVICES
+
+
+def imports(name):
+    """The modules that a module imports, whole names."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in MODULES else base
+
+
+def test_the_reader_of_imports_sees_what_is_there():
+    assert set(imports("mpcore.layers.linear")) >= {"torch", "mpcore.collectives", "mpcore.mesh", "mpcore.sharding"}
+    assert "mpcore.kernels._dispatch" in set(imports("mpcore.kernels.rms_norm"))
+    assert len(LIBRARY) > 15
+    assert [floor(n) for n in ("mpcore.kernels.rms_norm", "mpcore.mesh", "mpcore.random", "mpcore.layers.mlp")] == [
+        0, 1, 2, 3,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down_only(name):
+    for other in imports(name):
+        if other in MODULES:
+            assert floor(other) <= floor(name), f"{name} on floor {floor(name)} imports {other} on {floor(other)}"
+            if floor(name) < ROOF:
+                assert other != "mpcore", f"{name} imports the front door"
+                assert other.split(".")[0] == "mpcore", f"{name} imports {other} from the roof"
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_imports_what_it_declares_and_nothing_else(name):
+    allowed = sys.stdlib_module_names | NEEDED | {"mpcore", "__future__"}
+    if floor(name) == 0:
+        allowed = sys.stdlib_module_names | {"torch", "triton", "mpcore", "__future__"}
+        assert all(other.startswith("mpcore.kernels") for other in imports(name) if other.startswith("mpcore"))
+    assert {other.split(".")[0] for other in imports(name)} <= allowed
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("mpcore.kernels")])
+def test_kernels_import_one_another_relatively(name):
+    text = MODULES[name].read_text()
+    assert "import mpcore" not in text
+    assert "from mpcore" not in text
+
+
+def test_no_two_modules_import_each_other():
+    graph = {name: {other for other in imports(name) if other in LIBRARY and other != name} for name in LIBRARY}
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"a cycle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            path.append(name)
+            for other in graph[name]:
+                visit(other)
+            path.pop()
+            done.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.split(".")[0] != "tests"])
+def test_no_import_of_ours_hides_in_a_function(name):
+    """In the library none at all; on the roof none of this repository's modules."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import | ast.ImportFrom):
+                    assert name not in LIBRARY, f"{name}:{inner.lineno}"
+                    names = [inner.module or ""] if isinstance(inner, ast.ImportFrom) else [a.name for a in inner.names]
+                    assert not any(n.split(".")[0] in PACKAGES for n in names), f"{name}:{inner.lineno}"
+
+
+def test_nothing_imports_tests_or_benches_and_the_library_has_no_junk_drawer():
+    for name in MODULES:
+        if name.split(".")[0] in ("mpcore", "examples"):
+            assert not any(other.split(".")[0] in ("tests", "bench") for other in imports(name)), name
+    assert not [name for name in LIBRARY if name.rpartition(".")[2] in ("utils", "util", "helpers", "common", "misc")]
+
+
+# --- import mpcore ------------------------------------------------------------------------------------------------
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+USE = """
+import torch, mpcore
+import torch.distributed as dist
+assert not torch.cuda.is_initialized()
+assert not dist.is_initialized()
+layer = mpcore.TransformerBlock(
+    mpcore.ParallelAttention(8, 4, 2, rope=mpcore.RotaryEmbedding(2)), mpcore.ParallelMLP(8, 16),
+    mpcore.RMSNorm(8), mpcore.LayerNorm(8),
+)
+layer(torch.randn(2, 3, 8)).sum().backward()
+mpcore.reduce_gradients(layer)
+assert mpcore.grad_norm(layer, mpcore.build_mesh(device_type="cpu")) > 0
+assert not torch.cuda.is_initialized()
+assert not dist.is_initialized()
+"""
+
+
+def python(code):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("blocked", [("triton",), ("triton", "einops", "transformers", "tqdm")], ids=str)
+def test_the_library_works_with_torch_alone(blocked):
+    result = python(BLOCK.format(blocked=blocked) + USE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_costs_less_than_three_tenths_of_a_second_beyond_torch():
+    """CPU seconds, which another process on the machine doesn't lengthen."""
+    code = "import time, torch; start = time.process_time(); import mpcore; print(time.process_time() - start)"
+    assert statistics.median(float(python(code).stdout) for _ in range(3)) < 0.3
+    heavy = ("torch.distributed.tensor", "sympy", "torch._dynamo")
+    assert python(f"import mpcore, sys; print([m for m in {heavy} if m in sys.modules])").stdout.strip() == "[]"

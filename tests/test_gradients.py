@@ -1,0 +1,373 @@
+"""Between backward and the step: pending sums, the norm and the clip, each against the dense model's."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    Mesh,
+    clip_gradients,
+    full_state_dict,
+    grad_norm,
+    load_full_state_dict,
+    materialize,
+    reduce_gradients,
+    shardings,
+)
+from mpcore import collectives as c
+from mpcore.layers.module import ParallelModule, constant
+from mpcore.sharding import Shard, add_partial, cut
+from tests.equality import close, full_gradients
+from tests.layers.test_block import Model, build_block
+from tests.pool import mesh
+
+NORMS = [1, 2, math.inf]
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class Kinds(ParallelModule):
+    """One parameter of each kind that a layer can declare."""
+
+    RUNS = (((0, 3),), ((2, 5), (7, 8)), ((4, 7),), ((5, 8),))  # rows 2, 4, 5, 6 and 7 have two holders
+
+    def __init__(self, tp=Axis(name="tp"), dtype=torch.float64):
+        super().__init__()
+        like = {"dtype": dtype}
+        runs = self.RUNS if tp.size == 4 else (((0, 8),),)
+        self.declare("own", (10, 2), constant(0.0), shard=cut(10, tp, 0), **like)
+        self.declare("overlapping", (8, 2), constant(0.0), shard=Shard(tp, 0, runs), **like)
+        self.declare("columns", (2, 8), constant(0.0), shard=Shard(tp, 1, runs), **like)
+        self.declare("partial", (3,), constant(0.0), partial=(tp,), **like)
+        self.declare("replicated", (3,), constant(0.0), **like)
+
+
+def give_gradients(model, tp):
+    """Each rank's own random terms (the same for what is declared replicated); returns what the sums must be."""
+    want = {}
+    for i, (name, p) in enumerate(model.named_parameters()):
+        sharding = model.shardings[name]
+        terms = [draw(100 * i + r, *sharding.shape, dtype=p.dtype) for r in range(tp.size)]
+        if name == "replicated":
+            p.grad, want[name] = terms[0].clone(), terms[0].double()
+        elif name == "partial":
+            p.grad, want[name] = terms[tp.rank].clone(), sum(t.double() for t in terms)
+        else:
+            p.grad = sharding.take(terms[tp.rank]).clone()
+            full = torch.zeros(sharding.shape, dtype=torch.float64)
+            (shard,) = sharding.shards
+            for rank, runs in enumerate(shard.runs):
+                for start, end in runs:
+                    here = (slice(None),) * shard.dim + (slice(start, end),)
+                    full[here] += terms[rank].double()[here]
+            want[name] = full
+    return want
+
+
+def check_kinds(dtype):
+    tp = mesh(tp=4).tp
+    model = Kinds(tp, dtype)
+    want = give_gradients(model, tp)
+    reduce_gradients(model)
+    for name, p in model.named_parameters():
+        assert p.grad.dtype == dtype
+        # half-precision terms are added in float32 and rounded once
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        got, expected = p.grad, model.shardings[name].take(want[name])
+        if dtype in (torch.bfloat16, torch.float16):
+            assert torch.equal(got, expected.to(wide).to(dtype)), name
+        else:
+            close(got.double(), expected, name, 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_declared_pending_is_summed_and_nothing_else(ranks, dtype):
+    ranks(4, check_kinds, dtype)
+
+
+def check_missing():
+    tp = mesh(tp=4).tp
+    model = Kinds(tp)
+    want = give_gradients(model, tp)
+    for name, p in model.named_parameters():
+        if name == "partial" and tp.rank != 2:
+            p.grad = None  # seen by one rank alone
+        if name == "columns":
+            p.grad = None  # seen by nobody
+        if name == "overlapping" and tp.rank == 1:
+            p.grad = None
+    reduce_gradients(model)
+    assert model.columns.grad is None
+    close(model.partial.grad, draw(300 + 2, 3), "partial")
+    close(model.replicated.grad, want["replicated"], "replicated")
+    full = torch.zeros(8, 2, dtype=torch.float64)
+    for rank, runs in enumerate(Kinds.RUNS):
+        for start, end in runs:
+            if rank != 1:
+                full[start:end] += draw(100 + rank, 8, 2)[start:end]
+    # rows that rank 1 alone holds have no gradient anywhere: 0
+    close(model.overlapping.grad, model.shardings["overlapping"].take(full), "overlapping")
+
+
+def test_pitfall_33_a_gradient_that_some_ranks_lack_counts_as_zero(ranks):
+    ranks(4, check_missing)
+
+
+def check_frozen():
+    tp = mesh(tp=4).tp
+    model = Kinds(tp)
+    model.overlapping.requires_grad_(False)
+    model.partial.requires_grad_(False)
+    want = give_gradients(Kinds(tp), tp)
+    model.columns.grad = model.shardings["columns"].take(draw(200 + tp.rank, 2, 8))
+    reduce_gradients(model)
+    assert model.overlapping.grad is None
+    assert model.partial.grad is None
+    close(model.columns.grad, model.shardings["columns"].take(want["columns"]), "columns")
+    model.requires_grad_(False)
+    reduce_gradients(model)
+
+
+def test_frozen_parameters_are_left_alone(ranks):
+    ranks(4, check_frozen)
+
+
+def check_data():
+    m = mesh(tp=2, dp=2)
+    model = Model(sequence=1, tp=m.tp).double()
+    torch.manual_seed(4)
+    dense = Model().double()
+    load_full_state_dict(model, full_state_dict(dense))
+    ids = torch.arange(48).reshape(4, 12) * 5 % 21
+    half = slice(2 * m.data.rank, 2 * m.data.rank + 2)
+    dense(ids, ids.flip(1), reduction="sum").backward()
+    model(ids[half], ids.flip(1)[half], reduction="sum").backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    reduce_gradients(model, m.data)
+    want, got = full_gradients(dense), full_gradients(model)
+    for name in want:
+        close(got[name], want[name], name)
+    changed = [n for n, p in model.named_parameters() if not torch.equal(before[n], p.grad)]
+    assert len(changed) == len(before)
+
+
+def test_replicas_on_other_data_are_summed_with_the_pending_ones(ranks):
+    ranks(4, check_data)
+
+
+class Experts(nn.Module):
+    """Layers of which a batch uses some: the others get no gradient."""
+
+    def __init__(self, tp=Axis(name="tp")):
+        super().__init__()
+        self.experts = nn.ModuleList(ColumnParallelLinear(3, 4, gather_output=True, tp=tp) for _ in range(5))
+
+    def forward(self, x, chosen):
+        return sum(self.experts[i](x).sin().sum() for i in chosen)
+
+
+def check_unused(accumulate):
+    m = mesh(dp=4)
+    torch.manual_seed(1)
+    dense, model = Experts().double(), Experts().double()
+    load_full_state_dict(model, full_state_dict(dense))
+    for step in range(6):
+        draws = torch.Generator().manual_seed(step)
+        for rank, micro in itertools.product(range(m.data.size), range(accumulate)):
+            chosen = [i for i in range(4) if torch.rand((), generator=draws) < 0.3]  # expert 4 is never used
+            x = draw(100 * step + 10 * rank + micro, 2, 3)
+            if chosen:
+                dense(x, chosen).backward()
+                if rank == m.data.rank:
+                    model(x, chosen).backward()
+        reduce_gradients(model, m.data)
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"{name} at step {step}"
+            if p.grad is not None:
+                close(p.grad, q.grad, f"{name} at step {step}")
+        model.zero_grad()
+        dense.zero_grad()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_pitfall_33_random_unused_parameters_neither_hang_nor_go_wrong(ranks, accumulate):
+    ranks(4, check_unused, accumulate)
+
+
+def check_ends():
+    """A table that the first and the last stage both hold: one sum over the two, and none on stages between."""
+    m = mesh(tp=2, pp=2)
+    head = ColumnParallelLinear(3, 4, bias=False, tp=m.tp).double()
+    add_partial(head, "weight", m.ends)
+    head.weight.grad = draw(10 * m.pp.rank + m.tp.rank, 2, 3)
+    reduce_gradients(head)
+    close(head.weight.grad, draw(m.tp.rank, 2, 3) + draw(10 + m.tp.rank, 2, 3), "tied gradient")
+
+
+def test_a_pending_sum_over_the_ends_of_the_pipeline(ranks):
+    ranks(4, check_ends)
+
+
+# --- the norm -----------------------------------------------------------------------------------------------------
+
+
+def dense_gradients(model, dtype):
+    """A fixed gradient for every logical parameter."""
+    return {n: draw(hash_of(n), *s.shape, dtype=dtype) for n, s in shardings(model).items()}
+
+
+def hash_of(name):
+    return sum((i + 1) * ord(letter) for i, letter in enumerate(name))
+
+
+def dense_norm(gradients, p):
+    flat = torch.cat([g.double().flatten() for g in gradients.values()])
+    return torch.linalg.vector_norm(flat, p)
+
+
+def check_norm(sizes, options, dtype):
+    """The gradient is given, so that the norm alone is tested: each logical element is counted once."""
+    m = mesh(**sizes)
+    want = dense_gradients(Model(**{k: v for k, v in options.items() if k != "sequence"}, device="meta"), dtype)
+    model = Model(**options, tp=m.tp, dtype=dtype)
+    for name, p in model.named_parameters():
+        p.grad = shardings(model)[name].take(want[name]).clone()
+    for p in NORMS:
+        got, norm = grad_norm(model, m, p), dense_norm(want, p)
+        assert got.dtype == torch.float64
+        assert got.shape == ()
+        close(got, norm, f"the {p}-norm")
+        single, wanted = got.float(), norm.float()
+        assert wanted.nextafter(torch.tensor(0.0)) <= single <= wanted.nextafter(torch.tensor(math.inf)), "1 ulp"
+    everywhere = torch.stack([c.all_reduce(grad_norm(model, m), m.world, op) for op in ("min", "max")])
+    assert everywhere[0] == everywhere[1], "ranks differ"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 1}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"dp": 4}], ids=str
+)
+def test_pitfall_30_the_norm_is_the_dense_norm_in_every_layout(ranks, sizes):
+    world = math.prod(sizes.values())
+    for sequence, tied, dtype in [(None, True, torch.float64), (1, False, torch.float32), (1, True, torch.bfloat16)]:
+        ranks(world, check_norm, sizes, {"sequence": sequence, "tied": tied}, dtype)
+
+
+def check_norm_over_stages(sizes):
+    m = mesh(**sizes)
+    dense = nn.ModuleDict({str(i): build_block() for i in range(2)}).double()
+    want = dense_gradients(dense, torch.float64)
+    stage = nn.ModuleDict({str(m.pp.rank): build_block(tp=m.tp)}).double()
+    for name, p in stage.named_parameters():
+        p.grad = shardings(stage)[name].take(want[name]).clone()
+    for p in NORMS:
+        close(grad_norm(stage, m, p), dense_norm(want, p), f"the {p}-norm")
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_pitfall_30_the_norm_is_over_all_stages(ranks, sizes):
+    ranks(math.prod(sizes.values()), check_norm_over_stages, sizes)
+
+
+def check_norm_of_tied_ends():
+    m = mesh(tp=2, pp=2)
+    whole = draw(1, 4, 3)
+    head = ColumnParallelLinear(3, 4, bias=False, tp=m.tp).double()
+    add_partial(head, "weight", m.ends)
+    head.weight.grad = head.shardings["weight"].take(whole).clone()
+    for p in NORMS:
+        close(grad_norm(head, m, p), torch.linalg.vector_norm(whole, p), f"the {p}-norm")
+
+
+def test_pitfall_30_weights_tied_across_stages_are_counted_once(ranks):
+    ranks(4, check_norm_of_tied_ends)
+
+
+def check_norm_after_backward(sequence, tied):
+    """The whole way: backward, the pending sums, the norm and the clip against the dense model."""
+    m = mesh(tp=torch.distributed.get_world_size())
+    torch.manual_seed(2)
+    dense, model = Model(tied=tied).double(), Model(sequence=sequence, tied=tied, tp=m.tp).double()
+    load_full_state_dict(model, full_state_dict(dense))
+    ids = torch.arange(24).reshape(2, 12) * 7 % 21
+    for each in (dense, model):
+        each(ids, ids.flip(1)).backward()
+    reduce_gradients(model)
+    want = full_gradients(dense)
+    for p in NORMS:
+        close(grad_norm(model, m, p), dense_norm(want, p), f"the {p}-norm")
+    norm = grad_norm(model, m)
+    clip_gradients(model, 0.3 * norm.item(), norm)
+    for name, got in full_gradients(model).items():
+        close(got, 0.3 * want[name], f"clipped {name}")
+    close(grad_norm(model, m), 0.3 * norm, "norm after the clip")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pitfall_30_norm_and_clip_after_a_backward_are_the_dense_ones(ranks, size):
+    for sequence, tied in itertools.product((None, 1), (True, False)):
+        ranks(size, check_norm_after_backward, sequence, tied)
+
+
+def check_poison(bad):
+    m = mesh(tp=2)
+    for poisoned in range(2):
+        model = ColumnParallelLinear(3, 4, tp=m.tp)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if m.tp.rank == poisoned:
+            model.weight.grad[1, 1] = bad
+        before = [p.grad.clone() for p in model.parameters()]
+        for p in NORMS:
+            norm = grad_norm(model, m, p)
+            assert not norm.isfinite(), f"the {p}-norm lost a {bad} of rank {poisoned}"
+            clip_gradients(model, 1.0, norm)
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p.grad.nan_to_num(nan=7.0), old.nan_to_num(nan=7.0)), "a gradient was scaled by a NaN"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_shard_shows_on_every_rank_and_spoils_nothing(ranks, bad):
+    ranks(2, check_poison, bad)
+
+
+def test_norm_without_gradients_is_zero():
+    model = nn.Linear(3, 4)
+    for p in NORMS:
+        assert grad_norm(model, Mesh(), p) == 0
+    clip_gradients(model, 1.0, grad_norm(model, Mesh()))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0, -1.0])
+def test_clip_is_torchs_clip(max_norm):
+    ours, theirs = nn.Linear(3, 4).double(), nn.Linear(3, 4).double()
+    for model in (ours, theirs):
+        for i, p in enumerate(model.parameters()):
+            p.grad = draw(i, *p.shape)
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in ours.parameters()]))
+    clip_gradients(ours, max_norm, norm)
+    scale = min(1.0, max_norm / norm.item()) if max_norm > 0 else 1.0
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        close(p.grad, q.grad * scale, "gradient")
+
+
+def test_zero_gradients_are_clipped_to_zero():
+    model = nn.Linear(3, 4)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    clip_gradients(model, 1.0, torch.zeros((), dtype=torch.float64))
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_on_no_axis_nothing_happens():
+    model = materialize(Model(), 1)
+    model(torch.zeros(1, 12, dtype=torch.int64), torch.ones(1, 12, dtype=torch.int64)).backward()
+    before = [p.grad for p in model.parameters()]
+    reduce_gradients(model, Axis(name="data"))
+    assert all(p.grad is old for p, old in zip(model.parameters(), before, strict=True))

@@ -1,0 +1,337 @@
+"""The mesh: which ranks form which group, what is refused, and that every rank makes the same groups."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mpcore import Axis, ColumnParallelLinear, Mesh, build_mesh
+from mpcore import mesh as mesh_module
+from mpcore.mesh import check_same, layout_table, mesh_ranks, mesh_shape, raise_together
+from tests.pool import mesh
+
+# Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.
+GOLDEN = {
+    (1, 1, 1, 1, 1): {
+        "tp": [[0]],
+        "cp": [[0]],
+        "dp": [[0]],
+        "pp": [[0]],
+        "data": [[0]],
+        "ep": [[0]],
+        "edp": [[0]],
+        "ends": [],
+    },
+    (2, 1, 2, 1, 1): {  # tp 2, pp 2
+        "tp": [[0, 1], [2, 3]],
+        "cp": [[0], [1], [2], [3]],
+        "dp": [[0], [1], [2], [3]],
+        "pp": [[0, 2], [1, 3]],
+        "data": [[0], [1], [2], [3]],
+        "ep": [[0], [1], [2], [3]],
+        "edp": [[0], [1], [2], [3]],
+        "ends": [[0, 2], [1, 3]],
+    },
+    (1, 1, 3, 1, 2): {  # pp 3, dp 2: the ends skip the middle stage
+        "tp": [[0], [1], [2], [3], [4], [5]],
+        "cp": [[0], [1], [2], [3], [4], [5]],
+        "dp": [[0, 1], [2, 3], [4, 5]],
+        "pp": [[0, 2, 4], [1, 3, 5]],
+        "data": [[0, 1], [2, 3], [4, 5]],
+        "ep": [[0], [1], [2], [3], [4], [5]],
+        "edp": [[0, 1], [2, 3], [4, 5]],
+        "ends": [[0, 4], [1, 5]],
+    },
+    (2, 2, 1, 4, 2): {  # tp 2, cp 2, dp 2, ep 4: experts over all of dp x cp
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "dp": [[0, 4], [2, 6], [1, 5], [3, 7]],
+        "pp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        "data": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "ep": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "edp": [[0], [2], [4], [6], [1], [3], [5], [7]],
+        "ends": [],
+    },
+    (2, 2, 2, 2, 2): {
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
+        "cp": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
+        "dp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+        "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+        "data": [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]],
+        "ep": [[0, 2], [4, 6], [1, 3], [5, 7], [8, 10], [12, 14], [9, 11], [13, 15]],
+        "edp": [[0, 4], [2, 6], [1, 5], [3, 7], [8, 12], [10, 14], [9, 13], [11, 15]],
+        "ends": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+    },
+}
+BIG = {"tp": 8, "cp": 2, "pp": 8, "ep": 4, "dp": 8}
+
+
+@pytest.mark.parametrize("sizes", GOLDEN, ids=str)
+def test_ranks_of_every_group_are_the_golden_table(sizes):
+    got = mesh_ranks(**dict(zip(("tp", "cp", "pp", "ep", "dp"), sizes, strict=True)))
+    assert {name: sorted(groups) for name, groups in got.items()} == {
+        name: sorted(groups) for name, groups in GOLDEN[sizes].items()
+    }
+
+
+def test_laws_of_a_thousand_ranks():
+    groups = mesh_ranks(**BIG)
+    sizes = {**BIG, "data": 16, "edp": 4, "ends": 2}
+    for name, size in sizes.items():
+        assert all(len(group) == size for group in groups[name]), name
+        flat = sorted(rank for group in groups[name] for rank in group)
+        if name == "ends":
+            assert flat == [*range(128), *range(896, 1024)]
+        else:
+            assert flat == list(range(1024)), f"{name} is no partition"
+        assert all(group == sorted(group) for group in groups[name]), f"{name} out of axis order"
+    assert all(group == list(range(group[0], group[0] + 8)) and group[0] % 8 == 0 for group in groups["tp"])
+    for inner, outer in (("cp", "data"), ("dp", "data"), ("ep", "data"), ("edp", "data"), ("ends", "pp")):
+        holder = {rank: set(group) for group in groups[outer] for rank in group}
+        assert all(set(group) <= holder[group[0]] for group in groups[inner]), f"{inner} leaves {outer}"
+    for a, b in (("cp", "dp"), ("ep", "edp"), ("tp", "data"), ("pp", "data")):
+        mine = {rank: set(group) for group in groups[b] for rank in group}
+        assert all(set(group) & mine[r] == {r} for group in groups[a] for r in group), f"{a} and {b} share two ranks"
+
+
+def test_spots_of_a_thousand_ranks():
+    # rank 677 = ((5 * 8 + 2) * 2 + 0) * 8 + 5: pp 5, dp 2, cp 0, tp 5
+    mine = {name: next((g for g in groups if 677 in g), None) for name, groups in mesh_ranks(**BIG).items()}
+    assert mine["tp"] == [672, 673, 674, 675, 676, 677, 678, 679]
+    assert mine["cp"] == [677, 685]
+    assert mine["dp"] == [645, 661, 677, 693, 709, 725, 741, 757]
+    assert mine["pp"] == [37, 165, 293, 421, 549, 677, 805, 933]
+    assert mine["data"] == [645, 653, 661, 669, 677, 685, 693, 701, 709, 717, 725, 733, 741, 749, 757, 765]
+    assert mine["ep"] == [677, 685, 693, 701]
+    assert mine["edp"] == [645, 677, 709, 741]
+    assert mine["ends"] is None
+    assert [5, 901] in mesh_ranks(**BIG)["ends"]
+
+
+def test_the_layout_is_printed_as_a_table():
+    assert layout_table(tp=2, pp=2, dp=2, rank=5) == (
+        "mesh of 8 ranks: pp 2 x dp 2 x cp 1 x tp 2\n"
+        "  stage 0 | dp 0: 0 1 | dp 1: 2 3\n"
+        "  stage 1 | dp 0: 4 [5] | dp 1: 6 7"
+    )
+    assert layout_table(tp=1, cp=2, ep=2, dp=2) == (
+        "mesh of 4 ranks: pp 1 x dp 2 x cp 2 x tp 1, ep 2\n"
+        "  stage 0 | dp 0 cp 0: 0 | dp 0 cp 1: 1 | dp 1 cp 0: 2 | dp 1 cp 1: 3"
+    )
+    big = layout_table(**BIG).splitlines()
+    assert big[0] == "mesh of 1024 ranks: pp 8 x dp 8 x cp 2 x tp 8, ep 4"
+    assert big[1] == (
+        "  stage 0 | dp 0 cp 0: 0 1 2 .. 7 | dp 0 cp 1: 8 9 10 .. 15 | dp 1 cp 0: 16 17 18 .. 23"
+        " | .. | dp 7 cp 1: 120 121 122 .. 127"
+    )
+    assert len(big) == 9
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (4, {"tp": 3}, "tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4: choose sizes whose product is one of "
+                       "[1, 2, 4], or start a multiple of 3 processes"),
+        (6, {"tp": 2, "pp": 2}, "tp 2 x cp 1 x pp 2 = 4 does not divide the world size 6"),
+        (8, {"tp": 2, "dp": 2}, "tp 2 x cp 1 x pp 1 x dp 2 = 4 is not the world size 8: start 4 processes"),
+        (8, {"tp": 2, "cp": 2, "ep": 3}, "ep 3 does not divide dp x cp = 2 x 2 = 4 (world size 8)"),
+        (4, {"tp": 0}, "tp 0 is not a positive integer (tp 0 x cp 1 x pp 1, world size 4)"),
+        (4, {"pp": -2}, "pp -2 is not a positive integer"),
+        (4, {"tp": 2.0}, "tp 2.0 is not a positive integer"),
+        (4, {"dp": "2"}, "dp '2' is not a positive integer"),
+        (4, {"cp": True}, "cp True is not a positive integer"),
+        (4, {"ep": 0}, "ep 0 is not a positive integer"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_named(world, sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mesh_shape(world, **sizes)
+
+
+def test_dp_takes_what_the_others_leave():
+    assert mesh_shape(24, tp=2, pp=3) == {"tp": 2, "cp": 1, "pp": 3, "ep": 1, "dp": 4}
+    assert mesh_shape(24, tp=2, pp=3, cp=2, dp=2, ep=4)["dp"] == 2
+
+
+def test_without_torch_distributed_every_axis_has_size_one():
+    m = build_mesh()
+    assert m.device_mesh is None
+    for name in ("tp", "cp", "dp", "pp", "ep", "edp", "data", "ends", "world"):
+        axis = getattr(m, name)
+        assert (axis.size, axis.rank, axis.group) == (1, 0, None), name
+    assert str(m) == "mesh of 1 ranks: pp 1 x dp 1 x cp 1 x tp 1\n  stage 0 | dp 0: [0]"
+    assert m.device == torch.device("cpu")
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"tp 2 .* world size 1.*torch.distributed isn't running: start with torchrun"):
+        build_mesh(tp=2)
+    assert Mesh().tp.size == 1
+
+
+def check_groups(sizes):
+    m = mesh(**sizes)
+    me = dist.get_rank()
+    table = mesh_ranks(**{"dp": 1, **sizes})
+    for name, groups in table.items():
+        axis = getattr(m, name)
+        expected = next((group for group in groups if me in group), [me])
+        assert axis.name == name
+        assert (axis.size, axis.rank) == (len(expected), expected.index(me)), name
+        if axis.size > 1:
+            members = [torch.zeros((), dtype=torch.int64) for _ in expected]
+            dist.all_gather(members, torch.tensor(me), group=axis.group)
+            assert [int(r) for r in members] == expected, name
+    assert (m.world.size, m.world.rank) == (dist.get_world_size(), me)
+    assert m.device_mesh is not None
+    assert m.device_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+    assert f"[{me}]" in str(m)
+    assert str(m) == layout_table(**{"dp": 1, **sizes}, rank=me)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 4},
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "dp": 2},
+        {"cp": 2, "dp": 2, "ep": 2},
+        {"cp": 2, "dp": 2, "ep": 4},
+        {"pp": 4},
+        {"pp": 2, "cp": 2},
+        {"tp": 2, "cp": 2, "ep": 2},
+    ],
+    ids=lambda sizes: "x".join(f"{k}{v}" for k, v in sizes.items()),
+)
+def test_every_group_holds_the_ranks_of_the_table(ranks, sizes):
+    ranks(4, check_groups, sizes)
+
+
+def check_refused_before_any_group():
+    before = len(distributed_c10d._world.pg_names)
+    with pytest.raises(ValueError, match=r"tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"):
+        build_mesh(tp=3)
+    with pytest.raises(ValueError, match=r"ep 3 does not divide dp x cp = 4 x 1 = 4"):
+        build_mesh(ep=3)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 disagree about the mesh .*'tp': 2.* and .*'tp': 4"):
+        build_mesh(tp=2 if dist.get_rank() == 0 else 4)
+    with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the mesh .*'tp': 2.* and tp 3 x cp 1"):
+        build_mesh(tp=3 if dist.get_rank() == 3 else 2)
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 disagree about the colour \(colour: red and blue\)"):
+        check_same("colour", "blue" if dist.get_rank() == 2 else "red")
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 disagree about the run \(steps: 3 and None; width: 1 and 2\)"):
+        check_same("run", {"seed": 0, "width": 2} if dist.get_rank() == 2 else {"seed": 0, "width": 1, "steps": 3})
+    check_same("colour", "red")
+    assert len(distributed_c10d._world.pg_names) == before, "a group was made"
+
+
+def test_every_rank_refuses_what_does_not_fit_before_any_group_is_made(ranks):
+    ranks(4, check_refused_before_any_group)
+
+
+def check_failing_together():
+    raise_together(None)
+    me = dist.get_rank()
+    with pytest.raises(ValueError, match=r"^no file \(on rank 1, 3 of 4\)$"):
+        raise_together(OSError("no file") if me % 2 else None)
+    with pytest.raises(ValueError, match=r"^no file$"):
+        raise_together(OSError("no file"))
+
+
+def test_when_one_rank_fails_all_fail(ranks):
+    ranks(4, check_failing_together)
+    raise_together(None)
+    with pytest.raises(ValueError, match=r"^no file$"):
+        raise_together(OSError("no file"))
+
+
+def creation_log():
+    """Every process group that this rank takes part in making, in order."""
+    log = []
+    original = distributed_c10d._new_group_with_tag
+
+    def recorded(ranks=None, *args, **kwargs):
+        log.append(tuple(ranks) if ranks is not None else None)
+        return original(ranks, *args, **kwargs)
+
+    distributed_c10d._new_group_with_tag = recorded
+    try:
+        build_mesh(tp=1, cp=2, pp=2, ep=2)
+        build_mesh(tp=2, pp=2)
+        build_mesh(tp=2, cp=2, ep=2)
+    finally:
+        distributed_c10d._new_group_with_tag = original
+    return log
+
+
+def test_pitfall_41_every_rank_makes_the_same_groups_in_the_same_order(ranks):
+    first, *others = ranks(4, creation_log)
+    assert len(first) > 6
+    assert all(log == first for log in others)
+
+
+def test_pitfall_41_the_plan_that_ranks_compare_changes_with_any_group(ranks):
+    plans = [repr(mesh_ranks(tp=a, cp=b, pp=c, dp=d)) for a, b, c, d in ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1))]
+    assert len(set(plans)) == 3
+
+
+def check_two_meshes():
+    rows, columns = mesh(tp=2, dp=2), mesh(tp=4)
+    for m in (rows, columns):
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total, group=m.tp.group)
+        expected = next(g for g in mesh_ranks(tp=m.tp.size, dp=m.dp.size)["tp"] if dist.get_rank() in g)
+        assert total.item() == sum(expected)
+    assert build_mesh(tp=2).tp.group_name != rows.tp.group_name
+
+
+def test_two_meshes_live_in_one_process(ranks):
+    ranks(4, check_two_meshes)
+
+
+def check_axis_and_copy():
+    tp = mesh(tp=2).tp
+    with pytest.raises(ValueError, match="the tp axis has size 3, but its process group has 2 ranks"):
+        Axis(3, 0, tp.group, "tp")
+    layer = ColumnParallelLinear(3, 4, tp=tp)
+    twin = copy.deepcopy(layer)
+    assert twin.tp is layer.tp
+    assert torch.equal(twin.weight, layer.weight)
+    assert twin.weight is not layer.weight
+    assert twin.shardings["weight"].shards[0].axis is tp
+    twin(torch.ones(2, 3)).sum().backward()
+
+
+def test_an_axis_must_fit_its_group_and_a_layer_with_a_group_can_be_copied(ranks):
+    ranks(2, check_axis_and_copy)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 2), (1, 1), (4, -1), (0, 0)])
+def test_a_rank_outside_its_axis_is_refused(size, rank):
+    with pytest.raises(ValueError, match=f"rank {rank} lies outside the tp axis of size {size}"):
+        Axis(size, rank, None, "tp")
+
+
+def test_an_axis_is_frozen():
+    with pytest.raises(AttributeError):
+        Axis().size = 2  # type: ignore[misc]
+
+
+def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
+    """On GPUs the first collective of two ranks on one device fails: `set_device` comes first."""
+    order = []
+
+    def stop(what, value, axis=None):
+        order.append("speak")
+        raise ValueError("enough")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(device))
+    monkeypatch.setattr(mesh_module, "check_same", stop)
+    with pytest.raises(ValueError, match="enough"):
+        build_mesh(tp=2, device_type="cuda")
+    assert order == [1, "speak"]

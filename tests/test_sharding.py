@@ -1,0 +1,199 @@
+"""Where local tensors lie in logical ones: every cut is undone exactly, and a model may be cut anew at any time."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpcore import (
+    Axis,
+    GateUpParallelLinear,
+    QKVParallelLinear,
+    VocabParallelEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+    shardings,
+)
+from mpcore import collectives as c
+from mpcore.sharding import Shard, Sharding, add_partial, cut, cut_blocks, owners
+from tests.layers.test_block import Model
+from tests.pool import mesh
+
+SIZES = [1, 2, 3, 4]
+
+
+def whole(shape, dtype=torch.float64):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def cases(axis):
+    """Name, logical shape, shard."""
+    yield "plain", (12, 3), cut(12, axis, 0)
+    yield "uneven", (10, 3), cut(10, axis, 0)
+    yield "columns", (3, 10), cut(10, axis, 1)
+    yield "units", (12, 2), cut(12, axis, 0, 3)
+    yield "middle", (2, 7, 3), cut(7, axis, 1)
+    yield "fewer than ranks", (2, 3), cut(2, axis, 0)
+    yield "gate and up", (20, 3), cut_blocks((10, 10), axis, 0, (1, 1))
+    yield "three blocks", (3, 22), cut_blocks((8, 4, 10), axis, 1, (2, 1, 2))
+    for heads, kv_heads in [(8, 8), (8, 2), (8, 1), (6, 2), (6, 3), (4, 4)]:
+        layer = QKVParallelLinear(5, heads, kv_heads, 3, tp=axis, device="meta")
+        yield f"qkv {heads} {kv_heads}", layer.shardings["weight"].shape, layer.output_shard(3)
+
+
+def check_round_trip():
+    axis = mesh(tp=torch.distributed.get_world_size()).tp
+    for name, shape, shard in cases(axis):
+        sharding = Sharding(shape, (shard,))
+        full = whole(shape)
+        local = sharding.take(full)
+        assert tuple(local.shape) == sharding.local_shape, name
+        assert torch.equal(sharding.assemble(local), full), name
+        strided = local.transpose(0, -1).contiguous().transpose(0, -1)
+        assert torch.equal(sharding.assemble(strided), full), name
+        index = torch.arange(shape[shard.dim]).tolist()
+        held = [i for start, end in shard.mine for i in index[start:end]]
+        assert len(held) == local.shape[shard.dim], name
+        everyone = [i for runs in shard.runs for start, end in runs for i in range(start, end)]
+        assert set(everyone) == set(index), f"{name}: some index is nowhere"
+        assert shard.replicated == tuple(i for i in index if everyone.count(i) > 1), name
+        owned = [i for i, mine in zip(held, shard.owned, strict=True) if mine]
+        owners_of = c.all_reduce(torch.bincount(torch.tensor(owned, dtype=torch.int64), minlength=len(index)), axis)
+        assert owners_of.eq(1).all(), f"{name}: an index without one owner"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_taken_apart_is_put_together_again(ranks, size):
+    ranks(size, check_round_trip)
+
+
+def check_two_axes():
+    m = mesh(tp=2, dp=2)
+    for shape, shards in [
+        ((6, 5), (cut(6, m.tp, 0), cut(5, m.dp, 1))),
+        ((5, 7), (cut(5, m.dp, 0), cut(7, m.tp, 1))),
+        ((10, 3, 3), (cut_blocks((5, 5), m.tp, 0, (1, 1)), cut(3, m.dp, 2))),
+    ]:
+        sharding, full = Sharding(shape, shards), whole(shape)
+        local = sharding.take(full)
+        assert tuple(local.shape) == sharding.local_shape
+        assert torch.equal(sharding.assemble(local), full)
+
+
+def test_a_tensor_may_be_cut_over_two_axes(ranks):
+    ranks(4, check_two_axes)
+
+
+def test_a_shard_is_a_tensor_of_its_own():
+    full = whole((4, 3))
+    local = Sharding((4, 3), (cut(4, Axis(2, 0, None, "tp"), 0),)).take(full)
+    local.zero_()
+    assert torch.equal(full, whole((4, 3)))
+
+
+def test_units_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="length 10 is not a multiple of the unit 4"):
+        cut(10, Axis(), 0, 4)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) is not the logical shape \(4,\)"):
+        Sharding((4,)).take(torch.zeros(3))
+
+
+# --- of a model ---------------------------------------------------------------------------------------------------
+
+IDS = torch.arange(24).reshape(2, 12) % 21
+
+
+def reshard(state, kind, tied):
+    """Load a logical state, say what the model gives, and give the state back."""
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    model = Model(kind, tied=tied, tp=tp).double()
+    load_full_state_dict(model, {name: torch.from_numpy(value) for name, value in state.items()})
+    loss = model(IDS, IDS.flip(1), reduction="none")
+    return {name: value.numpy() for name, value in full_state_dict(model).items()}, loss.detach().numpy()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_pitfall_16_cutting_a_model_anew_changes_nothing(ranks, kind, tied):
+    torch.manual_seed(3)
+    dense = Model(kind, tied=tied).double()
+    first = {name: value.numpy() for name, value in full_state_dict(dense).items()}
+    want = dense(IDS, IDS.flip(1), reduction="none").detach()
+    assert ("head.weight" in first) == (not tied), "tied parameters are there once"
+    state = first
+    for size in (1, 2, 4, 3, 1):
+        state, loss = ranks(size, reshard, state, kind, tied)[-1]
+        torch.testing.assert_close(torch.from_numpy(loss), want, rtol=1e-12, atol=1e-12)
+        assert state.keys() == first.keys()
+        assert all((state[name] == first[name]).all() for name in first), f"a weight changed at tp={size}"
+
+
+def logical_shapes():
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    table = VocabParallelEmbedding(50257, 2, tp=tp)
+    gate_up, qkv = GateUpParallelLinear(4, 10, tp=tp), QKVParallelLinear(4, 6, 2, 2, tp=tp)
+    state = full_state_dict(nn.ModuleDict({"table": table, "gate_up": gate_up, "qkv": qkv}))
+    return {name: tuple(value.shape) for name, value in state.items()}
+
+
+def test_pitfall_17_state_dicts_have_logical_shapes_at_every_size(ranks):
+    want = {
+        "table.weight": (50257, 2),
+        "gate_up.weight": (20, 4),
+        "gate_up.bias": (20,),
+        "qkv.weight": (20, 4),
+        "qkv.bias": (20,),
+    }
+    for size in SIZES:
+        assert all(shapes == want for shapes in ranks(size, logical_shapes))
+
+
+def check_load_errors():
+    tp = mesh(tp=2).tp
+    model = Model(tp=tp).double()
+    state = full_state_dict(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    lacking = {name: value for name, value in state.items() if name != "norm.weight"}
+    with pytest.raises(ValueError, match=rf"the state dict of {len(lacking)} tensors has no 'norm.weight'"):
+        load_full_state_dict(model, {name: value + 1 for name, value in lacking.items()})
+    padded = {**state, "head.weight": torch.zeros(24, 8)}
+    with pytest.raises(ValueError, match=r"head.weight has shape \(24, 8\), the model needs \(21, 8\)"):
+        load_full_state_dict(model, {name: value + 1 for name, value in padded.items()})
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), "half loaded"
+    load_full_state_dict(model, {**state, "of another stage": torch.zeros(3)})
+
+
+def test_states_that_do_not_fit_are_refused_before_anything_changes(ranks):
+    ranks(2, check_load_errors)
+
+
+def test_undeclared_parameters_are_replicated():
+    model = nn.Sequential(nn.Linear(3, 4), VocabParallelEmbedding(8, 3, tp=Axis(2, 1, None, "tp")))
+    declared = shardings(model)
+    assert declared["0.weight"] == Sharding((4, 3))
+    assert declared["1.weight"].local_shape == (4, 3)
+    assert [name for name, *_ in owners(model)] == ["0.weight", "0.bias", "1.weight"]
+
+
+def test_a_further_pending_sum_keeps_what_was_declared():
+    tp, ends = Axis(2, 1, None, "tp"), Axis(2, 0, None, "ends")
+    table, plain = VocabParallelEmbedding(8, 3, tp=tp), nn.Linear(3, 4)
+    add_partial(table, "weight", ends)
+    add_partial(plain, "weight", ends)
+    add_partial(plain, "bias", Axis(name="ends"))
+    assert table.shardings["weight"] == Sharding((8, 3), (cut(8, tp, 0),), (ends,))
+    assert shardings(plain) == {"weight": Sharding((4, 3), (), (ends,)), "bias": Sharding((4,))}
+
+
+def test_runs_may_overlap():
+    shard = Shard(Axis(3, 1, None, "tp"), 0, (((0, 3),), ((2, 4), (5, 6)), ((3, 6),)))
+    assert shard.replicated == (2, 3, 5)
+    assert shard.owned == (False, True, True)
+    assert [shard.size(rank) for rank in range(3)] == [3, 3, 3]
+
+
+def test_materialized_models_keep_their_declaration():
+    model = materialize(Model(device="meta"), 1)
+    assert {name: s.shape for name, s in shardings(model).items()} == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
