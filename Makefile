@@ -7,7 +7,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test soak bench check format clean
+.PHONY: help install pretrain test soak mutation bench check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: $(STAMP) ## the whole suite: every layout against the unsharded model
 
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
+
+mutation: $(STAMP) ## break the library in 68 ways, in copies, and see each turn a test red
+	$(RUN) -m tests.mutations
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 	$(RUN) -m pytest bench -q --benchmark-columns=median,iqr,rounds

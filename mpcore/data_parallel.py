@@ -17,8 +17,7 @@ def shard_data_parallel(model: nn.Module, mesh: Mesh, blocks: Iterable[nn.Module
     stays as it is.
 
     Args:
-        model: the model, or this rank's stage of it, with plain parameters (call `materialize` first). Changed in
-        place.
+        model: the model, or this rank's stage of it, with plain parameters (`materialize` first). Changed in place.
         mesh: the mesh it lies on.
         blocks: submodules that are gathered one after the other, in the order of forward.
 
@@ -38,7 +37,6 @@ def shard_data_parallel(model: nn.Module, mesh: Mesh, blocks: Iterable[nn.Module
 
 
 def sync_gradients(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward sums gradients over the data axis: False for all micro-batches of a step but the
-    last."""
+    """Whether the next backward sums gradients over the data axis: only that of a step's last micro-batch need."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)

@@ -26,17 +26,15 @@ def reduce_gradients(model: nn.Module, *over: Axis) -> None:
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
     parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
-    axis,
-    in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no gradient on some rank counts as
-    zero there; one that got none on any rank keeps None.
+    axis, in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no gradient on some rank
+    counts as zero there; one that got none on any rank keeps None.
 
     Args:
         model: the model, or this rank's stage of it.
         over: axes over which every parameter is replicated with other data on each rank, and which nothing else
-        reduces:
-            `mesh.data` for plain data parallelism without `fully_shard`.
+            reduces: `mesh.data` for plain data parallelism without `fully_shard`.
     """
-    pending: dict[str, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
+    pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
     for name, module, leaf, parameter in owners(model):
         if not parameter.requires_grad:
             continue
@@ -44,8 +42,8 @@ def reduce_gradients(model: nn.Module, *over: Axis) -> None:
         wanted = [(axis, None) for axis in (*sharding.partial, *over) if axis.size > 1]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
-            pending.setdefault(axis.name, (axis, []))[1].append((name, parameter, shard))
-    for _, (axis, entries) in sorted(pending.items()):  # the same order on every rank
+            pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
+    for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].name):  # the same order on every rank
         _reduce_pending(axis, sorted(entries, key=lambda entry: entry[0]))
 
 
@@ -137,8 +135,8 @@ def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
         if parameter.grad is None:
             continue
         sharding = sharding_of(module, leaf, parameter)
-        sharded_over = {shard.axis.name for shard in sharding.shards}
-        replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.name not in sharded_over]
+        sharded_over = [shard.axis.group for shard in sharding.shards]  # the group, not the name, says which ranks
+        replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.group not in sharded_over]
         if not is_dtensor(parameter.grad):
             replicated_over.append(mesh.data)
         if any(axis.rank > 0 for axis in replicated_over):

@@ -268,8 +268,7 @@ def raise_together(error: Exception | None) -> None:
         error: what went wrong on this rank; None: nothing.
 
     Raises:
-        ValueError: on every rank, with the messages of the ranks that failed. On one that failed itself, from its
-        error.
+        ValueError: on every rank, with the messages of the ranks that failed.
     """
     errors: list = [str(error) if error else None]
     if dist.is_initialized() and dist.get_backend() != "fake":

@@ -1,9 +1,8 @@
 """Floor 2: randomness that no layout changes.
 
 Nothing here has a state. A parameter's first value depends on (seed, its full name), a dropout mask on (seed, the
-module's full name, global sample index, token index, feature index): which rank computes it, and when, is no part of
-it.
-So recomputation needs no saved generator, and there is nothing to restore on resume.
+module's full name, global sample index, token index, feature index): which rank computes it, and when, is no part
+of it. So recomputation needs no saved generator, and there is nothing to restore on resume.
 
 Source: Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table 2.
 """

@@ -1,8 +1,7 @@
 """Floor 2: where a parameter's local tensor lies in its logical tensor.
 
 A layer declares this once for each of its parameters, in `layer.shardings`. Initialisation, gradient sums, gradient
-norm,
-state dicts and checkpoints all read that one declaration; none of them looks at a parameter's name.
+norm, state dicts and checkpoints all read that one declaration; none of them looks at a parameter's name.
 """
 
 from __future__ import annotations

@@ -65,8 +65,22 @@ def check_adjoint(length, dim):
         ("reduce", lambda x: c.reduce(x, axis), rank_own(shape, 60), whole(2, shape), False, True),
         ("split", lambda x: c.split(x, axis, dim), whole(3, shape), rank_own(cut, 70), True, False),
         ("gather", lambda x: c.gather(x, axis, dim, length), rank_own(cut, 80), whole(4, shape), False, True),
-        ("all_gather", lambda x: c.all_gather(x, axis, dim, length), rank_own(cut, 90), rank_own(shape, 110), False, False),
-        ("reduce_scatter", lambda x: c.reduce_scatter(x, axis, dim), rank_own(shape, 120), rank_own(cut, 130), False, False),
+        (
+            "all_gather",
+            lambda x: c.all_gather(x, axis, dim, length),
+            rank_own(cut, 90),
+            rank_own(shape, 110),
+            False,
+            False,
+        ),
+        (
+            "reduce_scatter",
+            lambda x: c.reduce_scatter(x, axis, dim),
+            rank_own(shape, 120),
+            rank_own(cut, 130),
+            False,
+            False,
+        ),
         (
             "all_to_all",
             lambda x: c.all_to_all(x, axis, other, dim, length),
@@ -75,7 +89,7 @@ def check_adjoint(length, dim):
             False,
             False,
         ),
-    ]  # fmt: skip
+    ]
     for name, f, x, dy, one_in, one_out in cases:
         x.requires_grad_()
         y = f(x)

@@ -371,3 +371,19 @@ def test_on_no_axis_nothing_happens():
     before = [p.grad for p in model.parameters()]
     reduce_gradients(model, Axis(name="data"))
     assert all(p.grad is old for p, old in zip(model.parameters(), before, strict=True))
+
+
+def check_unnamed_axis() -> None:
+    on = mesh(tp=2)
+    unnamed = Axis(2, on.tp.rank, on.tp.group)
+    norms = []
+    for tp in (Axis(), unnamed):
+        torch.manual_seed(3)
+        layer = ColumnParallelLinear(6, 5, tp=tp, dtype=torch.float64)
+        layer(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
+        norms.append(grad_norm(layer, on if tp is unnamed else Mesh()))
+    close(norms[1], norms[0], "norm over an axis without a name")
+
+
+def test_the_norm_knows_an_axis_by_its_group(ranks):
+    ranks(2, check_unnamed_axis)

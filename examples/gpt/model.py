@@ -1,9 +1,10 @@
-"""The reference GPT: embedding, blocks, head. One file, any layout: at tp=1, pp=1 it is the model that all others
-equal."""
+"""The reference GPT: embedding, blocks, head. At tp=1, pp=1 it is the model that all layouts equal."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore import (
+    Axis,
     ColumnParallelLinear,
     Dropout,
     LayerNorm,
@@ -100,6 +102,7 @@ class GPT(nn.Module):
         config: the model.
         mesh: where it lies; `Mesh()` is one process.
         sequence_parallel: between tensor-parallel regions each rank holds its part of the sequence.
+        blocks: the blocks of this stage; None: this rank's share of all.
         device, dtype: of the parameters; build on "meta" and call `mpcore.materialize`.
     """
 
@@ -109,15 +112,18 @@ class GPT(nn.Module):
         mesh: Mesh = Mesh(),
         *,
         sequence_parallel: bool = False,
+        blocks: range | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         c, tp, pp = config, mesh.tp, mesh.pp
-        if c.layers < pp.size:
-            raise ValueError(f"{c.layers} layers are fewer than the pp size {pp.size}")
+        if blocks is None:
+            if c.layers < pp.size:
+                raise ValueError(f"{c.layers} layers are fewer than the pp size {pp.size}")
+            blocks = range(*shard_range(c.layers, pp))
         self.config, self.tp, self.sequence_parallel = c, tp, sequence_parallel and tp.size > 1
-        self.first, self.last = pp.rank == 0, pp.rank == pp.size - 1
+        self.first, self.last = blocks.start == 0, blocks.stop == c.layers
         like = {"device": device, "dtype": dtype}
         sp = {"tp": tp, "sequence_parallel": sequence_parallel}
         init, output_init = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.layers))
@@ -140,7 +146,7 @@ class GPT(nn.Module):
             norms = [norm(c.d_model, **sp, **like) for _ in range(2)]
             return TransformerBlock(attention, mlp, *norms, dropout=c.dropout, **sp)
 
-        self.blocks = nn.ModuleDict({str(i): block() for i in range(*shard_range(c.layers, pp))})
+        self.blocks = nn.ModuleDict({str(i): block() for i in blocks})
         if self.last:
             self.norm = norm(c.d_model, **sp, **like)
             self.head = ColumnParallelLinear(c.d_model, c.vocab_size, bias=False, init=init, **sp, **like)
@@ -148,8 +154,7 @@ class GPT(nn.Module):
                 self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        """[B, T] ids, or [B, T, D] from the stage before (T/tp with sequence parallel) -> logits [B, T, V/tp], or
-        [B, T, D].
+        """[B, T] ids -> logits [B, T, V/tp]; between stages [B, T, D], or [B, T/tp, D] with sequence parallel.
 
         Args:
             samples: [B] global sample index of each row; dropout in training needs it.
@@ -170,6 +175,35 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             x = block(x, samples=samples, **arguments)
         return self.head(self.norm(x)) if self.last else x
+
+
+def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: Sequence[int], **options) -> list[GPT]:
+    """This rank's stages of a GPT, lowest first, where a pipeline rank may hold several.
+
+    Args:
+        config, mesh, options: as of `GPT`.
+        blocks: the blocks of each stage.
+        ranks: the pipeline rank of each stage.
+
+    Returns:
+        The stages; `mpcore.pipeline.partition.join_stages` makes the module to materialize of them.
+
+    Raises:
+        ValueError: if embeddings are tied between ranks other than the first and the last.
+    """
+    one_rank = ranks[0] == ranks[-1]
+    if config.tie_embeddings and not one_rank and (ranks[0], ranks[-1]) != (0, mesh.pp.size - 1):
+        raise ValueError(
+            f"tied embeddings on the pipeline ranks {ranks[0]} and {ranks[-1]}: only 0 and {mesh.pp.size - 1} sum them"
+        )
+    if one_rank:  # then first and last stage share one table, and nothing is summed between ranks
+        mesh = dataclasses.replace(mesh, ends=Axis(name="ends"))
+    mine = [held for held, rank in zip(blocks, ranks, strict=True) if rank == mesh.pp.rank]
+    stages = [GPT(config, mesh, blocks=held, **options) for held in mine]
+    if config.tie_embeddings and stages and stages[0].first and stages[-1].last:
+        stages[-1].embedding = stages[0].embedding
+        stages[-1].head.weight = stages[0].embedding.weight
+    return stages
 
 
 def count_parameters(config: GPTConfig) -> int:

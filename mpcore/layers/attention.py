@@ -160,8 +160,7 @@ def attention_mask(T: int, causal: bool, window: int | None, cu_seqlens: Tensor 
 
 
 def check_documents(cu_seqlens: Tensor, T: int) -> None:
-    """Refuse document ends that don't run from 0 to T in order. On a GPU, and while compiling, no check: it would
-    stall."""
+    """Refuse document ends that don't rise from 0 to T; on a GPU, and while compiling, not: it would stall."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])

@@ -18,7 +18,7 @@ class Dropout(nn.Module):
     Args:
         p: probability of zero, in [0, 1).
         tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
-        sequence.
+            sequence.
 
     Attributes:
         key: the stream; None until it is seeded.

@@ -85,8 +85,7 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
-    """Refuse ids outside [0, size) that aren't `ignore_index`. On a GPU, and while compiling, it would stall: no
-    check."""
+    """Refuse ids outside [0, size) but `ignore_index`; on a GPU, and while compiling, not: it would stall."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return
     if ignore_index is not None:
@@ -103,8 +102,7 @@ class PositionEmbedding(ParallelModule):
         num_positions: the longest sequence.
         dim: D.
         tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
-        sequence,
-            and the table's gradient is declared a pending sum over tp.
+            sequence, and the table's gradient is declared a pending sum over tp.
         init: fills the table; None: normal with deviation 1.
         device, dtype: of the parameters.
 

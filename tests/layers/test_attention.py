@@ -15,6 +15,7 @@ from mpcore import (
     reduce_gradients,
 )
 from mpcore import collectives as c
+from mpcore.layers.attention import document_positions
 from tests.equality import close, same_model
 from tests.pool import mesh
 
@@ -246,6 +247,12 @@ def test_packed_documents_equal_separate_documents(options, dtype):
     packed = attention(x, cu_seqlens=DOCUMENTS.to(dtype))
     separate = [attention(x[:, a:b]) for a, b in itertools.pairwise(DOCUMENTS.tolist()) if a < b]
     close(packed.detach(), torch.cat(separate, 1).detach(), "y")
+
+
+def test_positions_begin_anew_in_each_document():
+    """Rotation shows distances alone, so that the outputs above would not tell."""
+    assert document_positions(DOCUMENTS, T, torch.device("cpu")).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
+    assert document_positions(None, 3, torch.device("cpu")).tolist() == [0, 1, 2]
 
 
 def test_positions_and_tables_may_be_given():

@@ -379,7 +379,8 @@ def check_replicated_consumer():
 
     x, w = whole.clone().requires_grad_(), router.clone().requires_grad_()
     probabilities = (c.all_gather(c.split(x, tp, 0), tp, 0) @ w).softmax(-1)
-    mine = slice(tp.rank * T // tp.size, (tp.rank + 1) * T // tp.size)
+    part = (tp.rank + 1) % tp.size  # another rank's tokens
+    mine = slice(part * T // tp.size, (part + 1) * T // tp.size)
     (probabilities[mine] * dy[mine]).sum().backward()
     close(x.grad, dense.grad, "dx after all_gather")
     close(c.all_reduce(w.grad, tp), dense_router.grad, "router gradient after all_gather")

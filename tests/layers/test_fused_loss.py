@@ -1,0 +1,222 @@
+"""The losses by the kernels' path, on which a CPU takes their references: against dense torch in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpcore import Axis, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_log_prob
+from mpcore import collectives as c
+from mpcore.layers import loss as module
+from tests.equality import close
+from tests.pool import mesh
+
+B, T, D, V = 2, 6, 4, 11
+SIZES = [1, 2, 3]
+
+
+def draw(seed, *shape):
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw_target():
+    target = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(5))
+    target[0, :2] = -100
+    return target
+
+
+def tp_axis():
+    size = torch.distributed.get_world_size()
+    return mesh(tp=size).tp
+
+
+def dense(logits, target, *, label_smoothing=0.0, z_loss=0.0, softcap=0.0, token_weight=None, reduction="mean"):
+    z = softcap * torch.tanh(logits / softcap) if softcap else logits
+    flat, ids = z.flatten(0, -2), target.flatten()
+    counts = ids != -100
+    loss = F.cross_entropy(flat, ids, label_smoothing=label_smoothing, reduction="none")
+    loss = loss + z_loss * flat.logsumexp(-1).square() * counts
+    weight = torch.ones_like(loss) if token_weight is None else token_weight.flatten()
+    loss = loss * weight
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss.sum() / ((weight * counts).sum() if reduction == "mean" else 1)
+
+
+def check_loss(path):
+    tp, target, weight = tp_axis(), draw_target(), draw(6, B, T).abs()
+    chosen = module.runs_triton
+    module.runs_triton = lambda impl, x: path == "kernels"
+    try:
+        for smoothing, z_loss, softcap, token_weight, reduction in itertools.product(
+            (0.0, 0.1), (0.0, 0.01), (0.0, 2.0), (None, weight), ("mean", "none")
+        ):
+            options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "reduction": reduction}
+            ours, theirs = (draw(1, B, T, V).requires_grad_() for _ in range(2))
+            shard = c.split(ours, tp, -1)
+            before = shard.detach().clone()
+            loss = vocab_parallel_cross_entropy(
+                shard, target, tp=tp, vocab_size=V, token_weight=token_weight, **options
+            )  # fmt: skip
+            wanted = dense(theirs, target, token_weight=token_weight, **options)
+            dy = draw(2, *loss.shape)
+            loss.backward(dy)
+            wanted.backward(dy)
+            close(loss.detach(), wanted.detach(), f"loss {options}", 1e-12)
+            close(ours.grad, theirs.grad, f"gradient {options}", 1e-12)
+            assert torch.equal(shard, before)
+        nothing = vocab_parallel_cross_entropy(
+            shard.detach(), torch.full((B, T), -100), tp=tp, vocab_size=V, token_weight=weight
+        )
+        assert nothing == 0
+        leaf = shard.detach().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, target, tp=tp, vocab_size=V)
+        with pytest.raises(RuntimeError, match="vocab_parallel_cross_entropy has no second derivative"):
+            torch.autograd.grad(loss, leaf, create_graph=True)
+    finally:
+        module.runs_triton = chosen
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+@pytest.mark.parametrize("size", SIZES)
+def test_both_paths_equal_dense(ranks, size, path):
+    ranks(size, check_loss, path)
+
+
+def check_log_prob():
+    tp, target = tp_axis(), draw_target()
+    for softcap in (0.0, 2.0):
+        ours, theirs = (draw(1, B, T, V).requires_grad_() for _ in range(2))
+        found = vocab_parallel_log_prob(c.split(ours, tp, -1), target, tp=tp, vocab_size=V, softcap=softcap)
+        z = softcap * torch.tanh(theirs / softcap) if softcap else theirs
+        entropy = torch.distributions.Categorical(logits=z).entropy() * (target != -100)
+        wanted = -dense(theirs, target, softcap=softcap, reduction="none"), entropy
+        for name, ours_y, theirs_y in zip(("log_prob", "entropy"), found, wanted, strict=True):
+            close(ours_y.detach(), theirs_y.detach(), name, 1e-12)
+        for used in ((0,), (1,), (0, 1)):
+            grads = [
+                torch.autograd.grad(sum((y[i] * draw(i, B, T)).sum() for i in used), leaf, retain_graph=True)[0]
+                for y, leaf in ((found, ours), (wanted, theirs))
+            ]
+            close(*grads, f"gradient of outputs {used}", 1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_log_probability_and_entropy_equal_dense(ranks, size):
+    ranks(size, check_log_prob)
+
+
+# --- head and loss in one -----------------------------------------------------------------------------------------
+
+
+def check_linear(sequence_dim, frozen):
+    tp, weight = tp_axis(), draw(6, B, T).abs()
+    order = (0, 1) if sequence_dim != 0 else (1, 0)
+    target = draw_target().permute(order)
+    weight = weight.permute(order)
+    for options in (
+        {},
+        {"reduction": "sum", "chunk_rows": 5},
+        {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0, "token_weight": weight, "chunk_rows": 1},
+        {"label_smoothing": 0.1, "chunk_rows": 100},
+    ):
+        x, head = draw(1, *target.shape, D).requires_grad_(frozen != "x"), draw(2, V, D).requires_grad_(
+            frozen != "weight"
+        )  # fmt: skip
+        inputs = [t for t in (x, head) if t.requires_grad]
+        plain = {name: value for name, value in options.items() if name != "chunk_rows"}
+        wanted = dense(x @ head.t(), target, **plain)
+        wanted_grads = torch.autograd.grad(3 * wanted, inputs)
+        mine = x if sequence_dim is None else c.split(x, tp, sequence_dim)
+        sp = {} if sequence_dim is None else {"sequence_parallel": True, "sequence_dim": sequence_dim}
+        found = linear_cross_entropy(
+            mine, c.split(head, tp, 0), target, tp=tp, vocab_size=V, **sp, **options
+        )  # fmt: skip
+        close(found.detach(), wanted.detach(), f"loss {options.keys()}", 1e-12)
+        grads = torch.autograd.grad(3 * found, inputs)
+        for got, want in zip(grads, wanted_grads, strict=True):
+            close(got, want, f"gradient {options.keys()}", 1e-12)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_linear_cross_entropy_equals_dense(ranks, size, sequence_dim):
+    ranks(size, check_linear, sequence_dim, None)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_frozen_input_of_linear_cross_entropy(ranks, frozen):
+    ranks(2, check_linear, None, frozen)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest new tensor, and how often a tensor of so many logits is made by a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.products = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, t.numel())
+        self.products += func is torch.ops.aten.mm.default
+        return out
+
+
+@pytest.mark.parametrize("wanted", ["gradients", "loss"])
+def test_no_more_than_a_chunk_of_logits_is_ever_made(wanted):
+    x, head = draw(1, 64, 4).requires_grad_(), draw(2, 100, 4).requires_grad_()
+    target = torch.arange(64)
+    with Largest() as largest, torch.set_grad_enabled(wanted == "gradients"):
+        loss = linear_cross_entropy(x, head, target, chunk_rows=16)
+        if wanted == "gradients":
+            loss.backward()
+    assert largest.elements == 16 * 100
+    assert largest.products == (12 if wanted == "gradients" else 4)  # three products for each of four chunks, or one
+
+
+def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module.fused, "CHUNK_BYTES", 8 * 4 * 7)
+    monkeypatch.setattr(module.fused, "linear_cross_entropy", lambda *args, chunk_rows, **kw: seen.append(chunk_rows))
+    for rank, shard in enumerate((4, 4, 3)):
+        linear_cross_entropy(
+            torch.ones(15, 2, dtype=torch.float64),
+            torch.ones(shard, 2),
+            torch.zeros(15, dtype=torch.int64),
+            tp=Axis(3, rank),
+            vocab_size=11,
+            reduction="sum",
+        )
+    assert seen == [5, 5, 5]  # of at most 7, in three chunks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reduction": "none"}, "reduction 'none' needs all logits"),
+        ({"reduction": "average"}, "reduction 'average' is not"),
+        ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
+        ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
+        ({"token_weight": torch.ones(3)}, r"token_weight \(3,\) and target \(4,\) differ in shape"),
+        ({"target": torch.tensor([1, 2])}, r"logits \(4, 5\) and target \(2,\) don't have the same tokens"),
+        ({"target": torch.tensor([1, 2, 5, 0])}, "token id 5 is outside the vocabulary of 5"),
+        ({"vocab_size": 6}, "logits have 5 columns, but rank 0 of the tp axis of size 1 holds 6"),
+        ({"weight": torch.ones(5, 3)}, r"x \(4, 2\) and weight \(5, 3\) are not"),
+        ({"chunk_rows": -1}, "chunk_rows -1 is not positive"),
+    ],
+)
+def test_bad_input(arguments, message):
+    given = {"x": torch.ones(4, 2), "weight": torch.ones(5, 2), "target": torch.tensor([0, 1, 2, 4])}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**given | arguments)
+    shared = {"label_smoothing", "softcap", "token_weight", "target", "vocab_size"} & arguments.keys()
+    if shared or arguments == {"reduction": "average"}:
+        with pytest.raises(ValueError, match=message):
+            vocab_parallel_cross_entropy(**{"logits": torch.ones(4, 5), "target": given["target"]} | arguments)
