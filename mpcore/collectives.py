@@ -62,17 +62,20 @@ def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
 # --- on plain tensors: no autograd, always a new tensor -----------------------------------------------------------
 
 
-def _call(op: Callable[..., Tensor], *args) -> Tensor:
+_wait = _ops.wait_tensor.default
+
+
+def _call(op: Callable[..., Tensor], *args, wait: bool = False) -> Tensor:
     # Torch may have given these operators an autograd of its own, in Python: 9 us a collective, and a second graph.
     if torch.compiler.is_compiling():
-        return op(*args)
+        return _wait(op(*args)) if wait else op(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        return _wait(op(*args)) if wait else op(*args)
 
 
 def wait(x: Tensor) -> Tensor:
     """Wait for a collective that a `start_` function began, and return its result."""
-    return _call(_ops.wait_tensor.default, x)
+    return _call(_wait, x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -82,7 +85,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1."""
-    return x if axis.size == 1 else wait(start_all_reduce(x, axis, op))
+    return x if axis.size == 1 else _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -32,7 +32,8 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Ten
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = _autocast(x, weight, bias)
     return F.linear(x, weight, bias) if tp.size == 1 else _CopyLinear.apply(x, weight, bias, tp)
 
 
@@ -52,13 +53,14 @@ def all_gather_linear(
     Returns:
         [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = _autocast(x, weight, bias)
     return F.linear(x, weight, bias) if tp.size == 1 else _AllGatherLinear.apply(x, weight, bias, tp, dim, regather)
 
 
 def _autocast(x: Tensor, *tensors: Tensor | None) -> list:
     # Inside an autograd function autocast acts in forward alone, so the casts stand outside, where autograd sees them.
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if x.dtype == torch.float64:
         return [x, *tensors]
     dtype = torch.get_autocast_dtype(x.device.type)
     return [None if t is None else t.to(dtype) for t in (x, *tensors)]
@@ -231,6 +233,7 @@ class RowParallelLinear(ParallelModule):
         check_size("in_features", in_features, tp, unit)
         shard = cut(in_features, tp, 1, unit)
         self.local_in_features = shard.size(tp.rank)
+        self.local_in_features_name = f"this rank's share of in_features {in_features}"
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
         like = {"device": device, "dtype": dtype}
         self.declare("weight", (out_features, in_features), init or uniform(bound), shard=shard, **like)
@@ -247,7 +250,7 @@ class RowParallelLinear(ParallelModule):
         if not self.input_is_parallel:
             check_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
-        check_last(x, self.local_in_features, f"this rank's share of in_features {self.in_features}")
+        check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
             return F.linear(x, self.weight, self.bias)
         y = F.linear(x, self.weight)
@@ -255,7 +258,8 @@ class RowParallelLinear(ParallelModule):
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:
             y = collectives.reduce(y, self.tp)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        bias = self.bias
+        return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """Global sizes, as users wrote them."""
@@ -288,10 +292,8 @@ class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections in one product; each rank's output is [its q heads | k heads | v heads].
 
     The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are cut over tp.
-    Where
-    tp divides the number of KV heads they are cut too; otherwise each rank holds the KV heads that its query heads
-    read,
-    and the gradients of replicas are summed by `mpcore.reduce_gradients`, as declared.
+    Where tp divides the number of KV heads they are cut too; otherwise each rank holds the KV heads that its query
+    heads read, and the gradients of replicas are summed by `mpcore.reduce_gradients`, as declared.
 
     Args:
         in_features: D.

@@ -1,0 +1,140 @@
+"""A training step of the example's GPT on one thread, beside the same model in plain `torch.nn` and Hugging Face's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench.interleave import at_least, interleave
+from examples.gpt.model import GPT, PRESETS, GPTConfig
+from mpcore import vocab_parallel_cross_entropy
+
+# GPT-2 small with a sixth of its width and a third of its layers; its heads have 64 dimensions, as there.
+CONFIG = dataclasses.replace(PRESETS["gpt2"], vocab_size=2048, seq_len=256, layers=4, d_model=128, heads=2)
+BATCH = 2
+
+
+class PlainBlock(nn.Module):
+    """GPT-2's block as one writes it in torch."""
+
+    def __init__(self, c: GPTConfig) -> None:
+        super().__init__()
+        D = c.d_model
+        self.heads = c.heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(D, 3 * D), "output": nn.Linear(D, D)})
+        self.mlp = nn.ModuleDict({"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        B, T, D = x.shape
+        qkv = self.attention["qkv"](self.attention_norm(x)).split(D, dim=-1)
+        q, k, v = (t.view(B, T, self.heads, D // self.heads).transpose(1, 2) for t in qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attention["output"](y)
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.mlp_norm(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 in `torch.nn`; its parameters bear the names of the example's."""
+
+    def __init__(self, c: GPTConfig) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(c.vocab_size, c.d_model), nn.Embedding(c.seq_len, c.d_model)
+        self.blocks = nn.ModuleList(PlainBlock(c) for _ in range(c.layers))
+        self.norm = nn.LayerNorm(c.d_model)
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V]."""
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+HUGGING_FACE_NAMES = {
+    "embedding": "transformer.wte",
+    "position": "transformer.wpe",
+    "blocks": "transformer.h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "head": "lm_head",
+}
+
+
+def hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> nn.Module:
+    """transformers' GPT-2 with these weights, as its user gets it but without dropout."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": c.seq_len, "n_embd": c.d_model, "n_layer": c.layers, "n_head": c.heads}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(vocab_size=c.vocab_size, **sizes, **off, bos_token_id=None, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config)
+    renamed = {}
+    for name, value in state.items():
+        for ours, theirs in HUGGING_FACE_NAMES.items():
+            name = name.replace(f"{ours}.", f"{theirs}.")
+        name = name.replace("norm.", "transformer.ln_f.") if name.startswith("norm.") else name
+        stored_transposed = ".c_" in name and name.endswith("weight")
+        renamed[name] = value.t() if stored_transposed else value
+    model.load_state_dict(renamed)
+    return model.train()
+
+
+def trainer(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
+    """Forward, backward and AdamW, as the example trains; returns the loss before the step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+    def step() -> float:
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(value.detach())
+
+    return step
+
+
+@pytest.mark.benchmark(group="GPT training step")
+def test_gpt_step(benchmark) -> None:
+    """At least as many tokens a second as plain `torch.nn`, and 1.2 times as many as Hugging Face."""
+    c = CONFIG
+    torch.manual_seed(0)
+    ours, plain = GPT(c), PlainGPT(c)
+    plain.load_state_dict(ours.state_dict())
+    theirs = hugging_face(c, ours.state_dict())
+    tokens = torch.randint(c.vocab_size, (BATCH, c.seq_len + 1))
+    x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    calls = {
+        "mpcore": trainer(ours, lambda: vocab_parallel_cross_entropy(ours(x), target)),
+        "torch.nn": trainer(plain, lambda: F.cross_entropy(plain(x).flatten(0, 1), target.flatten())),
+        "transformers": trainer(theirs, lambda: theirs(input_ids=x, labels=target, shift_labels=target).loss),
+    }
+    for _ in range(3):  # the second and third loss are equal only if gradients and updates are
+        loss = calls["mpcore"]()
+        assert calls["torch.nn"]() == pytest.approx(loss, rel=1e-6)
+        assert calls["transformers"]() == pytest.approx(loss, rel=1e-5)
+
+    times = interleave(calls, rounds=24, iterations=1, warmup=1)
+    to_plain, to_theirs = times.ratio("torch.nn", "mpcore"), times.ratio("transformers", "mpcore")
+    benchmark.extra_info |= {
+        "shape": f"{c.layers} layers, width {c.d_model}, vocabulary {c.vocab_size}, tokens [{BATCH}, {c.seq_len}]",
+        "tokens_per_second": {name: round(x.numel() / times.median(name)) for name in times},
+        "ratios": {
+            "tokens/s / the same model in torch.nn (at least 1.0)": round(to_plain, 3),
+            "tokens/s / transformers GPT-2 (at least 1.2)": round(to_theirs, 3),
+        },
+    }
+    benchmark.pedantic(calls["mpcore"], rounds=5, iterations=1)
+    at_least("tokens/s over torch.nn's", to_plain, 1.0)
+    at_least("tokens/s over transformers'", to_theirs, 1.2)

@@ -1,0 +1,44 @@
+"""What a number was measured on: without it, the number means nothing."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def describe() -> dict[str, str | int]:
+    """Processor or GPU, versions, commit and date of this run."""
+    about: dict[str, str | int] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    return about
+
+
+def _commit() -> str:
+    """The commit's short hash, with a plus sign where files differ from it; empty outside a clone."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=9", "--exclude=*", "--dirty=+"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
