@@ -18,8 +18,10 @@ from mpcore.layers import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     apply_rope,
+    linear_cross_entropy,
     seed_dropout,
     vocab_parallel_cross_entropy,
+    vocab_parallel_log_prob,
 )
 from mpcore.mesh import Axis, Mesh, build_mesh
 from mpcore.parallelize import parallelize
@@ -48,6 +50,7 @@ __all__ = [
     "clip_gradients",
     "full_state_dict",
     "grad_norm",
+    "linear_cross_entropy",
     "load_full_state_dict",
     "materialize",
     "parallelize",
@@ -55,4 +58,5 @@ __all__ = [
     "seed_dropout",
     "shardings",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_prob",
 ]

@@ -10,7 +10,12 @@ from mpcore.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from mpcore.layers.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from mpcore.layers.loss import (
+    VocabParallelCrossEntropy,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_prob,
+)
 from mpcore.layers.mlp import ParallelMLP
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
@@ -31,6 +36,8 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "apply_rope",
+    "linear_cross_entropy",
     "seed_dropout",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_prob",
 ]

@@ -1,5 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel axis: one small collective, whatever the
-size.
+"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel axis, by one small collective.
 
 Per row, each rank computes over its own columns the maximum m_r, the sum of exponentials s_r = sum exp(z - m_r), the
 target's logit t_r (0 where another rank holds it) and the sum of logits u_r. One all-gather of these four numbers gives
@@ -7,18 +6,32 @@ target's logit t_r (0 where another rank holds it) and the sum of logits u_r. On
     loss = lse - (1 - a) target - a mean + z lse^2            (a: label smoothing, z: z-loss)
 and backward needs no collective: dlogits = p (1 + 2 z lse) - (1 - a) onehot - a / V, with p = exp(logits - lse).
 
+On a GPU the kernels of `mpcore/kernels/cross_entropy.py` do this, and nothing of the size of the logits is kept. On a
+CPU, where an exponential costs more than memory does, the softmax is computed once and kept.
+
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, for the cut; Szegedy et al. 2016 (arXiv:1512.00567),
-section 7,
-for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, for the z-loss.
+section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, for the z-loss.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from mpcore import collectives
 from mpcore.collectives import shard_range, start_all_gather, wait
+from mpcore.kernels import linear_cross_entropy as fused
+from mpcore.kernels._dispatch import runs_triton
+from mpcore.kernels.cross_entropy import (
+    combine_stats,
+    cross_entropy_backward,
+    cross_entropy_stats,
+    log_prob_of_stats,
+    loss_of_stats,
+)
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh import Axis
@@ -33,6 +46,8 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
+    token_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     """Cross-entropy of each token, from this rank's columns of the logits. Never changes its inputs.
@@ -46,6 +61,8 @@ def vocab_parallel_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0, and don't count in the mean.
         label_smoothing: a, the weight of the uniform distribution over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
+        softcap: c, takes c tanh(logits / c) for the logits; 0: none.
+        token_weight: [...], each token's weight in the loss and in the mean's divisor; the same on every rank.
         reduction: "mean" over the tokens that count (0 where there is none), "sum" or "none".
 
     Returns:
@@ -54,26 +71,160 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
     """
-    if logits.shape[:-1] != target.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)} don't have the same tokens")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction {reduction!r} is not 'mean', 'sum' or 'none'")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing {label_smoothing} is not in [0, 1)")
-    size = logits.shape[-1] * tp.size if vocab_size is None else vocab_size
-    start, end = shard_range(size, tp)
-    if logits.shape[-1] != end - start:
-        raise ValueError(
-            f"logits have {logits.shape[-1]} columns, but rank {tp.rank} of the {tp.name} axis of size {tp.size} holds "
-            f"{end - start} of a vocabulary of {size}: pass this rank's shard, not gathered logits"
+    _check_options(reduction, label_smoothing, softcap, target, token_weight)
+    size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
+    if runs_triton(None, logits):
+        loss = _FusedCrossEntropy.apply(
+            logits, target, tp, size, start, ignore_index, label_smoothing, z_loss, softcap, None
         )
-    check_ids(target, size, ignore_index)
-    loss = _CrossEntropy.apply(logits, target, tp, size, start, ignore_index, label_smoothing, z_loss)
+    else:
+        if softcap:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = softcap * torch.tanh(wide / softcap)
+        loss = _CrossEntropy.apply(logits, target, tp, size, start, ignore_index, label_smoothing, z_loss)
+    if token_weight is not None:
+        loss = loss * token_weight
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
-    return loss.sum() / (target != ignore_index).sum().clamp(min=1)
+    return loss.sum() / _divisor(target, ignore_index, token_weight)
+
+
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tp: Axis = Axis(name="tp"),
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, both differentiable. Never changes its inputs.
+
+    Args:
+        logits, target, tp, vocab_size, ignore_index, softcap: as of `vocab_parallel_cross_entropy`.
+
+    Returns:
+        `(log_prob, entropy)`, [...] in fp32 (fp64 for fp64 logits), in nats; both 0 for ignored tokens.
+
+    Raises:
+        ValueError: as `vocab_parallel_cross_entropy`.
+    """
+    _check_options("none", 0.0, softcap, target, None)
+    size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
+    return _FusedCrossEntropy.apply(logits, target, tp, size, start, ignore_index, 0.0, 0.0, softcap, "log_prob")
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    tp: Axis = Axis(name="tp"),
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
+
+    Gradients are made in the forward pass, so it costs what forward and backward of the head do.
+
+    Args:
+        x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
+        weight: [V/tp, D], this rank's rows, as of a `ColumnParallelLinear` without bias.
+        target: [...] of the whole sequence, the same on every rank.
+        tp: the axis that the vocabulary is cut over.
+        sequence_parallel, sequence_dim: as of `ColumnParallelLinear`.
+        vocab_size, ignore_index, label_smoothing, z_loss, softcap: as of `vocab_parallel_cross_entropy`.
+        token_weight: the same; not differentiated here.
+        reduction: "mean" or "sum".
+        chunk_rows: tokens of a chunk; None: as many as make 512 MiB of logits.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
+    """
+    if reduction == "none":
+        raise ValueError("reduction 'none' needs all logits: use vocab_parallel_cross_entropy")
+    _check_options(reduction, label_smoothing, softcap, target, token_weight)
+    gathered = sequence_parallel and tp.size > 1
+    tokens = list(x.shape[:-1])
+    if gathered:
+        tokens[sequence_dim] *= tp.size
+    size, start = _check_shard((*tokens, weight.shape[0]), target, tp, vocab_size, ignore_index)
+    x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
+    rows = x.reshape(-1, x.shape[-1])
+    exact = torch.promote_types(x.dtype, torch.float32)
+    scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
+    total = fused.linear_cross_entropy(
+        rows,
+        weight,
+        target.reshape(-1),
+        scale.reshape(-1),
+        start=start,
+        vocab_size=size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        gather=None if tp.size == 1 else partial(_gather_stats, tp=tp),
+        chunk_rows=chunk_rows or fused.rows_of_chunk(rows, -(-size // tp.size)),  # ranks' shards may be uneven
+    )
+    return total if reduction == "sum" else total / _divisor(target, ignore_index, token_weight)
+
+
+def _check_options(
+    reduction: str, label_smoothing: float, softcap: float, target: Tensor, token_weight: Tensor | None
+) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r} is not 'mean', 'sum' or 'none'")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing {label_smoothing} is not in [0, 1)")
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(f"token_weight {tuple(token_weight.shape)} and target {tuple(target.shape)} differ in shape")
+
+
+def _check_shard(
+    shape: tuple[int, ...], target: Tensor, tp: Axis, vocab_size: int | None, ignore_index: int
+) -> tuple[int, int]:
+    """V and the id of the first column here; refuses a shape of logits that is not this rank's, and bad targets."""
+    *tokens, columns = shape
+    if tokens != list(target.shape):
+        raise ValueError(f"logits {tuple(shape)} and target {tuple(target.shape)} don't have the same tokens")
+    size = columns * tp.size if vocab_size is None else vocab_size
+    start, end = shard_range(size, tp)
+    if columns != end - start:
+        raise ValueError(
+            f"logits have {columns} columns, but rank {tp.rank} of the {tp.name} axis of size {tp.size} holds "
+            f"{end - start} of a vocabulary of {size}: pass this rank's shard, not gathered logits"
+        )
+    check_ids(target, size, ignore_index)
+    return size, start
+
+
+def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
+    """What a mean divides by: the number or the weight of the tokens that count, or 1 where that is 0."""
+    counts = target != ignore_index
+    if token_weight is None:
+        return counts.sum().clamp(min=1)
+    total = token_weight.masked_fill(~counts, 0).sum()
+    return total.masked_fill(total == 0, 1)
+
+
+def _gather_stats(stats: Tensor, tp: Axis) -> Tensor:
+    return stats.unsqueeze(0) if tp.size == 1 else wait(start_all_gather(stats.unsqueeze(0), tp))
 
 
 class _CrossEntropy(Function):
@@ -89,22 +240,29 @@ class _CrossEntropy(Function):
         label_smoothing: float,
         z_loss: float,
     ) -> Tensor:
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)
         counts = target != ignore_index
         column = target - start
-        here = counts & (column >= 0) & (column < z.shape[-1])
+        here = counts & (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
 
-        largest = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # a shard may be masked with -inf from end to end
-        total = (z - largest.unsqueeze(-1)).exp().sum(-1)
-        at_target = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
-        stats = torch.stack([largest, total, at_target, z.sum(-1) if label_smoothing else torch.zeros_like(total)])
+        softmax = logits.softmax(-1, dtype=wide)  # over this rank's columns; one pass, where exp and sum are three
+        largest = logits.amax(-1).to(wide)
+        total = softmax.amax(-1).reciprocal()
+        at_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~here, 0)
+        sum_logits = logits.sum(-1, dtype=wide) if label_smoothing else torch.zeros_like(total)
+        share = torch.ones_like(total)
         if tp.size > 1:
+            masked = largest == -torch.inf  # from end to end of this shard
+            softmax.masked_fill_(masked.unsqueeze(-1), 0)
+            mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
+            stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
             stats = wait(start_all_gather(stats.unsqueeze(0), tp))
             largest = stats[:, 0].amax(0)
-            total = (stats[:, 1] * (stats[:, 0] - largest).exp()).sum(0)
-            stats = torch.stack([largest, total, stats[:, 2].sum(0), stats[:, 3].sum(0)])
-        largest, total, at_target, sum_logits = stats.unbind(0)
+            totals = stats[:, 1] * (stats[:, 0] - largest).exp()
+            total = totals.sum(0)
+            share = totals[tp.rank] / total
+            at_target, sum_logits = stats[:, 2:].sum(0)
         lse = largest + total.log()
         loss = lse - (1 - label_smoothing) * at_target
         if label_smoothing:
@@ -112,27 +270,78 @@ class _CrossEntropy(Function):
         if z_loss:
             loss = loss + z_loss * lse.square()
 
-        ctx.save_for_backward(logits, lse, counts, here, column)
-        ctx.size, ctx.label_smoothing, ctx.z_loss = size, label_smoothing, z_loss
+        kept = softmax if logits.dtype == wide else logits  # of half precision the smaller of the two
+        ctx.save_for_backward(kept, lse, share, counts, here, column)
+        ctx.dtype, ctx.size, ctx.label_smoothing, ctx.z_loss = logits.dtype, size, label_smoothing, z_loss
         return loss.masked_fill(~counts, 0)
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[override]
         refuse_second_derivative("vocab_parallel_cross_entropy")
-        logits, lse, counts, here, column = ctx.saved_tensors
+        kept, lse, share, counts, here, column = ctx.saved_tensors
         dloss = dloss.masked_fill(~counts, 0).unsqueeze(-1)
-        dlogits = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
-        dlogits *= dloss * (1 + 2 * ctx.z_loss * lse.unsqueeze(-1))
+        scale = dloss * (1 + 2 * ctx.z_loss * lse.unsqueeze(-1))
+        if kept.dtype == lse.dtype:
+            scale = scale * share.unsqueeze(-1)
+            # A graph that backward frees needs its softmax no more: the gradient takes its place in memory.
+            dlogits = kept * scale if _graph_is_kept() else kept.mul_(scale)
+        else:
+            dlogits = (kept.to(lse.dtype) - lse.unsqueeze(-1)).exp_().mul_(scale)
         if ctx.label_smoothing:
             dlogits -= dloss * (ctx.label_smoothing / ctx.size)
         at_target = (dloss * (ctx.label_smoothing - 1)).masked_fill(~here.unsqueeze(-1), 0)
         dlogits.scatter_add_(-1, column.unsqueeze(-1), at_target)
-        return dlogits.to(logits.dtype), *[None] * 7
+        return dlogits.to(ctx.dtype), *[None] * 7
+
+
+def _graph_is_kept() -> bool:
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+class _FusedCrossEntropy(Function):
+    """The same by the kernels, which keep the logits alone; or log-probability and entropy, of no options."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        logits: Tensor,
+        target: Tensor,
+        tp: Axis,
+        size: int,
+        start: int,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float,
+        wanted: str | None,
+    ):
+        ctx.columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap}
+        ctx.loss = {"vocab_size": size, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        ctx.wanted = wanted
+        stats = cross_entropy_stats(
+            logits, target, sum_logits=label_smoothing > 0, entropy=wanted == "log_prob", **ctx.columns
+        )
+        stats = combine_stats(_gather_stats(stats, tp))
+        ctx.save_for_backward(logits, target, stats)
+        if wanted == "log_prob":
+            return log_prob_of_stats(stats, target, ignore_index=ignore_index)
+        return loss_of_stats(stats, target, ignore_index=ignore_index, **ctx.loss)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        refuse_second_derivative(
+            "vocab_parallel_log_prob" if ctx.wanted == "log_prob" else "vocab_parallel_cross_entropy"
+        )
+        if ctx.wanted == "log_prob":
+            dlog_prob, dentropy = gradients
+            rows = {"dloss": None, "dlog_prob": dlog_prob, "dentropy": dentropy}
+        else:
+            rows = {"dloss": gradients[0]}
+        return cross_entropy_backward(*ctx.saved_tensors, **rows, **ctx.columns, **ctx.loss), *[None] * 9
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """`vocab_parallel_cross_entropy` for one vocabulary: it knows V, so it takes uneven shards and refuses gathered
-    logits.
+    """`vocab_parallel_cross_entropy` of one vocabulary size: takes uneven shards, and refuses gathered logits.
 
     Args:
         vocab_size: V.

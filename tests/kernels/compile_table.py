@@ -19,7 +19,15 @@ import torch
 import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
 
-from mpcore.kernels import geglu, gelu, layer_norm, relu_squared, rms_norm, swiglu  # noqa: F401, they define operators
+from mpcore.kernels import (  # noqa: F401, they define operators
+    cross_entropy,
+    geglu,
+    gelu,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+)
 from mpcore.kernels._rows import sum_partials
 
 GOLDEN = Path(__file__).with_name("golden_compile.json")
@@ -53,6 +61,15 @@ def run_activation(
     getattr(ops, f"{name}_backward")(y, x, added, *options)
 
 
+def run_cross_entropy(
+    V: int, dtype: torch.dtype = torch.bfloat16, rows: int = ROWS, softcap: float = 0.0, every: bool = False
+) -> None:
+    logits, target, row = torch.empty(rows, V, dtype=dtype), torch.zeros(rows, dtype=torch.int64), torch.empty(rows)
+    optional = (row, row) if every else (None, None)
+    stats = ops.cross_entropy_stats(logits, target, 0, -100, softcap, every, every)
+    ops.cross_entropy_backward(logits, target, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
+
+
 def run_column_sum(D: int) -> None:
     sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
 
@@ -79,6 +96,12 @@ CASES: dict[str, Callable[[], None]] = {
     "gelu F=16384 bf16 bias": lambda: run_activation("gelu", 16384, torch.bfloat16, True, "tanh"),
     "exact gelu F=16384 bf16": lambda: run_activation("gelu", 16384, torch.bfloat16, False, "none"),
     "relu_squared F=16384 bf16": lambda: run_activation("relu_squared", 16384, bias=False),
+    "cross_entropy V=128256 bf16": lambda: run_cross_entropy(128256),
+    "cross_entropy V=128256 bf16 all options": lambda: run_cross_entropy(128256, softcap=30.0, every=True),
+    "cross_entropy V=50257 bf16": lambda: run_cross_entropy(50257),
+    "cross_entropy V=50257 fp32 outputs": lambda: run_cross_entropy(50257, torch.float32, every=True),
+    "cross_entropy V=16032 fp32": lambda: run_cross_entropy(16032, torch.float32),
+    "cross_entropy V=128256 bf16 two rows": lambda: run_cross_entropy(128256, rows=2),
 }
 
 Facts = dict[str, Any]

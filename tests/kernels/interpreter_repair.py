@@ -94,7 +94,7 @@ def _init_args(self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_addresses(ptrs: Any, mask: Any) -> None:
-    addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+    addresses = ptrs.data[np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)]
     if addresses.size == 0:
         return
     first, end = int(addresses.min()), int(addresses.max()) + ptrs.get_element_ty().primitive_bitwidth // 8

@@ -109,6 +109,39 @@ def test_log_probability_and_entropy_equal_dense(ranks, size):
     ranks(size, check_log_prob)
 
 
+def check_compiled():
+    """One graph of either fused loss, on the values and gradients of eager."""
+    tp, target = tp_axis(), draw_target()
+    x, head = draw(1, B, T, D).requires_grad_(), c.split(draw(2, V, D), tp, 0).requires_grad_()
+    options = {"tp": tp, "vocab_size": V, "label_smoothing": 0.1, "softcap": 2.0}
+
+    def whole(x, head):
+        return linear_cross_entropy(x, head, target, chunk_rows=5, **options)
+
+    def parts(x, head):
+        logits = c.copy(x, tp) @ head.t()
+        log_prob, entropy = vocab_parallel_log_prob(logits, target, tp=tp, vocab_size=V)
+        return vocab_parallel_cross_entropy(logits, target, **options) + (log_prob * entropy).sum()
+
+    chosen = module.runs_triton
+    module.runs_triton = lambda impl, x: True
+    try:
+        for loss in (whole, parts):
+            torch.compiler.reset()
+            results = []
+            for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+                value = run(x, head)
+                results.append((value.detach(), *torch.autograd.grad(value, (x, head))))
+            for got, want in zip(*results, strict=True):
+                close(got, want, loss.__name__)
+    finally:
+        module.runs_triton = chosen
+
+
+def test_the_fused_losses_compile_to_one_graph(ranks):
+    ranks(2, check_compiled)
+
+
 # --- head and loss in one -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,40 @@
+"""Numerics of linear_cross_entropy around the kernels of cross_entropy."""
+
+import laws
+import pytest
+import torch
+
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
+
+
+def draw(N, D, V, dtype):
+    generator = torch.Generator().manual_seed(N)
+    inputs = {"x": torch.randn(N, D, generator=generator), "weight": torch.randn(V, D, generator=generator)}
+    target = torch.randint(0, V, (N,), generator=generator)
+    target[1] = -100
+    scale = torch.rand(N, generator=generator)
+    return {name: t.to(dtype) for name, t in inputs.items()}, {"target": target, "scale": scale}
+
+
+def kernels(**arguments):
+    return linear_cross_entropy(**arguments, impl="triton", chunk_rows=6).view(1)
+
+
+def reference(**arguments):
+    return linear_cross_entropy_reference(**arguments).view(1)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize("N", [5, 20])
+def test_errors(N, options, dtype):
+    inputs, rows = draw(N, 8, 1001, dtype)
+    laws.check_errors(kernels, reference, inputs, **rows, **options)
+
+
+def test_compiles_in_one_graph():
+    inputs, rows = draw(13, 8, 25, BF16)
+    laws.check_compiles(kernels, inputs, **rows, **OPTIONS)

@@ -1,0 +1,233 @@
+"""cross_entropy without a GPU: the references, bad input, and what would be launched."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_gpu import fake_gpu
+
+from mpcore.kernels import cross_entropy as module
+from mpcore.kernels.cross_entropy import (
+    combine_stats,
+    cross_entropy_backward,
+    cross_entropy_stats,
+    log_prob_of_stats,
+    loss_of_stats,
+)
+
+N, V = 6, 11
+LOGITS = 3 * torch.randn(N, V, dtype=torch.float64)
+TARGET = torch.tensor([0, 3, -100, 10, 5, 3])
+ROW = torch.rand(N, dtype=torch.float64)
+
+
+def dense(logits, target, label_smoothing, z_loss, softcap):
+    """Loss, log-probability and entropy of each row, from torch's own functions."""
+    z = softcap * torch.tanh(logits / softcap) if softcap else logits
+    loss = F.cross_entropy(z, target, label_smoothing=label_smoothing, reduction="none")
+    loss = loss + z_loss * z.logsumexp(-1).square() * (target != -100)
+    log_prob = -F.cross_entropy(z, target, reduction="none")
+    return loss, log_prob, torch.distributions.Categorical(logits=z).entropy() * (target != -100)
+
+
+def stats_of_ranks(logits, target, cuts, **options):
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    shards = zip(starts, logits.split(cuts, -1), strict=True)
+    return torch.stack([cross_entropy_stats(shard, target, start=start, **options) for start, shard in shards])
+
+
+@pytest.mark.parametrize("cuts", [[11], [6, 5], [1, 9, 1], [3, 3, 3, 2]])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_reference_is_the_formula(cuts, label_smoothing, z_loss, softcap):
+    options = {"vocab_size": V, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    leaf = LOGITS.clone().requires_grad_()
+    wanted = dense(leaf, TARGET, label_smoothing, z_loss, softcap)
+    torch.autograd.backward(wanted, [ROW, 2 * ROW, 3 * ROW])
+
+    stats = combine_stats(stats_of_ranks(LOGITS, TARGET, cuts, softcap=softcap, sum_logits=True, entropy=True))
+    found = loss_of_stats(stats, TARGET, **options), *log_prob_of_stats(stats, TARGET)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    shards = [
+        cross_entropy_backward(
+            shard, TARGET, stats, ROW, start=start, softcap=softcap, dlog_prob=2 * ROW, dentropy=3 * ROW, **options
+        )
+        for start, shard in zip([sum(cuts[:i]) for i in range(len(cuts))], LOGITS.split(cuts, -1), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(shards, -1), leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("missing", ["dloss", "dlog_prob", "dentropy"])
+def test_each_gradient_may_be_missing(missing):
+    stats = cross_entropy_stats(LOGITS, TARGET, entropy=True, sum_logits=True)
+    given = {"dloss": ROW, "dlog_prob": 2 * ROW, "dentropy": 3 * ROW}
+    without, zero = ({**given, missing: value} for value in (None, torch.zeros(N, dtype=torch.float64)))
+    found = [
+        cross_entropy_backward(LOGITS, TARGET, stats, vocab_size=V, label_smoothing=0.1, **rows)
+        for rows in (without, zero)
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_four_numbers_give_no_entropy():
+    stats = cross_entropy_stats(LOGITS, TARGET)
+    assert stats.shape == (4, N)
+    assert not stats[3].any()  # the sum of logits, for which nobody asked
+    log_prob, entropy = log_prob_of_stats(stats, TARGET)
+    assert entropy is None
+    torch.testing.assert_close(
+        log_prob, log_prob_of_stats(cross_entropy_stats(LOGITS, TARGET, entropy=True), TARGET)[0]
+    )
+
+
+def test_ranks_merge_in_any_order_and_at_once_or_in_turn():
+    stats = stats_of_ranks(LOGITS, TARGET, [4, 4, 3], entropy=True, sum_logits=True)
+    wanted = combine_stats(stats)
+    torch.testing.assert_close(combine_stats(stats.flip(0)), wanted)
+    torch.testing.assert_close(combine_stats(torch.stack([combine_stats(stats[:2]), stats[2]])), wanted)
+
+
+def test_a_confident_row_keeps_its_digits():
+    """loss = lse - t would lose all of them: both are 1000."""
+    logits = torch.tensor([[1000.0, 990.0]])
+    target = torch.tensor([0])
+    exact = torch.tensor([10.0], dtype=torch.float64).neg().exp().log1p()
+    stats = cross_entropy_stats(logits, target)
+    torch.testing.assert_close(loss_of_stats(stats, target, vocab_size=2).double(), exact, rtol=3e-3, atol=0)
+    gradient = cross_entropy_backward(logits, target, stats, torch.ones(1), vocab_size=2)
+    torch.testing.assert_close(gradient[0, 1].double(), 1 / (1 + torch.tensor(10.0).double().exp()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_reference_computes_in_float32_and_rounds_once(dtype):
+    logits = LOGITS.to(dtype)
+    stats = cross_entropy_stats(logits, TARGET, softcap=3.0)
+    assert stats.dtype == torch.float32
+    assert torch.equal(stats, cross_entropy_stats(logits.float(), TARGET, softcap=3.0))
+    how = {"vocab_size": V, "label_smoothing": 0.1, "softcap": 3.0}
+    gradient = cross_entropy_backward(logits, TARGET, stats, ROW.float(), **how)
+    wide = cross_entropy_backward(logits.float(), TARGET, stats, ROW.float(), **how)
+    assert torch.equal(gradient, wide.to(dtype))
+
+
+def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
+    logits = LOGITS.clone()
+    stats = cross_entropy_stats(logits, TARGET, entropy=True, sum_logits=True)
+    gradient = cross_entropy_backward(logits, TARGET, stats, ROW, dentropy=ROW, vocab_size=V, label_smoothing=0.1)
+    assert torch.equal(logits, LOGITS)
+    how = {"dentropy": ROW, "vocab_size": V, "label_smoothing": 0.1}
+    assert cross_entropy_backward(logits, TARGET, stats, ROW, in_place=True, **how) is logits
+    assert torch.equal(logits, gradient)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logits": LOGITS[0, 0]}, "x is a scalar"),
+        ({"logits": LOGITS.long()}, "x is torch.int64"),
+        ({"logits": LOGITS[:, :0]}, r"logits \(6, 0\) have no columns"),
+        ({"target": TARGET[:5]}, r"target has shape \(5,\), but logits \(6, 11\) have other rows"),
+        ({"target": TARGET.double()}, "target is torch.float64; it must be int64 or int32"),
+        ({"target": TARGET.to("meta")}, "target is on meta, but logits are on cpu"),
+        ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
+        ({"softcap": float("nan")}, "softcap nan is not a positive number"),
+        ({"logits": LOGITS.float(), "impl": "triton"}, "impl='triton', but x is on cpu"),
+        ({"impl": "fast"}, "impl 'fast' is none of"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy_stats(**{"logits": LOGITS, "target": TARGET} | arguments)
+    stats = torch.ones(4, N, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        cross_entropy_backward(
+            **{"logits": LOGITS, "target": TARGET} | arguments, stats=stats, dloss=ROW, vocab_size=V
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stats": torch.ones(3, N)}, r"stats have shape \(3, 6\); they are 4 or 5 numbers"),
+        ({"stats": torch.ones(4, 5)}, r"stats has shape \(5,\), but logits \(6, 11\) have other rows"),
+        ({"dloss": ROW[:5]}, r"dloss has shape \(5,\)"),
+        ({"dlog_prob": ROW[:5]}, r"dlog_prob has shape \(5,\)"),
+        ({"dentropy": ROW}, "dentropy needs stats of 5 numbers"),
+        ({"dentropy": ROW[:5], "stats": torch.ones(5, N)}, r"dentropy has shape \(5,\)"),
+        ({"dloss": ROW.to("meta")}, "dloss is on meta, but logits are on cpu"),
+    ],
+)
+def test_bad_input_of_the_backward_pass(arguments, message):
+    given = {"logits": LOGITS, "target": TARGET, "stats": torch.ones(4, N), "dloss": ROW, "vocab_size": V}
+    with pytest.raises(ValueError, match=message):
+        cross_entropy_backward(**given | arguments)
+
+
+def launched(rows, width, *, every=False, softcap=0.0, stride=None, in_place=False, target="sm_90"):
+    logits = torch.empty(rows, stride or width, dtype=torch.bfloat16)[:, :width]
+    ids, row = torch.zeros(rows, dtype=torch.int64), torch.empty(rows)
+    ops, optional = torch.ops.mpcore, (row, row) if every else (None, None)
+    backward = ops.cross_entropy_backward_in_place if in_place else ops.cross_entropy_backward
+    with fake_gpu(target) as launches:
+        stats = ops.cross_entropy_stats(logits, ids, 0, -100, softcap, every, every)
+        backward(logits, ids, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
+    return launches
+
+
+def test_launches(monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    stats, backward = launched(1000, 128256)
+    assert (stats.grid, backward.grid) == ((1000, 1, 1), (32 * 1000, 1, 1))
+    assert stats.arguments["stats_ptr"].shape == (4, 1000)
+    assert (stats.arguments["PARTS"], stats.arguments["BLOCK_V"], stats.arguments["VECTOR"]) == (1, 4096, 8)
+    assert backward.arguments["dlog_prob_ptr"] is backward.arguments["dentropy_ptr"] is None
+    stats, backward = launched(1000, 1000)
+    assert (stats.grid, backward.grid) == ((1000, 1, 1), (1000, 1, 1))
+    assert (stats.arguments["BLOCK_V"], stats.kernel.metadata.num_warps) == (1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"), [(66, 128256, 8), (100, 128256, 5), (300, 128256, 1), (8, 9000, 1)]
+)
+def test_long_rows_are_split_where_they_are_few(rows, width, parts, monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    stats, *merge, _ = launched(rows, width, every=True)
+    assert stats.grid == (rows * parts, 1, 1)
+    assert stats.arguments["PARTS"] * stats.arguments["SPAN"] >= width
+    assert [launch.name for launch in merge] == ["_merge_kernel"] * (parts > 1)
+    if parts > 1:
+        assert stats.arguments["stats_ptr"].shape == (parts, 5, rows)
+        assert merge[0].arguments["stats_ptr"].shape == (5, rows)
+
+
+def test_logits_are_not_copied_and_the_gradient_may_replace_them():
+    _, backward = launched(8, 1000, stride=1024)
+    assert (backward.arguments["STRIDE"], backward.arguments["DX_STRIDE"]) == (1024, 1000)
+    stats, backward = launched(8, 1000, stride=1024, in_place=True)
+    assert backward.arguments["x_ptr"].data_ptr() == backward.arguments["dx_ptr"].data_ptr()
+    assert (backward.arguments["STRIDE"], backward.arguments["DX_STRIDE"]) == (1024, 1024)
+    assert stats.arguments["x_ptr"].data_ptr() == backward.arguments["x_ptr"].data_ptr()
+
+
+@pytest.mark.parametrize("width", [16032, 50257])
+def test_tensors_off_a_16_byte_boundary_are_not_accessed_by_16_bytes(width):
+    logits = torch.empty(8 * width + 1, dtype=torch.bfloat16)[1:].view(8, width)
+    ids, row, ops = torch.zeros(8, dtype=torch.int64), torch.empty(8), torch.ops.mpcore
+    with fake_gpu() as launches:
+        stats = ops.cross_entropy_stats(logits, ids, 0, -100, 0.0, False, False)
+        ops.cross_entropy_backward_in_place(logits, ids, stats, row, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
+    for launch in launches:
+        assert ".v4" not in launch.kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("width", [128256, 50257])
+def test_the_pass_takes_one_exponential_per_element_and_one_per_vector(width):
+    stats, backward = launched(1000, width)
+    elements = 4096 // 128  # of a thread, in each turn of the loop
+    ends = 1  # after the loop, to merge threads
+    assert stats.kernel.asm["ptx"].count("ex2.approx") == elements + 2 * (elements // 8) * ends
+    assert backward.kernel.asm["ptx"].count("ex2.approx") == elements
+
+
+def test_nothing_is_launched_for_no_rows():
+    assert launched(0, 8) == []

@@ -1,0 +1,149 @@
+"""linear_cross_entropy on a CPU: against the unfused reference in float64, in chunks and over ranks; bad input."""
+
+import pytest
+import torch
+
+from mpcore.kernels import linear_cross_entropy as module
+from mpcore.kernels.cross_entropy import cross_entropy_stats
+from mpcore.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    rows_of_chunk,
+)
+
+N, D, V = 7, 4, 11
+X, WEIGHT = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+TARGET, SCALE = torch.tensor([0, 3, -100, 10, 5, 3, 7]), torch.rand(N, dtype=torch.float64)
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+
+
+def value_and_gradients(function, x, weight, *rows, **options):
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    total = function(*leaves, *rows, **options)
+    return total.detach(), *torch.autograd.grad(3 * total, leaves)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 3, 7, 8])
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+def test_chunks_equal_the_unfused_reference(chunk_rows, options):
+    found = value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE, chunk_rows=chunk_rows, **options)
+    wanted = value_and_gradients(linear_cross_entropy_reference, X, WEIGHT, TARGET, SCALE, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[6, 5], [1, 9, 1]])
+def test_ranks_equal_the_whole(cuts):
+    """Each rank in turn, with the statistics of the others computed for it."""
+    options = OPTIONS | {"chunk_rows": 3, "vocab_size": V}
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    shards = WEIGHT.split(cuts)
+    total, dx, dweight = value_and_gradients(linear_cross_entropy_reference, X, WEIGHT, TARGET, SCALE, **OPTIONS)
+    dxs, dweights = [], []
+    for start, shard in zip(starts, shards, strict=True):
+        chunks = iter(range(0, N, 3))
+
+        def gather(mine, chunks=chunks, start=start):
+            first = next(chunks)
+            rows = slice(first, first + 3)
+            stats = [
+                cross_entropy_stats(X[rows] @ w.t(), TARGET[rows], start=s, softcap=2.0, sum_logits=True)
+                for s, w in zip(starts, shards, strict=True)
+            ]
+            torch.testing.assert_close(mine, stats[starts.index(start)])
+            return torch.stack(stats)
+
+        found = value_and_gradients(
+            linear_cross_entropy, X, shard, TARGET, SCALE, start=start, gather=gather, **options
+        )  # fmt: skip
+        torch.testing.assert_close(found[0], total)
+        dxs.append(found[1])
+        dweights.append(found[2])
+    torch.testing.assert_close(sum(dxs), dx, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dweights), dweight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_what_is_frozen_costs_nothing(wanted, monkeypatch):
+    calls = []
+    backward = module.cross_entropy_backward
+    monkeypatch.setattr(module, "cross_entropy_backward", lambda *a, **kw: calls.append(1) or backward(*a, **kw))
+    leaves = [t.clone().requires_grad_(want) for t, want in zip((X, WEIGHT), wanted, strict=True)]
+    total = linear_cross_entropy(*leaves, TARGET, SCALE)
+    assert total.requires_grad == any(wanted)
+    assert len(calls) == any(wanted)
+    if any(wanted):
+        total.backward()
+        every = value_and_gradients(linear_cross_entropy_reference, X, WEIGHT, TARGET, SCALE)[1:]
+        for leaf, gradient in zip(leaves, every, strict=True):
+            if leaf.requires_grad:
+                torch.testing.assert_close(3 * leaf.grad, gradient)
+            else:
+                assert leaf.grad is None
+
+
+def test_without_gradients_none_is_made(monkeypatch):
+    monkeypatch.setattr(module, "cross_entropy_backward", lambda *a, **kw: pytest.fail("made a gradient"))
+    with torch.no_grad():
+        total = linear_cross_entropy(X.clone().requires_grad_(), WEIGHT, TARGET, SCALE)
+    torch.testing.assert_close(total, linear_cross_entropy_reference(X, WEIGHT, TARGET, SCALE))
+
+
+def test_inputs_are_kept_and_the_graph_may_be_walked_twice():
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    total = linear_cross_entropy(x, weight, TARGET, SCALE, chunk_rows=3)
+    first, second = (torch.autograd.grad(total, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(x, X)
+    assert torch.equal(weight, WEIGHT)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy kernel has no second derivative"):
+        torch.autograd.grad(total, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_chunks_add_up_in_float32(dtype):
+    """Added in the dtype itself, a hundred terms would lose most of their digits."""
+    x, weight = torch.randn(400, D).to(dtype), torch.randn(V, D).to(dtype)
+    target, scale = torch.arange(400) % V, torch.ones(400)
+    _, _, found = value_and_gradients(linear_cross_entropy, x, weight, target, scale, chunk_rows=4)
+    _, _, one = value_and_gradients(linear_cross_entropy, x, weight, target, scale, chunk_rows=400)
+    _, _, exact = value_and_gradients(
+        linear_cross_entropy_reference, x.double(), weight.double(), target, scale.double()
+    )  # fmt: skip
+    assert found.dtype == dtype
+    errors = [(gradient.double() - exact).square().mean().sqrt() for gradient in (found, one)]
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_no_tokens():
+    x, weight = X[:0].clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    total = linear_cross_entropy(x, weight, TARGET[:0], SCALE[:0])
+    total.backward()
+    assert (total, x.grad.shape) == (0, (0, D))
+    assert not weight.grad.any()
+
+
+def test_rows_of_a_chunk():
+    x = torch.empty(8192, 1, dtype=torch.bfloat16)
+    assert rows_of_chunk(x, 128256) == 2048  # of at most 2093
+    assert rows_of_chunk(x, 100) == 8192
+    assert rows_of_chunk(x[:1000], 128256) == 1024
+    assert rows_of_chunk(x[:100], 128256) == 100
+    assert rows_of_chunk(x, 2**40) == rows_of_chunk(x[:0], 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": X[None]}, r"x \(1, 7, 4\) and weight \(11, 4\) are not \[N, D\] and \[V, D\]"),
+        ({"weight": WEIGHT[:, :3]}, r"x \(7, 4\) and weight \(11, 3\) are not"),
+        ({"target": TARGET[:5]}, r"target has shape \(5,\), but x has 7 rows"),
+        ({"scale": SCALE[:5]}, r"scale has shape \(5,\), but x has 7 rows"),
+        ({"target": TARGET.double()}, "target is torch.float64"),
+        ({"chunk_rows": 0}, "chunk_rows 0 is not positive"),
+        ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
+        ({"impl": "fast"}, "impl 'fast' is none of"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{"x": X, "weight": WEIGHT, "target": TARGET, "scale": SCALE} | arguments)
