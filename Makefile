@@ -24,7 +24,7 @@ pretrain: $(STAMP) ## the main job: a GPT learns Python's standard library on a 
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --tp 2 --pp 2 --out $(OUT)
 
 test: $(STAMP) ## the whole suite: every layout against the unsharded model
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not slow"
 
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
