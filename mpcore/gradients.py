@@ -102,9 +102,10 @@ def _replica_slots(shard: Shard) -> tuple[list[int], list[int]]:
 
 def _data_run(x: DTensor) -> tuple[int, int]:
     """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
-    from_start = x.device_mesh.get_local_rank(x.device_mesh.ndim - 1)
+    coordinate = x.device_mesh.get_coordinate()  # not get_local_rank: torch's caches may return a mesh of ended groups
+    assert coordinate is not None
     size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
-    start = min(from_start * size, x.shape[0])
+    start = min(coordinate[-1] * size, x.shape[0])
     return start, start + x.to_local().shape[0]
 
 

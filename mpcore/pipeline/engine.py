@@ -1,54 +1,79 @@
-"""Floor 4: one step over its micro-batches, on a model that is whole or cut in pipeline stages."""
+"""Floor 4: one step over its micro-batches, on a model that is whole or cut in pipeline stages.
+
+The schedule is data (`mpcore.pipeline.schedules`), proved before anything runs (`mpcore.pipeline.prove`) and run by
+`torch.distributed.pipelining`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import sync_gradients
-from mpcore.mesh import Axis, Mesh
+from mpcore.mesh import Axis, Mesh, check_same
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
+from mpcore.sharding import local_tensor
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
 class Pipeline:
-    """Runs a step: forward and backward of every micro-batch, on this rank's stage.
+    """Runs a step: forward and backward of every micro-batch, on this rank's stages.
 
     Args:
-        model: this rank's stage. The first takes the batch's input, each other what the one before returns, all of them
-            the keyword arguments of a step.
+        model: this rank's stage; or its stages, lowest first, for schedules that lay several on a rank. The first
+            takes the batch's input, each other what the one before returns, all of them the keyword arguments of a
+            step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
         micro_batches: how many a step has.
         loss: `loss(output, target)`, a scalar; called on the last stage. Losses are summed, nothing is divided here.
+        schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
+        trace: note when each action runs, for `recorded`. On a GPU that waits for the device around each action.
+
+    Attributes:
+        plan: the schedule that runs.
+        last_rank: the rank along `mesh.pp` that holds the last stage.
 
     Raises:
-        ValueError: if there are fewer micro-batches than stages.
-
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: 1F1B, PipeDream-Flush.
+        ValueError: on every rank of the pipeline, if the schedule can't be had with these numbers, fails its proof,
+            names its messages (they are posted here), or gives this rank another number of stages.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        mesh: Mesh,
+        micro_batches: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        schedule: str | Schedule = "1f1b",
+        *,
+        trace: bool = False,
     ) -> None:
-        self.model, self.pp, self.micro_batches, self.loss = model, mesh.pp, micro_batches, loss
+        self.stages = [model] if isinstance(model, nn.Module) else list(model)
+        self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
         self.device = mesh.device
-        if micro_batches < mesh.pp.size:
-            raise ValueError(
-                f"{micro_batches} micro-batches are fewer than the pp size {mesh.pp.size}: make micro-batches smaller, "
-                f"or the batch larger"
-            )
-        if mesh.pp.size > 1:
-            stage = PipelineStage(model, mesh.pp.rank, mesh.pp.size, mesh.device, group=mesh.pp.group)
-            self.schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
+        self.last_rank = self.plan.rank_of[self.plan.stages - 1]
+        self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
+        self.spans: list[Span] | None = [] if trace else None
+        self.runtime: _PipelineScheduleRuntime | None = None
+        self.built_for: Any = None
 
     def forward_backward(self, x: Tensor, target: Tensor, **arguments: Tensor) -> Tensor:
         """Forward and backward of a batch, cut in micro-batches along dimension 0.
+
+        Shapes may change from step to step: the first step of a new shape costs a dry run more.
 
         Args:
             x: [B, ...] input of the first stage, on every rank.
@@ -57,23 +82,84 @@ class Pipeline:
 
         Returns:
             The sum of the micro-batches' losses in fp64, the same on every stage, without a graph.
+
+        Raises:
+            ValueError: if B isn't a multiple of the number of micro-batches, or tensors have another B.
         """
-        if self.pp.size == 1:
-            batches = [t.chunk(self.micro_batches) for t in (x, target, *arguments.values())]
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for i, (inputs, targets, *others) in enumerate(zip(*batches, strict=True)):
-                sync_gradients(self.model, i == self.micro_batches - 1)
-                loss = self.loss(self.model(inputs, **dict(zip(arguments, others, strict=True))), targets)
-                loss.backward()
-                total += loss.detach()
-            return total
-        first, last = self.pp.rank == 0, self.pp.rank == self.pp.size - 1
-        losses: list[Tensor] = []
-        inputs = (x,) if first else ()
-        kwargs: dict[str, Any] = dict(arguments)
-        self.schedule.step(*inputs, target=target if last else None, losses=losses if last else None, **kwargs)
+        tensors = {"x": x, "target": target, **arguments}
+        self._check_batch(tensors)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        return _from_last(sum((loss.detach() for loss in losses), total), self.pp)
+        if self.pp.size == 1:
+            batches = [t.chunk(self.micro_batches) for t in tensors.values()]
+            for i, (inputs, targets, *others) in enumerate(zip(*batches, strict=True)):
+                total += self._one_by_one(i, inputs, targets, dict(zip(arguments, others, strict=True)))
+            return total
+        shapes = [(name, t.shape, t.dtype) for name, t in tensors.items()]
+        mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        losses: list[Tensor] = []
+        last = self.pp.rank == self.last_rank
+        with self._prepared((shapes, mode)) as runtime:
+            inputs = (x,) if 0 in self.mine else ()
+            keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
+            runtime.step(*inputs, return_outputs=False, **keywords)
+        return self.from_last(sum((loss.detach() for loss in losses), total))
+
+    def _check_batch(self, tensors: dict[str, Tensor]) -> None:
+        size = len(tensors["x"])
+        for name, tensor in tensors.items():
+            if len(tensor) != size:
+                raise ValueError(f"{name} has {len(tensor)} rows, x has {size}")
+        if size == 0 or size % self.micro_batches:
+            padded = max(-(-size // self.micro_batches), 1) * self.micro_batches
+            raise ValueError(
+                f"a batch of {size} is not a multiple of {self.micro_batches} micro-batches: pad it to {padded} with "
+                f"rows whose targets the loss ignores"
+            )
+
+    def _one_by_one(self, i: int, x: Tensor, target: Tensor, arguments: dict[str, Tensor]) -> Tensor:
+        """A micro-batch through the whole model, on one rank."""
+        for index, stage in self.mine.items():
+            sync_gradients(stage, i == self.micro_batches - 1)
+            with self._noted("F", index, i):
+                x = stage(x, **arguments)
+        loss = self.loss(x, target)
+        with self._noted("B", self.plan.stages - 1, i):
+            loss.backward()
+        return loss.detach()
+
+    @contextmanager
+    def _prepared(self, key: object) -> Iterator[_PipelineScheduleRuntime]:
+        """torch's runtime for a batch of these shapes: its buffers fit the first batch alone, and gloo takes any."""
+        trained = [p.requires_grad for stage in self.stages for p in stage.parameters()]
+        if self.runtime is not None and self.built_for == (key, trained):
+            yield self.runtime
+            return
+        if self.built_for is not None and self.built_for[1] != trained:
+            raise ValueError("parameters were frozen or freed after the first step: make a new Pipeline for them")
+        self.runtime, self.built_for = self._build(), (key, trained)
+        # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
+        held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
+        for parameter, _ in held:
+            parameter.grad = None
+        yield self.runtime
+        with torch.no_grad():
+            for parameter, grad in held:
+                if parameter.grad is None:
+                    parameter.grad = grad
+                else:
+                    local_tensor(parameter.grad).add_(local_tensor(grad))
+
+    def _build(self) -> _PipelineScheduleRuntime:
+        stages: Any = [
+            _Stage(module, index, self.plan.stages, self.device, group=self.pp.group)
+            for index, module in self.mine.items()
+        ]
+        for stage in stages:
+            stage.noted = self._noted
+        runtime = _PipelineScheduleRuntime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
+        plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
+        runtime._prepare_schedule_with_comms(plan)
+        return runtime
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Tensor], **arguments: Tensor) -> Iterator[Tensor]:
@@ -84,35 +170,126 @@ class Pipeline:
             arguments: passed to every stage.
 
         Yields:
-            For each batch the model's output on the last stage, this stage's output on the others.
+            For each batch the model's output on the rank of the last stage, the output of its own last stage on the
+            others.
         """
         for x in batches:
-            if self.pp.rank > 0:
-                x = _receive(self.pp, self.device)
-            y = self.model(x, **arguments)
-            if self.pp.rank < self.pp.size - 1:
-                _send(y, self.pp)
-            yield y
+            # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
+            for index, stage in self.mine.items():
+                if index > 0 and index - 1 not in self.mine:
+                    x = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
+                x = stage(x, **arguments)
+                if index + 1 < self.plan.stages and index + 1 not in self.mine:
+                    _send(x, self.pp, self.plan.rank_of[index + 1])
+            yield x
 
     def from_last(self, x: Tensor) -> Tensor:
-        """What the last stage holds, on every stage: `x` of the others gives only the shape and dtype."""
-        return _from_last(x, self.pp)
+        """What the rank of the last stage holds, on every rank: `x` of the others gives only the shape and dtype."""
+        return all_reduce(x if self.pp.rank == self.last_rank else torch.zeros_like(x), self.pp)
+
+    def recorded(self) -> list[Span]:
+        """What all ranks of this pipeline did since the last call, in seconds from its begin: a collective over pp.
+
+        Raises:
+            ValueError: if this pipeline was made without `trace`.
+        """
+        if self.spans is None:
+            raise ValueError("nothing was recorded: make the Pipeline with trace=True")
+        every: list = [self.spans]
+        if self.pp.size > 1:
+            every = [None] * self.pp.size
+            dist.all_gather_object(every, self.spans, group=self.pp.group)
+        self.spans = []
+        spans = sorted((span for spans in every for span in spans), key=lambda span: (span.rank, span.start))
+        begin = min((span.start for span in spans), default=0.0)
+        return [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
+
+    @contextmanager
+    def _noted(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        if self.spans is None:
+            yield
+            return
+        start = self._clock()
+        yield
+        self.spans.append(Span(self.pp.rank, Action(kind, stage, micro_batch), start, self._clock()))
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.time()  # of all clocks the one that ranks on other hosts share
 
 
-def _from_last(x: Tensor, pp: Axis) -> Tensor:
-    return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
+class _Stage(PipelineStage):
+    """torch's stage, which tells when each of its actions began and ended."""
+
+    noted: Callable[[str, int, int], Any]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.noted("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        with self.noted("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.noted("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def _send(x: Tensor, pp: Axis) -> None:
+def _agree(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
+    """The schedule, proved, and the same on all ranks; what is wrong with it is raised on all of them."""
+    problem, plan = None, None
+    try:
+        plan = _check_plan(schedule, pp, micro_batches, stages)
+    except ValueError as error:
+        problem = str(error)
+    check_same("pipeline", problem or hashlib.sha256(repr(plan).encode()).hexdigest(), pp)
+    if problem or plan is None:
+        raise ValueError(problem)
+    return plan
+
+
+def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        plan = schedule
+    else:
+        plan = find_schedule(schedule, pp.size, micro_batches, None if schedule.endswith(".csv") else stages)
+    if (len(plan.ranks), plan.micro_batches) != (pp.size, micro_batches):
+        raise ValueError(
+            f"the schedule {plan.name} is for {len(plan.ranks)} ranks and {plan.micro_batches} micro-batches, the "
+            f"pipeline has {pp.size} and {micro_batches}"
+        )
+    prove(plan)
+    named = [action for actions in plan.ranks for action in actions if action.kind in MESSAGES]
+    if named:
+        raise ValueError(
+            f"the schedule {plan.name} names messages, such as {named[0]}: leave them out, they are posted here"
+        )
+    order = [a for a in plan.ranks[plan.rank_of[plan.stages - 1]] if (a.kind, a.stage) == ("F", plan.stages - 1)]
+    for m, action in enumerate(order):
+        if action.micro_batch != m:
+            raise ValueError(
+                f"{action} must not run before {action._replace(micro_batch=m)}: losses are kept in that order"
+            )
+    mine = plan.stages_of(pp.rank)
+    if len(mine) != stages:
+        raise ValueError(f"the schedule {plan.name} lays {len(mine)} stages on rank {pp.rank}, which holds {stages}")
+    return plan
+
+
+def _send(x: Tensor, pp: Axis, to: int) -> None:
+    if x.dtype not in _DTYPES or x.dim() > 6:
+        raise ValueError(f"a stage's output of {x.dtype} and {x.dim()} dimensions can't be sent on")
     header = torch.tensor([_DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (6 - x.dim())], device=x.device)
     for tensor in (header, x.contiguous()):
-        dist.send(tensor, group=pp.group, group_dst=pp.rank + 1)
+        dist.send(tensor, group=pp.group, group_dst=to)
 
 
-def _receive(pp: Axis, device: torch.device) -> Tensor:
+def _receive(pp: Axis, source: int, device: torch.device) -> Tensor:
     header = torch.zeros(8, dtype=torch.int64, device=device)
-    dist.recv(header, group=pp.group, group_src=pp.rank - 1)
+    dist.recv(header, group=pp.group, group_src=source)
     dtype, dims, *shape = header.tolist()
     x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
-    dist.recv(x, group=pp.group, group_src=pp.rank - 1)
+    dist.recv(x, group=pp.group, group_src=source)
     return x

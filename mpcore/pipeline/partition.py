@@ -1,0 +1,229 @@
+"""Floor 4: which blocks of a model make which pipeline stage, and which rank holds it.
+
+Works on any list of modules. Costs may be estimated from parameters, counted from matrix products, or measured;
+`partition` then cuts the list so that the slowest stage is as fast as can be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Cut a list of blocks into consecutive stages: the slowest as fast as can be, the others as even as can be.
+
+    Exact, by dynamic programming: first the least possible cost of the slowest stage, then, among all cuts that reach
+    it, the one with the least sum of squares. Where that leaves a choice, earlier stages are the longer ones.
+
+    Args:
+        costs: the cost of each block, in any unit, none negative.
+        stages: how many stages; each holds at least one block.
+        first: what the first stage has to do besides its blocks, such as the embedding.
+        last: what the last stage has to do besides its blocks, such as the head and the loss.
+
+    Returns:
+        The blocks of each stage.
+
+    Raises:
+        ValueError: if there are more stages than blocks, or a cost is negative or not finite.
+    """
+    n = len(costs)
+    _check_stages(stages, n)
+    for what, cost in (*((f"block {i}", c) for i, c in enumerate(costs)), ("first", first), ("last", last)):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"the cost {cost} of {what} is not a finite number of at least 0")
+    # costs with the extras folded into the outer blocks, which no cut can take away from them
+    weighed = [cost + (first if i == 0 else 0) + (last if i == n - 1 else 0) for i, cost in enumerate(costs)]
+    sums = [0.0]
+    for cost in weighed:
+        sums.append(sums[-1] + cost)
+    return _even_cut(sums, stages, _slowest(sums, stages))
+
+
+def _slowest(sums: list[float], stages: int) -> float:
+    """The least cost of the slowest stage. best[i]: of the first i blocks in the stages so far."""
+    n = len(sums) - 1
+    best = [math.inf] + [sums[i] for i in range(1, n + 1)]
+    for stage in range(2, stages + 1):
+        found = [math.inf] * (n + 1)
+        for i in range(stage, n + 1):
+            # best grows with j, the rest shrinks: the least maximum is where they cross
+            cross = bisect_left(range(stage - 1, i), 0, key=lambda j, i=i: best[j] - (sums[i] - sums[j])) + stage - 1
+            found[i] = min(max(best[j], sums[i] - sums[j]) for j in (cross - 1, cross) if stage - 1 <= j < i)
+        best = found
+    return best[n]
+
+
+def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
+    """Of the cuts whose stages all cost at most `slowest` the one with the least sum of squares."""
+    n = len(sums) - 1
+    least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
+    begin = [[0] * (n + 1) for _ in range(stages + 1)]
+    least[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for i in range(stage, n + 1):
+            for j in range(i - 1, stage - 2, -1):
+                cost = sums[i] - sums[j]
+                if cost > slowest:
+                    break
+                total = least[stage - 1][j] + cost * cost
+                if total < least[stage][i] * (1 - 1e-12):  # ties: the last stage is the shortest, and so on
+                    least[stage][i], begin[stage][i] = total, j
+    cuts = [n]
+    for stage in range(stages, 0, -1):
+        cuts.append(begin[stage][cuts[-1]])
+    return [range(start, end) for end, start in itertools.pairwise(cuts)][::-1]
+
+
+def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
+    """The explicit cut: stages of these many blocks.
+
+    Raises:
+        ValueError: if a stage would be empty, or the sizes don't sum to the number of blocks.
+    """
+    if min(sizes, default=0) < 1 or sum(sizes) != blocks:
+        raise ValueError(f"stages of {list(sizes)} blocks hold {sum(sizes)}, not the model's {blocks}, none empty")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> list[int]:
+    """The rank of each of the `ranks * virtual_stages` stages.
+
+    Args:
+        ranks: the pipeline size.
+        virtual_stages: how many stages each rank holds.
+        style: "loop": stage s on rank s mod P. "v": there and back again, so that neighbours at the turn share a rank.
+
+    Raises:
+        ValueError: if the style is another.
+    """
+    if style not in ("loop", "v"):
+        raise ValueError(f"style {style!r} must be 'loop' or 'v'")
+    there = list(range(ranks))
+    return [rank for i in range(virtual_stages) for rank in (there[::-1] if style == "v" and i % 2 else there)]
+
+
+def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """A rank's stages as one module under the whole model's names, for all that isn't forward: optimizer, checkpoint.
+
+    Modules and parameters are shared with the stages, nothing is copied. Modules of one name in several stages must be
+    one module, hold nothing, or hold others alone, as lists of blocks do: then these are joined likewise.
+
+    Args:
+        stages: this rank's stages; their submodules bear the names that they have in the whole model.
+
+    Returns:
+        A module to be materialized, optimized and saved, not to be called.
+
+    Raises:
+        ValueError: if two stages hold different parameters or modules under one name.
+    """
+    joined = nn.Module()
+    for declared in ("shardings", "inits"):
+        entries = {k: v for stage in stages for k, v in getattr(stage, declared, {}).items()}
+        if entries:
+            setattr(joined, declared, entries)
+    for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_parameters(recurse=False)):
+        held = {id(p): p for stage in stages if (p := stage._parameters.get(name)) is not None}
+        if len(held) > 1:
+            raise ValueError(f"{len(held)} stages hold a parameter {name} each: which of them is the model's?")
+        joined.register_parameter(name, *held.values())
+    for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_children()):
+        children = [child for stage in stages if (child := stage._modules.get(name)) is not None]
+        children = list({id(child): child for child in children}.values())
+        hold = [child for child in children if child._parameters or child._buffers]
+        if len(children) > 1 and hold:
+            raise ValueError(f"{len(children)} stages hold a {type(hold[0]).__name__} {name} each, with tensors in it")
+        joined.add_module(name, children[0] if len(children) == 1 else join_stages(children))
+    return joined
+
+
+def _check_stages(stages: int, blocks: int) -> None:
+    if stages < 1:
+        raise ValueError(f"{stages} stages: at least 1 is needed")
+    if blocks < stages:
+        raise ValueError(f"{blocks} blocks are fewer than the {stages} stages: each stage holds at least one")
+
+
+# --- what a block costs -------------------------------------------------------------------------------------------
+
+
+def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
+    """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
+
+    A table is the weight of an embedding, which is read and not multiplied with: any module with `num_embeddings`.
+    """
+    return [
+        float(
+            sum(
+                parameter.numel()
+                for module in root.modules()
+                if not hasattr(module, "num_embeddings")
+                for parameter in module.parameters(recurse=False)
+                if parameter.dim() > 1
+            )
+        )
+        for root in modules
+    ]
+
+
+def flop_costs(modules: Iterable[nn.Module], x: Tensor) -> list[float]:
+    """The floating-point operations of each module's forward, counted while `x` passes through all in turn.
+
+    Backward takes twice as many, in every module alike. Costs nothing on the meta device.
+
+    Args:
+        modules: called one after the other, each with what the one before returned.
+        x: input of the first.
+    """
+    costs = []
+    for module in modules:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            x = module(x)
+        costs.append(float(counter.get_total_flops()))
+    return costs
+
+
+def measured_costs(modules: Sequence[nn.Module], x: Tensor, repeats: int = 5) -> list[float]:
+    """Seconds that forward and backward of each module take, the median of some repeats after one to warm up.
+
+    Gradients that the parameters had before stay as they are.
+
+    Args:
+        modules: called one after the other, each with what the one before returned.
+        x: input of the first.
+        repeats: how often to measure.
+    """
+    costs = []
+    for module in modules:
+        held = [(p, p.grad) for p in module.parameters()]
+        module.zero_grad()  # so that nothing is added into the gradients held
+        inputs = x.detach().requires_grad_(x.is_floating_point())
+        seconds = []
+        for _ in range(repeats + 1):
+            began = _now(inputs)
+            y = module(inputs)
+            if y.requires_grad:
+                y.backward(torch.ones_like(y))
+            seconds.append(_now(inputs) - began)
+        for parameter, grad in held:
+            parameter.grad = grad
+        costs.append(statistics.median(seconds[1:]))
+        x = y.detach()
+    return costs
+
+
+def _now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()

@@ -1,0 +1,524 @@
+"""Every schedule against one backward of the dense model; shapes that change; what the engine refuses and records."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from examples.gpt.model import GPT, GPTConfig, build_stages
+from mpcore import (
+    ColumnParallelLinear,
+    Mesh,
+    RowParallelLinear,
+    grad_norm,
+    materialize,
+    reduce_gradients,
+    shardings,
+    vocab_parallel_cross_entropy,
+)
+from mpcore.collectives import all_reduce
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.pipeline import Pipeline
+from mpcore.pipeline.partition import join_stages, parameter_costs, partition
+from mpcore.pipeline.prove import Times, prove
+from mpcore.pipeline.schedules import (
+    NAMES,
+    V_SHAPED,
+    Action,
+    build_schedule,
+    default_placement,
+    default_virtual_stages,
+    with_messages,
+    write_csv,
+)
+from mpcore.sharding import full_tensor
+from tests.equality import close
+from tests.pool import mesh
+
+CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 8, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
+BATCH = 16
+TOLERANCE = 1e-10
+
+
+def batch(rows: int = BATCH, length: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets of which each sample has another number that count (some have none), sample indices."""
+    g = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(31, (2, rows, length), generator=g)
+    valid = torch.arange(length) < torch.randint(length + 1, (rows, 1), generator=g)
+    return tokens, targets.masked_fill(~valid, -100), torch.arange(100, 100 + rows)
+
+
+def dense(rows: int = BATCH, length: int = 8, **options) -> tuple[Tensor, dict[str, Tensor]]:
+    model = materialize(GPT(GPTConfig(**{**CONFIG, **options}), device="meta", dtype=torch.float64), seed=5)
+    tokens, targets, samples = batch(rows, length)
+    loss = vocab_parallel_cross_entropy(model(tokens, samples), targets)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+class Run:
+    """This rank's stages of the GPT, its pipeline, and the module that holds them all."""
+
+    def __init__(self, on: Mesh, name: str, micro_batches: int, virtual: int | None = None, **options) -> None:
+        config = GPTConfig(**{**CONFIG, **options.pop("model", {})})
+        virtual = virtual or default_virtual_stages(name)
+        blocks = partition([1.0] * config.layers, on.pp.size * virtual, last=0.5)
+        ranks = options.pop("ranks", default_placement(name, on.pp.size, virtual))
+        self.on, self.count = on, torch.ones(())
+        self.stages = build_stages(config, on, blocks, ranks, device="meta", dtype=torch.float64)
+        self.model = materialize(join_stages(self.stages), seed=5)
+        frozen = options.pop("frozen", ())
+        for parameter_name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not (frozen and parameter_name.endswith(frozen)))
+        # `fully_shard` would part a table that two stages of a rank share: plain data parallelism there
+        self.plain = config.tie_embeddings and ranks[0] == ranks[-1]
+        if not self.plain:
+            for stage in self.stages:
+                shard_data_parallel(stage, on, stage.blocks.values())
+        schedule = options.pop("schedule", name)
+        self.pipeline = Pipeline(self.stages, on, micro_batches, self.loss, schedule, **options)
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        total = vocab_parallel_cross_entropy(logits, target, tp=self.on.tp, vocab_size=31, reduction="sum")
+        return total / self.count
+
+    def step(self, rows: int = BATCH, length: int = 8) -> Tensor:
+        data = self.on.data
+        tokens, targets, samples = (t.chunk(data.size)[data.rank] for t in batch(rows, length))
+        self.count = all_reduce((targets != -100).sum(), data)
+        loss = self.pipeline.forward_backward(tokens, targets, samples=samples)
+        return all_reduce(loss, data)
+
+    def compare(self, loss: Tensor, rows: int = BATCH, length: int = 8, frozen: tuple[str, ...] = (), **model) -> None:
+        reduce_gradients(self.model, *([self.on.data] if self.plain else []))
+        want_loss, want = dense(rows, length, **model)
+        close(loss, want_loss, "loss", TOLERANCE)
+        declared = shardings(self.model)
+        for name, parameter in self.model.named_parameters():
+            if frozen and name.endswith(frozen):
+                assert parameter.grad is None, f"{name} is frozen, but got a gradient"
+                continue
+            assert parameter.grad is not None, f"{name} got no gradient"
+            close(full_tensor(parameter.grad, declared[name]), want[name], f"gradient of {name}", TOLERANCE)
+        if not frozen:
+            norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]))
+            close(grad_norm(self.model, self.on), norm, "norm", TOLERANCE)
+
+
+def check_schedule(sizes: dict, name: str, micro_batches: int, virtual: int | None = None, frozen=(), **model) -> None:
+    run = Run(mesh(**sizes), name, micro_batches, virtual, model=model, frozen=frozen)
+    run.compare(run.step(), frozen=frozen, **model)
+
+
+LAYOUTS = [{"pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_14_24_26_30_every_schedule_gives_the_dense_gradients(ranks, name, sizes, tied):
+    """Dropout, unequal token counts: nothing is rescaled, and a tied table counts once in the norm."""
+    size = torch.Size(sizes.values()).numel()
+    ranks(size, check_schedule, sizes, name, 8, tie_embeddings=tied)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "micro_batches", "virtual"),
+    [
+        ("interleaved", {"pp": 2}, 4, 4), ("interleaved", {"pp": 3}, 4, 2), ("bfs", {"pp": 2}, 2, 3),
+        ("zb", {"pp": 2}, 4, 2), ("zb", {"pp": 4}, 4, 2), ("zbv", {"pp": 3}, 1, 2), ("dualpipev", {"pp": 2}, 4, 2),
+        ("gpipe", {"pp": 4}, 2, 1), ("naive", {"pp": 3}, 1, 1), ("zbv", {}, 2, 2), ("interleaved", {}, 4, 3),
+        ("zb", {}, 16, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_numbers_of_virtual_stages_and_micro_batches(ranks, name, sizes, micro_batches, virtual):
+    size = torch.Size(sizes.values()).numel()
+    ranks(size, check_schedule, sizes, name, micro_batches, virtual, tie_embeddings=True)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb", "zbv"])
+def test_pitfall_14_33_frozen_weights_get_no_gradient_and_break_no_other(ranks, name):
+    ranks(2, check_schedule, {"pp": 2}, name, 8, None, ("embedding.weight", "qkv.weight", "mlp_norm.weight"))
+    ranks(2, check_schedule, {"pp": 2}, name, 8, None, ("embedding.weight",), tie_embeddings=True)
+
+
+def check_steps(sizes: dict, name: str, tied: bool) -> list[float]:
+    on = mesh(**sizes)
+    run = Run(on, name, 8, model={"tie_embeddings": tied})
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(20):
+        losses.append(float(run.step()))
+        reduce_gradients(run.model, *([on.data] if run.plain else []))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def dense_losses(tied: bool) -> list[float]:
+    config = GPTConfig(**CONFIG, tie_embeddings=tied)
+    model = materialize(GPT(config, device="meta", dtype=torch.float64), seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    tokens, targets, samples = batch()
+    losses = []
+    for _ in range(20):
+        loss = vocab_parallel_cross_entropy(model(tokens, samples), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_pitfall_14_twenty_steps_stay_on_the_dense_models_losses(ranks, name):
+    for got in ranks(2, check_steps, {"pp": 2}, name, True):
+        assert got == pytest.approx(dense_losses(True), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_14_twenty_steps_of_every_schedule_stay_on_the_dense_models_losses(ranks, name, sizes, tied):
+    for got in ranks(torch.Size(sizes.values()).numel(), check_steps, sizes, name, tied):
+        assert got == pytest.approx(dense_losses(tied), rel=1e-9)
+
+
+def check_shapes(sizes: dict, name: str) -> None:
+    """PITFALL 35: a buffer of another shape passes in silence on gloo. Also: gradients of steps before stay."""
+    run = Run(mesh(**sizes), name, 4)
+    want: dict[str, Tensor] = {}
+    for rows, length in ((16, 8), (16, 5), (8, 5), (16, 8)):
+        loss = run.step(rows, length)
+        want_loss, gradients = dense(rows, length)
+        close(loss, want_loss, f"loss of {rows} x {length}", TOLERANCE)
+        want = {n: g + want[n] if n in want else g for n, g in gradients.items()}
+    reduce_gradients(run.model)
+    declared = shardings(run.model)
+    for n, parameter in run.model.named_parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            # torch remembers the result of DTensor's `+=` with the mesh of a test before, whose groups are gone
+            assert run.on.device_mesh is not None
+            like = {"shape": grad.shape, "stride": grad.stride()}
+            grad = DTensor.from_local(grad.to_local(), run.on.device_mesh["dp"], grad.placements, **like)
+        close(full_tensor(grad, declared[n]), want[n], f"gradient of {n}", TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_pitfall_35_lengths_and_batches_may_change_from_step_to_step(ranks, name, sizes):
+    ranks(torch.Size(sizes.values()).numel(), check_shapes, sizes, name)
+
+
+def check_incomplete() -> None:
+    """Eleven rows of sixteen: the rest is padded with targets that don't count."""
+    on = mesh(pp=2)
+    run = Run(on, "1f1b", 4)
+    tokens, targets, samples = batch(11)
+    run.count = (targets != -100).sum()
+    with pytest.raises(ValueError, match="a batch of 11 is not a multiple of 4 micro-batches: pad it to 12"):
+        run.pipeline.forward_backward(tokens, targets, samples=samples)
+    with pytest.raises(ValueError, match="target has 8 rows, x has 12"):
+        run.pipeline.forward_backward(tokens.new_zeros(12, 8), targets[:8], samples=samples)
+    pad = torch.zeros(1, 8, dtype=torch.int64)
+    loss = run.pipeline.forward_backward(
+        torch.cat([tokens, pad]), torch.cat([targets, pad - 100]), samples=torch.cat([samples, pad[0, :1]])
+    )
+    run.compare(loss, 11)
+
+
+def test_pitfall_24_a_last_incomplete_batch_trains_right(ranks):
+    ranks(2, check_incomplete)
+
+
+def check_forward(sizes: dict, name: str) -> None:
+    on = mesh(**sizes)
+    whole = materialize(GPT(GPTConfig(**CONFIG), device="meta", dtype=torch.float64), seed=5).eval()
+    run = Run(on, name, 8)
+    for stage in run.stages:
+        stage.eval()
+    g = torch.Generator().manual_seed(1)
+    batches = [torch.randint(31, (b, t), generator=g) for b, t in itertools.product((1, 3), (1, 5, 8))]
+    for x, y in zip(batches, run.pipeline.forward(batches), strict=True):
+        with torch.no_grad():
+            want = whole(x)
+        assert (on.pp.rank == run.pipeline.last_rank) == run.stages[-1].last
+        close(
+            run.pipeline.from_last(y if run.stages[-1].last else torch.zeros_like(want)), want, f"logits of {x.shape}"
+        )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 4}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_pitfall_35_evaluation_passes_through_virtual_stages(ranks, name, sizes):
+    ranks(torch.Size(sizes.values()).numel(), check_forward, sizes, name)
+
+
+# --- what split backward costs ------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear)
+        return function(*args, **(kwargs or {}))
+
+
+def check_products(sizes: dict, name: str) -> int:
+    on = mesh(**sizes)
+    stage = nn.Sequential(ColumnParallelLinear(4, 8, tp=on.tp), nn.Tanh(), RowParallelLinear(8, 4, tp=on.tp))
+    pipeline = Pipeline(stage, on, 4, lambda y, t: (y * t).sum(), name)
+    x = torch.ones(4, 4)
+    pipeline.forward_backward(x, x)  # the dry run
+    with Products() as products:
+        pipeline.forward_backward(x, x)
+    return products.count
+
+
+def test_split_backward_takes_the_products_of_whole_backward_and_two_more_for_each_fused_linear(ranks):
+    """ENGINES.md, trap 1. Native products split; the column-parallel linear on tp > 1 overlaps its all-reduce in one
+    autograd function, which runs whole in both passes: on 4 micro-batches 2 products more each. Stage 0, whose input
+    needs no gradient, splits nothing."""
+    for sizes, more in (({"pp": 2}, 0), ({"pp": 2, "tp": 2}, 2)):
+        size = torch.Size(sizes.values()).numel()
+        whole, split = (ranks(size, check_products, sizes, name) for name in ("1f1b", "zb"))
+        assert whole == [4 * 5] * (size // 2) + [4 * 6] * (size // 2)
+        assert split == [4 * 5] * (size // 2) + [4 * (6 + more)] * (size // 2)
+
+
+# --- schedules from files, and what is refused --------------------------------------------------------------------
+
+
+def check_csv(path: str) -> None:
+    on = mesh(pp=2)
+    run = Run(on, "gpipe", 4, 2, ranks=[0, 1, 1, 0], schedule=path)
+    run.compare(run.step())
+
+
+def test_a_schedule_from_a_file_runs(ranks, tmp_path):
+    """A V of two stages a rank whose backward is whole: no name has this one."""
+    (tmp_path / "plan.csv").write_text(
+        "0F0,0F1,0F2,0F3,3F0,3F1,,3B0,3F2,3B1,3F3,3B2,3B3,0B0,0B1,0B2,0B3\n"
+        "1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3,2B0,1B0,2B1,1B1,2B2,1B2,2B3,1B3\n"
+    )
+    ranks(2, check_csv, str(tmp_path / "plan.csv"))
+
+
+def check_refused(path: str) -> None:
+    on = mesh(pp=2)
+    module, loss = nn.Linear(2, 2), lambda y, t: y.sum()
+    with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
+        Pipeline(module, on, 1, loss)
+    with pytest.raises(ValueError, match="1f1b has one stage a rank, not 2"):
+        Pipeline([module, module], on, 4, loss)
+    with pytest.raises(ValueError, match="zbv has exactly 2 virtual stages a rank, not 1"):
+        Pipeline(module, on, 4, loss, "zbv")
+    with pytest.raises(ValueError, match="deadlocks: 1B0, action 0 of rank 1, waits for 1F0"):
+        Pipeline(module, on, 1, loss, path + "/deadlock.csv")
+    with pytest.raises(ValueError, match=r"^1B0 is missing$"):
+        Pipeline(module, on, 1, loss, path + "/missing.csv")
+    with pytest.raises(ValueError, match="1F1 must not run before 1F0: losses are kept in that order"):
+        Pipeline(module, on, 2, loss, path + "/unordered.csv")
+    with pytest.raises(ValueError, match=r"names messages, such as 0SEND_F0: leave them out"):
+        Pipeline(module, on, 2, loss, with_messages(build_schedule("gpipe", 2, 2)))
+    with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2|disagree"):
+        Pipeline([module, module], on, 2, loss, path + "/good.csv")
+    with pytest.raises(ValueError, match="is for 2 ranks and 2 micro-batches, the pipeline has 2 and 3"):
+        Pipeline(module, on, 3, loss, build_schedule("gpipe", 2, 2))
+    with pytest.raises(ValueError, match="ranks 0 and 1 disagree about the pipeline"):
+        Pipeline(module, on, 4, loss, "gpipe" if on.pp.rank else "1f1b")
+    with pytest.raises(ValueError, match="make the Pipeline with trace=True"):
+        Pipeline(module, on, 2, loss, path + "/good.csv").recorded()
+    with pytest.raises(ValueError, match="tied embeddings on the pipeline ranks 1 and 0"):
+        build_stages(GPTConfig(**CONFIG, tie_embeddings=True), on, [range(4), range(4, 8)], [1, 0], device="meta")
+
+
+def test_what_cant_run_is_refused_on_every_rank(ranks, tmp_path):
+    write_csv(build_schedule("gpipe", 2, 2), tmp_path / "good.csv")
+    (tmp_path / "deadlock.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "missing.csv").write_text("0F0,0B0\n1F0\n")
+    (tmp_path / "unordered.csv").write_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B0,1B1\n")
+    ranks(2, check_refused, str(tmp_path))
+
+
+def check_thawed() -> None:
+    on = mesh(pp=2)
+    run = Run(on, "1f1b", 4)
+    run.step()
+    for parameter in run.model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen or freed after the first step: make a new Pipeline"):
+        run.step()
+
+
+def test_freezing_after_the_first_step_is_refused(ranks):
+    ranks(2, check_thawed)
+
+
+# --- stages of any module -----------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """A model of nobody's: an input layer, blocks, an output layer."""
+
+    def __init__(self, blocks: range, of: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6).double() for _ in range(of)]
+        self.layers = nn.ModuleDict({str(i): layers[i] for i in blocks})
+        self.act = nn.Tanh()
+        if blocks.stop == of:
+            self.out = nn.Linear(6, 3).double()
+            nn.init.constant_(self.out.weight, 0.1)
+            nn.init.constant_(self.out.bias, 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = self.act(layer(x))
+        return self.out(x) if hasattr(self, "out") else x
+
+
+def check_any_module() -> None:
+    on = mesh(pp=2)
+    whole = Tower(range(7), 7)
+    cut = partition(parameter_costs(whole.layers.values()), 4, last=18)
+    stages = [Tower(blocks, 7) for blocks, rank in zip(cut, [0, 1, 0, 1], strict=True) if rank == on.pp.rank]
+    model = join_stages(stages)
+    torch.manual_seed(1)  # each rank drew another number of weights
+    x, target = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return (y - t).square().sum()
+
+    total = Pipeline(stages, on, 4, loss, "interleaved").forward_backward(x, target)
+    want = loss(whole(x), target)
+    want.backward()
+    close(total, want.detach(), "loss")
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        close(parameter.grad, gradients[name], name)
+
+
+def test_any_modules_make_a_pipeline(ranks):
+    ranks(2, check_any_module)
+
+
+def test_stages_join_under_the_models_names_and_clashes_are_refused():
+    whole, parts = Tower(range(5), 5), [Tower(range(2), 5), Tower(range(4, 5), 5)]
+    joined = join_stages(parts)
+    names = [name for name, _ in whole.named_parameters() if not name.startswith(("layers.2", "layers.3"))]
+    assert [name for name, _ in joined.named_parameters()] == names
+    assert dict(joined.named_parameters())["layers.4.bias"] is parts[1].layers["4"].bias
+    with pytest.raises(ValueError, match="2 stages hold a Linear 4 each, with tensors in it"):
+        join_stages([Tower(range(4, 5), 5), Tower(range(4, 5), 5)])
+    shared = Tower(range(5), 5)
+    assert join_stages([shared, shared]).get_submodule("out") is shared.out
+    for part in parts:
+        part.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="2 stages hold a parameter scale each"):
+        join_stages(parts)
+    parts[1].scale = parts[0].scale
+    assert join_stages(parts).scale is parts[0].scale
+
+
+# --- what is recorded ---------------------------------------------------------------------------------------------
+
+
+class _Pause(Function):
+    """Waits in forward and in backward, without a core: the time a stage takes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_s = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        time.sleep(ctx.backward_s)
+        return dy, None, None
+
+
+class Padded(nn.Module):
+    """A stage whose forward, input gradient and weight gradient take a unit of time each."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.unit, self.weight = unit, nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()  # so that the first stage has an input gradient too
+        return _Pause.apply(x, self.unit, self.unit) * _Pause.apply(self.weight, 0.0, self.unit)
+
+
+def check_recorded(name: str, ranks: int, micro_batches: int, unit: float) -> list[tuple[float, float, bool]]:
+    on = mesh(pp=ranks)
+    stages = [Padded(unit) for _ in range(default_virtual_stages(name))]
+    pipeline = Pipeline(stages, on, micro_batches, lambda y, t: (y * t).sum(), name, trace=True)
+    x = torch.ones(micro_batches, 2)
+    pipeline.forward_backward(x, x)  # the dry run and the first connections
+    pipeline.recorded()
+    results = []
+    for _ in range(3):
+        pipeline.forward_backward(x, x)
+        spans = pipeline.recorded()
+        order = [[s.action for s in spans if s.rank == rank] for rank in range(ranks)]
+        makespan = max(s.end for s in spans)
+        busy = sum(s.end - s.start for s in spans)
+        results.append((makespan, 1 - busy / makespan / ranks, order == [list(a) for a in pipeline.plan.ranks]))
+    assert pipeline.recorded() == []
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_takes_what_the_prover_says(ranks, name):
+    """Stages padded with sleep, two ranks: the order is the plan's, the time within a tenth on a busy machine."""
+    unit = 0.01
+    proof = prove(build_schedule(name, 2, 4))
+    runs = ranks(2, check_recorded, name, 2, 4, unit)[0]
+    assert all(in_order for _, _, in_order in runs)
+    best = min(makespan for makespan, _, _ in runs)
+    assert proof.makespan * unit <= best <= proof.makespan * unit * 1.25 + 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_bubbles_measured_on_four_ranks_are_the_provers(ranks, name):
+    unit = 0.04
+    proof = prove(build_schedule(name, 4, 8))
+    runs = ranks(4, check_recorded, name, 4, 8, unit)[0]
+    makespan, bubble, _ = min(runs)
+    print(f"{name}: bubble {bubble:.4f}, proved {proof.bubble:.4f}; {makespan:.3f} s, {proof.makespan * unit:.3f} s")
+    assert bubble == pytest.approx(proof.bubble, abs=0.05)
+    assert makespan == pytest.approx(proof.makespan * unit, rel=0.05)
+
+
+def check_one_rank() -> list:
+    pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh(), 2, lambda y, t: y.sum(), "interleaved", trace=True)
+    pipeline.forward_backward(torch.ones(4, 2), torch.ones(4, 2))
+    return [str(span.action) for span in pipeline.recorded()]
+
+
+def test_one_rank_records_as_well(ranks):
+    assert ranks(1, check_one_rank) == [["0F0", "1F0", "1B0", "0F1", "1F1", "1B1"]]
+    assert Action("F", 0, 0) in build_schedule("naive", 1, 1).actions
+    assert set(V_SHAPED) < set(NAMES)
+    assert dataclasses.astuple(Times())[:3] == (1, 1, 1)
