@@ -1,6 +1,7 @@
 """The floors of DESIGN.md, read from the import statements; and what `import mpcore` needs, costs and leaves alone."""
 
 import ast
+import re
 import statistics
 import subprocess
 import sys
@@ -177,3 +178,10 @@ def test_import_costs_less_than_three_tenths_of_a_second_beyond_torch():
     assert statistics.median(float(python(code).stdout) for _ in range(3)) < 0.3
     heavy = ("torch.distributed.tensor", "sympy", "torch._dynamo")
     assert python(f"import mpcore, sys; print([m for m in {heavy} if m in sys.modules])").stdout.strip() == "[]"
+
+
+def test_every_package_is_in_the_distribution():
+    listed = re.search(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert listed
+    here = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "mpcore").rglob("__init__.py")}
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == here | {"mpcore.kernels"}

@@ -8,8 +8,10 @@ import json
 import math
 import os
 import resource
+import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,24 @@ from typing import Any
 import matplotlib
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
 from examples.gpt.generate import generate
-from examples.gpt.model import GPT, PRESETS, GPTConfig, count_parameters
+from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages, count_parameters
 from examples.gpt.tokenizer import load_tokenizer
 from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, materialize, reduce_gradients
+from mpcore.checkpoint import Saving, checkpoints, load, reshard, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.mesh import check_same, raise_together
 from mpcore.pipeline import Pipeline
+from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
+from mpcore.pipeline.partition import join_stages, parameter_costs, partition
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import NAMES, Schedule, Span, find_schedule
 from mpcore.sharding import local_tensor
 
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
@@ -48,6 +55,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="cut activations along the sequence between tp regions",
     )
+    add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
+    add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
+    add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
     add = parser.add_argument_group("model").add_argument
     add(
         "--preset",
@@ -86,7 +96,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--eval-every", type=int, default=50)
     add("--eval-samples", type=int, default=32, help="held-out samples an evaluation")
-    add("--out", default="runs/pretrain", help="folder for metrics.jsonl, config.json, loss.png")
+    add("--out", default="runs/pretrain", help="folder for metrics.jsonl, config.json, loss.png, checkpoints")
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--save-every", type=int, default=0, help="steps between checkpoints in OUT/checkpoints; 0: none (default)")
+    add("--keep", type=int, help="how many of the last checkpoints stay (default: all)")
+    add("--async-save", action="store_true", help="write in the background while training goes on")
+    add(
+        "--resume",
+        default="none",
+        metavar="{auto,PATH,none}",
+        help="go on from a checkpoint of any layout; auto: from the newest in OUT that is whole (default none)",
+    )
+    add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
     return parser.parse_args(argv)
 
 
@@ -105,6 +126,11 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     """
     for name in ("steps", "global_batch", "micro_batch"):
         if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
+    if args.save_every < 0:
+        raise ValueError(f"--save-every {args.save_every} is smaller than 0")
+    for name in ("keep", "exit_step"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
     for axis in (mesh.cp, mesh.ep):
         if axis.size > 1:
@@ -129,7 +155,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"{args.micro_batch} = {each}"
         )
     micro_batches = args.global_batch // each
-    if micro_batches < mesh.pp.size:
+    if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
         raise ValueError(
             f"{micro_batches} micro-batches (--global-batch {args.global_batch} / {each}) are fewer than the pp size "
             f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
@@ -145,6 +171,17 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
+def plan_stages(
+    args: argparse.Namespace, config: GPTConfig, pp: int, micro_batches: int
+) -> tuple[Schedule, list[range]]:
+    """The schedule, proved, and the blocks of each stage: head weighed in, the slowest as fast as can be."""
+    plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
+    prove(plan)
+    whole = GPT(config, device="meta")
+    *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
+    return plan, partition(blocks, plan.stages, last=head)
+
+
 class Trainer:
     """What a run holds. `python -m examples.gpt.pretrain` makes one and calls `run`."""
 
@@ -156,6 +193,7 @@ class Trainer:
             data = IndexedDataset(args.data or default_corpus(tokenizer=self.tokenizer))
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
+            plan, blocks = plan_stages(args, config, mesh.pp.size, self.micro_batches)
             data.check_tokens(config.vocab_size, mesh.world.rank, mesh.world.size)
             parts = split_documents(len(data), seed=args.seed)
             self.train, self.held_out = (
@@ -166,26 +204,39 @@ class Trainer:
         raise_together(error)
         self.config = config
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
-        check_same("configuration", {**flags, "documents": len(data), "tokens": data.num_tokens})
+        self.corpus = {"documents": len(data), "tokens": data.num_tokens}
+        check_same("configuration", {**flags, **self.corpus})
 
         torch.manual_seed(args.seed)
         self.half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
         dtype = torch.float64 if args.dtype == "float64" else torch.float32
-        model = GPT(config, mesh, sequence_parallel=args.sequence_parallel, device="meta", dtype=dtype)
+        ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
+        options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
+        self.stages = build_stages(config, mesh, blocks, ranks, **options)
+        model = self.stages[0] if len(self.stages) == 1 else join_stages(self.stages)
         materialize(model, args.seed, mesh.device)
-        shard_data_parallel(model, mesh, model.blocks.values())
-        self.model: GPT = model
+        # `fully_shard` would part a table that two stages of a rank share: then each data rank keeps the whole model.
+        shared = config.tie_embeddings and plan.stages > 1 and ranks[0] == ranks[-1]
+        self.replicated = [mesh.data] if shared else []
+        for stage in [] if shared else self.stages:
+            shard_data_parallel(stage, mesh, stage.blocks.values())
+        self.model: nn.Module = model
         decayed = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
         groups = [
             {"params": decayed, "weight_decay": args.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), foreach=True)
-        self.pipeline = Pipeline(model, mesh, self.micro_batches, self.loss)
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
+        self.spans: list[Span] = []
         self.scale = 2.0**16 if args.dtype == "float16" else 1.0  # so that small gradients don't vanish in fp16
         self.good_steps = 0
         self.tokens_of_step = 1.0
+        self.first_step = self.first_sample = 0
+        self.saving: Saving | None = None
+        self.asked_to_stop = False
+        self.resume()
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """The micro-batch's share of the step's loss: its sum over tokens, divided once by the global count."""
@@ -211,11 +262,11 @@ class Trainer:
         lr = learning_rate(self.args, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        tokens, targets, samples = self.batch(self.train, step * self.args.global_batch, self.args.global_batch)
+        tokens, targets, samples = self.batch(self.train, self.sample(step), self.args.global_batch)
         self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
         with self.autocast():
             total = self.pipeline.forward_backward(tokens, targets, samples=samples)
-        reduce_gradients(self.model)
+        reduce_gradients(self.model, *self.replicated)
         if self.scale != 1:
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -230,6 +281,87 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss, "grad_norm": float(norm), "lr": lr}
 
+    def sample(self, step: int) -> int:
+        """Global index of a step's first sample: all that there is to know of the data's state."""
+        return self.first_sample + (step - self.first_step) * self.args.global_batch
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this run keeps them."""
+        return Path(self.args.out) / "checkpoints"
+
+    def about(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and the run that goes on from it."""
+        return {"model": dataclasses.asdict(self.config), "corpus": self.corpus}
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after `step` steps."""
+        state = {"step": step, "sample": self.sample(step), "seed": self.args.seed, "config": self.about()}
+        scaler = {"scale": self.scale, "good_steps": self.good_steps} if self.args.dtype == "float16" else {}
+        state |= {"extra": scaler, "keep": self.args.keep}
+        for stage in self.stages:
+            reshard(stage)  # an evaluation leaves them gathered
+        path, held = step_path(self.checkpoints, step), (self.model, self.optimizer)
+        if self.args.async_save:
+            after, self.saving = self.saving, None
+            self.saving = save_async(path, *held, mesh=self.mesh, after=after, **state)
+        else:
+            save(path, *held, mesh=self.mesh, **state)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged."""
+        resume, lead = self.args.resume, self.mesh.world.rank == 0
+        found = checkpoints(self.checkpoints, self.mesh) if resume in ("auto", "none") else [Path(resume)]
+        if resume == "none":
+            if found and self.args.save_every:
+                raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+            return
+        first_error, manifest = None, None
+        for path in found:
+            try:
+                manifest = load(path, self.model, self.optimizer, mesh=self.mesh)
+                break
+            except ValueError as error:
+                first_error = first_error or error
+                if lead and resume == "auto":
+                    print(f"passed over: {error}", file=sys.stderr, flush=True)
+        if manifest is None:
+            if first_error is not None:
+                raise first_error
+            return
+        saved = manifest.config | {"seed": manifest.seed}
+        for name, mine in (self.about() | {"seed": self.args.seed}).items():
+            if saved.get(name) != mine:
+                raise ValueError(f"the checkpoint's {name} is {saved.get(name)}, this run's is {mine}")
+        self.first_step, self.first_sample = manifest.step, manifest.sample
+        if self.args.dtype == "float16":
+            self.scale = manifest.extra.get("scale", self.scale)
+            self.good_steps = manifest.extra.get("good_steps", 0)
+        if lead:
+            print(f"resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """Save and leave after this step: what a signal calls."""
+        self.asked_to_stop = True
+
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop; tells of a save in the background that failed on any."""
+        failed = self.saving is not None and self.saving.failed
+        flags = torch.tensor([int(self.asked_to_stop), int(failed)], device=self.mesh.device)
+        stop, failed = (bool(flag) for flag in all_reduce(flags, self.mesh.world, "max").tolist())
+        if failed and self.saving is not None:
+            saving, self.saving = self.saving, None
+            self._try(saving.wait)
+        return stop
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        """A save that fails is told loudly, and training goes on: the next one is tried again."""
+        try:
+            work()
+        except ValueError as error:
+            if self.mesh.world.rank == 0:
+                tqdm.write(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
+
     def _adapt_scale(self, finite: bool) -> None:
         if self.args.dtype != "float16":
             return
@@ -239,10 +371,15 @@ class Trainer:
         elif self.good_steps % 1000 == 0:
             self.scale *= 2
 
+    def set_training(self, training: bool) -> None:
+        """Dropout of all of this rank's stages on or off."""
+        for stage in self.stages:
+            stage.train(training)
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the first held-out samples, the same for every layout."""
-        self.model.eval()
+        self.set_training(False)
         each = self.mesh.data.size
         rounds = max(min(self.args.eval_samples, len(self.held_out)) // each, 1)
         batches = [self.batch(self.held_out, i * each, each)[:2] for i in range(rounds)]
@@ -250,12 +387,12 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.autocast():
             for y, (_, targets) in zip(self.pipeline.forward([x for x, _ in batches]), batches, strict=True):
-                if self.model.last:
+                if self.stages[-1].last:
                     total += self.loss(y, targets)
         count = torch.tensor(sum(t.numel() for _, t in batches), device=self.mesh.device)
         total = all_reduce(self.pipeline.from_last(total), self.mesh.data)
         self.scale = scale
-        self.model.train()
+        self.set_training(True)
         return float(total) / int(all_reduce(count, self.mesh.data))
 
     def run(self) -> None:
@@ -263,18 +400,21 @@ class Trainer:
         args, lead = self.args, self.mesh.world.rank == 0
         out = Path(args.out)
         error = None
+        records: list[dict] = []
         if lead:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 config = {"model": dataclasses.asdict(self.config), "run": vars(args)}
                 write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
-                (out / "metrics.jsonl").write_text("")
+                records = read_records(out / "metrics.jsonl", self.first_step)
+                write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
+                if args.save_every:
+                    self.checkpoints.mkdir(exist_ok=True)  # fails now, or never
             except OSError as problem:
                 error = ValueError(f"--out {out} can't be written: {problem}")
         raise_together(error)
         if lead:
             print(self.summary(), flush=True)
-        records: list[dict] = []
 
         def record(entry: dict) -> None:
             records.append(entry)
@@ -282,19 +422,22 @@ class Trainer:
                 with open(out / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(entry) + "\n")
 
-        bar = tqdm(range(args.steps), disable=not lead, unit="step", dynamic_ncols=True, file=sys.stderr)
+        todo = range(self.first_step, args.steps)
+        shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not lead}
+        bar = tqdm(todo, initial=self.first_step, total=args.steps, **shown)
         tokens_a_step = args.global_batch * self.config.seq_len
         for step in bar:
             began = time.perf_counter()
             entry = {"step": step, **self.step(step)}
             took = time.perf_counter() - began
+            self.spans = self.pipeline.recorded() if args.trace else []
             entry |= {"tokens": (step + 1) * tokens_a_step, "tokens_per_second": tokens_a_step / took}
             record(entry)
-            shown = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}"}
-            shown["tok/s"] = f"{entry['tokens_per_second']:.0f}"
+            values = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}"}
+            values["tok/s"] = f"{entry['tokens_per_second']:.0f}"
             if self.mesh.device_type == "cuda":
-                shown["MFU"] = f"{self.mfu(entry['tokens_per_second']):.1%}"
-            bar.set_postfix(shown)
+                values["MFU"] = f"{self.mfu(entry['tokens_per_second']):.1%}"
+            bar.set_postfix(values)
             if not math.isfinite(entry["grad_norm"]) and lead:
                 tqdm.write(f"step {step}: the gradient is not finite, the step was skipped on all ranks")
             if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
@@ -302,11 +445,36 @@ class Trainer:
                 record({"step": step, "val_loss": value})
                 if lead:
                     tqdm.write(f"step {step}: validation loss {value:.4f}")
+            done = step + 1
+            leave = self.stopping() or done == args.exit_step
+            if leave:
+                bar.close()
+                self.finish(done)
+                return
+            if args.save_every and (done % args.save_every == 0 or done == args.steps):
+                self._try(lambda done=done: self.save(done))
         bar.close()
-        text = generate(self.model, self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
+        if self.saving is not None:
+            self.saving.wait()
+        self.set_training(False)
+        text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
+        self.set_training(True)
+        if lead and args.trace:
+            draw_trace(self.pipeline.plan, self.spans, out)
         if lead:
             plot_losses(records, out / "loss.png")
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(sorted(str(p) for p in out.iterdir()))}")
+
+    def finish(self, step: int) -> None:
+        """Save and leave. Here a save that fails is an error: nothing comes after it."""
+        if self.saving is not None:
+            self._try(self.saving.wait)
+            self.saving = None
+        self.save(step)
+        if self.saving is not None:
+            self.saving.wait()
+        if self.mesh.world.rank == 0:
+            print(f"saved {step_path(self.checkpoints, step)} and left: --resume auto goes on from it", flush=True)
 
     def summary(self) -> str:
         """The mesh, the parameters and the memory they take, for people."""
@@ -352,6 +520,30 @@ def plot_losses(records: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def read_records(path: Path, steps: int) -> list[dict]:
+    """What an earlier run wrote of its first `steps` steps."""
+    if steps == 0 or not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the machine stopped in the middle of the last line
+            break
+    return [entry for entry in records if entry["step"] < steps]
+
+
+def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
+    """The plan and the run of a step side by side, in the same colours, and the run as a Chrome trace."""
+    proof = prove(plan)
+    draw(proof.spans, out / "plan.png", title=plan_title(plan, proof))
+    busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
+    bubble = 1 - busy / (ranks * max(span.end for span in spans))
+    shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
+    draw(shown, out / "trace.png", title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
+    write_chrome_trace(spans, out / "trace.json")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one piece: never half of it."""
     part = path.with_name(path.name + ".tmp")
@@ -363,7 +555,10 @@ def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse(argv)
     try:
-        Trainer(args, build_mesh(tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, dp=args.dp)).run()
+        trainer = Trainer(args, build_mesh(tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, dp=args.dp))
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, trainer.ask_to_stop)
+        trainer.run()
     except ValueError as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
         sys.exit(f"rank {rank}: error: {error}")

@@ -1,0 +1,32 @@
+"""Floor 4: checkpoints that any layout writes and any layout reads, safe to load and safe to be killed over.
+
+See `mpcore.checkpoint.format` for what lies in one.
+"""
+
+from mpcore.checkpoint.folders import checkpoints, latest, prune, step_path
+from mpcore.checkpoint.format import VERSION, Chunk, Entry, FileRecord, Manifest
+from mpcore.checkpoint.loading import load
+from mpcore.checkpoint.pieces import reshard
+from mpcore.checkpoint.report import describe, diff, inspect, verify
+from mpcore.checkpoint.saving import Saving, save, save_async
+
+__all__ = [
+    "VERSION",
+    "Chunk",
+    "Entry",
+    "FileRecord",
+    "Manifest",
+    "Saving",
+    "checkpoints",
+    "describe",
+    "diff",
+    "inspect",
+    "latest",
+    "load",
+    "prune",
+    "reshard",
+    "save",
+    "save_async",
+    "step_path",
+    "verify",
+]

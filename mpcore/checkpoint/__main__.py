@@ -1,0 +1,45 @@
+"""`python -m mpcore.checkpoint inspect|verify|diff PATH...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mpcore.checkpoint.report import describe, diff, verify
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        0: done, sound, equal; 1: damaged, different; 2: no checkpoint there.
+    """
+    parser = argparse.ArgumentParser(prog="python -m mpcore.checkpoint", description="Look into checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in {"inspect": "print what is inside", "verify": "read and check every byte"}.items():
+        commands.add_parser(name, help=text).add_argument("path", nargs="+")
+    two = commands.add_parser("diff", help="compare two, whatever layouts wrote them")
+    two.add_argument("a")
+    two.add_argument("b")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "diff":
+            lines = diff(args.a, args.b)
+            print("\n".join(lines) or "no difference")
+            return 1 if lines else 0
+        bad = 0
+        for path in args.path:
+            if args.command == "inspect":
+                print(describe(path))
+            else:
+                problems = verify(path)
+                print("\n".join(problems) or f"{path}: every byte is as written")
+                bad |= bool(problems)
+        return bad
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Directories of checkpoints: what is complete, what is newest, what may go.
+
+A checkpoint at PATH is written as `.NAME.mpcore-tmp` beside it and renamed when it is whole. Where PATH exists already,
+that one is first renamed to `.NAME.mpcore-old`, and removed last: whenever the machine stops, a whole one is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest, sync_folder
+from mpcore.checkpoint.ranks import collect, world_group
+from mpcore.mesh import Mesh
+
+log = logging.getLogger("mpcore.checkpoint")
+_TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
+
+
+def step_path(root: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint of a step lies in a directory of checkpoints."""
+    return Path(root) / f"step-{step:08d}"
+
+
+def temporary(path: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return path.with_name(f".{path.name}{_TEMPORARY}")
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """The directory that holds checkpoint `path`: itself, or the one set aside by a save that was killed over it."""
+    path = Path(path)
+    old = _old(path)
+    return old if not path.exists() and (old / MANIFEST).is_file() else path
+
+
+def prepare(path: Path) -> None:
+    """Make the directory that a save writes into, after clearing what a killed save left.
+
+    Raises:
+        ValueError: if `path` is there and is no checkpoint.
+        OSError: if the directory can't be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old, new = _old(path), temporary(path)
+    if old.is_dir() and not path.exists():
+        os.rename(old, path)
+    if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there and is no checkpoint: it is not overwritten")
+    for left in (old, new):
+        if left.exists():
+            shutil.rmtree(left)
+    new.mkdir()
+
+
+def publish(path: Path) -> None:
+    """Put a checkpoint that is whole in its place.
+
+    Raises:
+        OSError: if that fails; then what was there before is there still.
+    """
+    new, old = temporary(path), _old(path)
+    sync_folder(new)
+    if path.exists():
+        os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except OSError:
+        if old.exists():
+            os.rename(old, path)
+        raise
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Remove what a failed save has written."""
+    shutil.rmtree(temporary(path), ignore_errors=True)
+
+
+def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]:
+    """Complete checkpoints in a directory, the newest step first; incomplete ones are logged and left out.
+
+    Complete is one with a good manifest and all files in their full size. `verify` reads every byte besides.
+
+    Args:
+        root: the directory.
+        mesh: whose ranks ask, all of them: rank 0 looks, and all get the same answer.
+    """
+    return collect(world_group(mesh), lambda: _complete(Path(root)) if mesh.world.rank == 0 else [])[0]
+
+
+def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
+    """The first of `checkpoints`: the newest complete one; None where there is none."""
+    return next(iter(checkpoints(root, mesh)), None)
+
+
+def _complete(root: Path) -> list[Path]:
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        if not folder.is_dir() or (folder.name.endswith(_OLD) and _of_old(folder).exists()):
+            continue
+        if folder.name.endswith(_TEMPORARY):
+            log.warning("%s is incomplete: its save was killed, or is running", folder)
+            continue
+        if not (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors")):
+            continue  # nothing of ours
+        try:
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
+        except (ValueError, OSError) as error:
+            log.warning("%s is incomplete, and ignored: %s", folder, error)
+            continue
+        found.append((manifest.step, folder.stat().st_mtime, folder))
+    return [folder for _, _, folder in sorted(found, reverse=True)]
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing or has another size.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if path.stat().st_size != record.bytes:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, written were {record.bytes}")
+
+
+def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
+    """Remove all complete checkpoints of a directory but the newest `keep`, and what killed saves left.
+
+    Args:
+        root: the directory; what is no checkpoint is left alone.
+        keep: how many, at least 1.
+        keep_every: keep every step that is a multiple of it too.
+        spare: one that stays whatever its step.
+
+    Raises:
+        ValueError: if `keep` is smaller than 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")
+    for folder in checkpoints(root)[keep:]:
+        if folder == spare or (keep_every and read_manifest(folder).step % keep_every == 0):
+            continue
+        doomed = temporary(folder)  # renamed first: killed here, it isn't taken for a damaged one
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, doomed)
+    for folder in Path(root).iterdir():
+        if folder.name.endswith(_TEMPORARY) or (folder.name.endswith(_OLD) and _of_old(folder).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_OLD}")
+
+
+def _of_old(folder: Path) -> Path:
+    return folder.with_name(folder.name[1 : -len(_OLD)])

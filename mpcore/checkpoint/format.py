@@ -1,0 +1,371 @@
+"""The files of a checkpoint: tensors in safetensors, all else in one JSON manifest. Nothing here runs what it reads.
+
+A checkpoint is a directory:
+
+    manifest.json                what is inside, and where each piece of each tensor lies
+    model-00000.safetensors      parameters and buffers; the number is the rank that wrote them
+    optimizer-00000.safetensors  optimizer state
+
+A tensor has its logical name and shape, whatever layout wrote it. It is stored in chunks, boxes of the logical tensor
+that tile it exactly once. Each chunk has its CRC-32, so that damage is found and named; the manifest has its own.
+
+Source: the safetensors format, https://huggingface.co/docs/safetensors/index#format. Written and read here, because
+the library copies all tensors into memory before it writes, doesn't sync the file, and hashes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "mpcore checkpoint", 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 2**30  # bytes: some 5 million chunks
+HEADER_LIMIT = 100_000_000  # bytes, as the safetensors library has it
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a logical tensor, in a file.
+
+    Attributes:
+        file, key: where it is stored.
+        start, shape: where it lies in the logical tensor.
+        crc32: of its bytes.
+    """
+
+    file: str
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A logical tensor: its shape, its dtype as safetensors calls it, and the chunks that tile it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+    def size(self, chunk: Chunk) -> int:
+        """Bytes of a chunk."""
+        return math.prod(chunk.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of tensors: its whole size in bytes, and the CRC-32 of its header."""
+
+    bytes: int
+    header_crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds besides the numbers.
+
+    Attributes:
+        step: optimizer steps done.
+        sample: global index of the next sample.
+        seed: of the run; None: not given.
+        config, extra: what the caller gave, as JSON has it.
+        mesh: sizes of the mesh that wrote it; of no consequence to who reads it.
+        optimizer: parameter groups, each `{"options": {...}, "params": [names]}`; None: no optimizer inside.
+        files: by name.
+        tensors: by `model/NAME` or `optimizer/SLOT/NAME`.
+    """
+
+    step: int
+    sample: int = 0
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    optimizer: list[dict[str, Any]] | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, Entry] = field(default_factory=dict)
+
+
+# --- the manifest -------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and sync it to the disk. The last file of a checkpoint: with it the checkpoint is whole."""
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    text = json.dumps(body | {"crc32": _checksum(body)}, allow_nan=False, indent=1)
+    with open(folder / MANIFEST, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest and check it against itself.
+
+    Raises:
+        ValueError: naming the file, if it is missing, too large, damaged, of another format or of another version, or
+            if the chunks of a tensor don't tile it.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+    size = path.stat().st_size
+    if size > MANIFEST_LIMIT:
+        raise ValueError(f"{path} has {size} bytes, more than the {MANIFEST_LIMIT} that a manifest may have")
+    try:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the manifest of an {FORMAT}")
+    if body.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has format version {body.get('version')!r}, this mpcore reads version {VERSION}: "
+            f"read it with the mpcore that wrote it"
+        )
+    found = body.pop("crc32", None)
+    if found != _checksum(body):
+        raise ValueError(f"{path} is damaged: its CRC-32 is {_checksum(body):08x}, written was {found!r}")
+    try:
+        return _parse(body)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    del body["format"], body["version"]
+    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+    for name in files:
+        if Path(name).name != name or name in ("", ".", ".."):  # never a way out of the checkpoint
+            raise ValueError(f"{name!r} is not a plain file name")
+    tensors = {}
+    for name, raw in body.pop("tensors").items():
+        chunks = [Chunk(c["file"], c["key"], _sizes(c["start"]), _sizes(c["shape"]), c["crc32"]) for c in raw["chunks"]]
+        entry = Entry(_sizes(raw["shape"]), raw["dtype"], tuple(chunks))
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
+        if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in chunks], entry.shape):
+            raise ValueError(f"the {len(chunks)} chunks of {name} do not tile its shape {entry.shape}")
+        for chunk in chunks:
+            if chunk.file not in files:
+                raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
+        tensors[name] = entry
+    return Manifest(**body, files=files, tensors=tensors)
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} are not sizes")
+    return tuple(values)
+
+
+def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+    """Whether boxes, each a (start, size) for every dimension, cover a shape exactly once.
+
+    Dimension 0 must fall into runs that all boxes respect, and each run likewise into runs of dimension 1, and so on:
+    so any cut over tp and over data falls.
+    """
+    if 0 in shape:
+        return not boxes
+    if not shape:
+        return len(boxes) == 1
+    runs: dict[tuple[int, int], list] = {}
+    for (start, size), *inner in boxes:
+        runs.setdefault((start, size), []).append(inner)
+    end = 0
+    for (start, size), inner in sorted(runs.items()):
+        if start != end or size < 1 or not tiles(inner, shape[1:]):
+            return False
+        end = start + size
+    return end == shape[0]
+
+
+# --- files of tensors ---------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, dict[str, int]]:
+    """Write tensors to a new safetensors file, one after the other, and sync it to the disk.
+
+    Args:
+        path: the file; must not exist.
+        tensors: by key, on any device; moved to the CPU one at a time.
+
+    Returns:
+        The file's record and each tensor's CRC-32.
+
+    Raises:
+        OSError: if the file can't be written.
+        ValueError: if safetensors has no such dtype.
+    """
+    # The widest dtypes first, as the library has it, so that each tensor is aligned to its own elements.
+    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in keys:
+        tensor, start = tensors[key], end
+        end += tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    sums = {}
+    with open(path, "xb") as file:
+        file.write(head)
+        for key in keys:
+            data = raw(tensors[key])
+            sums[key] = zlib.crc32(data)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(head) + end, zlib.crc32(head)), sums
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in row-major order: its own memory where it lies so on the CPU, else a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file of a checkpoint, mapped: only the pages that are used are read.
+
+    Args:
+        path: the file.
+        record: what the manifest says of it.
+
+    Raises:
+        ValueError: naming the file, if it is missing, has another size, or its header is another one than was written.
+    """
+
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.bytes or size < 8:
+                raise ValueError(f"{path} has {size} bytes, written were {record.bytes}")
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(HEADER_LIMIT, size - 8):
+                raise ValueError(
+                    f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
+                )
+            text = file.read(length)
+            found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
+            if found != record.header_crc32:
+                raise ValueError(
+                    f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
+                )
+            # A private mapping: torch wants a writable buffer, and nobody's write would reach the file.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._data = 8 + length
+        try:
+            self._header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+        except (ValueError, RecursionError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+    def _span(self, entry: Entry, chunk: Chunk) -> tuple[int, int]:
+        found = self._header.get(chunk.key)
+        if found is None:
+            raise ValueError(f"{self.path} has no tensor {chunk.key!r}")
+        want = {"dtype": entry.dtype, "shape": list(chunk.shape)}
+        if any(found.get(name) != value for name, value in want.items()):
+            raise ValueError(f"{self.path}: {chunk.key} is {found}, expected {want}")
+        start, end = (self._data + offset for offset in found["data_offsets"])
+        if end - start != entry.size(chunk) or start < self._data or end > len(self._map):
+            raise ValueError(f"{self.path}: {chunk.key} lies at bytes {start} to {end} of {len(self._map)}")
+        return start, end
+
+    def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
+        """A chunk as it lies in the file: not read until used."""
+        start, _ = self._span(entry, chunk)
+        dtype, count = DTYPES[entry.dtype], math.prod(chunk.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(chunk.shape)
+
+    def problem(self, entry: Entry, chunk: Chunk) -> str | None:
+        """Read a chunk and say what is wrong with its bytes; None: nothing."""
+        start, end = self._span(entry, chunk)
+        found = zlib.crc32(memoryview(self._map)[start:end])
+        if found == chunk.crc32:
+            return None
+        return f"{self.path}: {chunk.key} is damaged: its CRC-32 is {found:08x}, written was {chunk.crc32:08x}"
+
+
+class Files:
+    """The files of one checkpoint, each opened when first needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._open: dict[str, TensorFile] = {}
+
+    def __getitem__(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self.folder / name, self.manifest.files[name])
+        return self._open[name]
+
+    def problems(self, chunks: Sequence[tuple[str, Entry, Chunk]]) -> list[str]:
+        """What is wrong with these chunks, each named by tensor, key and file; a file's own fault once."""
+        found: dict[str, None] = {}
+        for name, entry, chunk in chunks:
+            try:
+                problem = self[chunk.file].problem(entry, chunk)
+                if problem is not None:
+                    found[f"{name}: {problem}"] = None
+            except (ValueError, OSError) as error:
+                found[str(error)] = None
+        return list(found)
+
+    def assemble(self, name: str) -> Tensor:
+        """A logical tensor, whole."""
+        entry = self.manifest.tensors[name]
+        full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for chunk in entry.chunks:
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
+            full[box] = self[chunk.file].tensor(entry, chunk)
+        return full
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype.
+
+    Raises:
+        ValueError: if it has no name for it.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"safetensors has no dtype for {dtype}")
+    return DTYPE_NAMES[dtype]
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a directory's list of names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,224 @@
+"""Read a checkpoint into any layout: everything is checked before anything changes, and only what is needed is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.checkpoint.folders import check_sizes, resolve
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Files, Manifest, dtype_name, read_manifest
+from mpcore.checkpoint.pieces import (
+    Held,
+    held_by_model,
+    held_slot,
+    like,
+    parameter_groups,
+    parameters,
+    reshard,
+)
+from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.mesh import Mesh
+from mpcore.sharding import local_tensor
+
+_MOST_TOLD = 20
+
+
+@dataclass
+class _Plan:
+    """What this rank is going to read, and what is wrong with it."""
+
+    files: Files
+    held: list[Held] = field(default_factory=list)
+    state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mesh: Mesh,
+    strict: bool = True,
+    check_bytes: bool = True,
+) -> Manifest:
+    """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
+
+    Names, shapes, dtypes, files and, shared out between the ranks, the CRC-32 of every byte are checked on all ranks
+    before any value changes. Then each rank reads the ranges that it holds.
+
+    Args:
+        path: the checkpoint.
+        model: the model, or this rank's stage of it, with or without `fully_shard`, with storage (`materialize`).
+        optimizer: its optimizer, used or fresh: its state is replaced. None leaves the checkpoint's unread.
+        mesh: the mesh it lies on.
+        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left.
+            Shapes, dtypes and damage are never forgiven.
+        check_bytes: False skips the CRC-32 of the tensors, not that of headers and manifest.
+
+    Returns:
+        The manifest: step, sample, seed, config and extra among others.
+
+    Raises:
+        ValueError: on every rank and with nothing changed, naming what is missing, left over, misshapen, of another
+            dtype or damaged, with key, file, what was expected and what was found.
+    """
+    group = world_group(mesh)
+    reshard(model)
+    path = Path(path)
+
+    def plan() -> _Plan:
+        return _plan(resolve(path), model, optimizer, mesh)
+
+    mine = together(group, plan)
+    held = set().union(*collect(group, lambda: {item.name for item in mine.held}))
+    tensors = mine.files.manifest.tensors
+    kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
+    left = sorted(name for name in tensors if name.startswith(kinds) and name not in held)
+
+    def check() -> None:
+        problems = mine.problems if strict else [p for p in mine.problems if not p.endswith(_MISSING)]
+        if strict:
+            problems += [f"{name}: in the checkpoint, but not in the model" for name in left]
+        if check_bytes:
+            problems += mine.files.problems(_share(tensors, kinds, mesh.world.rank, mesh.world.size))
+        if problems:
+            told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
+            raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(told))
+
+    together(group, check)
+    together(group, lambda: _read(mine, optimizer))
+    return mine.files.manifest
+
+
+_MISSING = "missing from the checkpoint"
+
+
+def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> _Plan:
+    if not folder.is_dir():
+        raise ValueError(f"there is no checkpoint at {folder}")
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    plan = _Plan(Files(folder, manifest))
+    for item in held_by_model(model, mesh):
+        _want(plan, item)
+    if optimizer is not None:
+        _plan_optimizer(plan, model, optimizer, mesh)
+    return plan
+
+
+def _want(plan: _Plan, item: Held) -> None:
+    """Take an item into the plan, or say why it can't be read."""
+    entry = plan.files.manifest.tensors.get(item.name)
+    if entry is None:
+        plan.problems.append(f"{item.name}: {_MISSING}")
+        return
+    where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
+    if entry.shape != item.shape:
+        plan.problems.append(f"{item.name}: expected shape {item.shape}, found {entry.shape} in {where}")
+    elif entry.dtype != dtype_name(item.tensor.dtype):
+        plan.problems.append(
+            f"{item.name}: expected dtype {dtype_name(item.tensor.dtype)}, found {entry.dtype} in {where}"
+        )
+    else:
+        try:
+            for chunk in entry.chunks:  # opens the files: their headers are checked here
+                if any(_overlap(box.start, box.shape, chunk) is not None for box in item.boxes):
+                    plan.files[chunk.file].tensor(entry, chunk)
+        except (ValueError, OSError) as error:
+            plan.problems.append(f"{item.name}: {error}")
+    plan.held.append(item)
+
+
+def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    manifest = plan.files.manifest
+    if manifest.optimizer is None:
+        plan.problems.append(f"the optimizer: {_MISSING}")
+        return
+    slots: dict[str, dict[str, Entry]] = {}
+    for name, entry in manifest.tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            slot, _, of = rest.partition("/")
+            slots.setdefault(of, {})[slot] = entry
+    group_of = {name: i for i, saved in enumerate(manifest.optimizer) for name in saved["params"]}
+    fused = {p: g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
+    for i, group in enumerate(parameter_groups(model, optimizer)):
+        for name in group["params"]:
+            if name not in group_of:
+                plan.problems.append(f"the optimizer's group of {name}: {_MISSING}")
+        found = sorted({group_of[name] for name in group["params"] if name in group_of}) or [i]
+        if len(found) > 1 or found[0] >= len(manifest.optimizer):
+            plan.problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
+            continue
+        plan.options.append(manifest.optimizer[found[0]]["options"])
+    used: dict[int, set[str]] = {}
+    for name, of in slots.items():
+        used.setdefault(group_of.get(name, -1), set()).update(of)
+    for name, parameter, sharding in parameters(model):
+        if parameter not in fused:
+            continue
+        for slot in sorted(used.get(group_of.get(name, -1), ()) - slots.get(name, {}).keys()) if name in slots else ():
+            plan.problems.append(f"optimizer/{slot}/{name}: {_MISSING}")
+        for slot, entry in slots.get(name, {}).items():
+            dtype = DTYPES[entry.dtype]
+            if entry.shape or (slot != "step" and not sharding.shape):
+                value = like(parameter, torch.zeros_like(local_tensor(parameter).detach(), dtype=dtype))
+            else:  # a number: the step count on the CPU, unless the optimizer's kernel reads it, as torch has it
+                host = slot == "step" and not fused[parameter]
+                value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
+            plan.state.setdefault(parameter, {})[slot] = value
+            _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+
+
+def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:
+    """The chunks whose bytes this rank checks, in the order of the files: all of them over all ranks."""
+    chunks = [(n, entry, chunk) for n, entry in tensors.items() if n.startswith(kinds) for chunk in entry.chunks]
+    chunks.sort(key=lambda item: (item[2].file, item[2].key))
+    total = sum(entry.size(chunk) for _, entry, chunk in chunks)
+    mine, end = [], 0
+    for name, entry, chunk in chunks:
+        if end * size // max(total, 1) == rank:
+            mine.append((name, entry, chunk))
+        end += entry.size(chunk)
+    return mine
+
+
+@torch.no_grad()
+def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    for item in plan.held:
+        entry = plan.files.manifest.tensors[item.name]
+        for box in item.boxes:
+            target = box.of(item.tensor)
+            for chunk in entry.chunks:
+                common = _overlap(box.start, box.shape, chunk)
+                if common is not None:
+                    source = plan.files[chunk.file].tensor(entry, chunk)
+                    into = tuple(slice(a - b, e - b) for (a, e), b in zip(common, box.start, strict=True))
+                    out_of = tuple(slice(a - b, e - b) for (a, e), b in zip(common, chunk.start, strict=True))
+                    target[into].copy_(source[out_of])
+    if optimizer is None or plan.files.manifest.optimizer is None:
+        return
+    for group, options in zip(optimizer.param_groups, plan.options, strict=True):
+        for name, value in options.items():
+            old = group.get(name)
+            if isinstance(old, Tensor):
+                old.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(old, tuple) else value
+    optimizer.state.clear()
+    for parameter, slots in plan.state.items():
+        optimizer.state[parameter] = slots
+
+
+def _overlap(start: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> list[tuple[int, int]] | None:
+    """The part of a box that a chunk holds, in logical indices (start, end); None where there is none."""
+    boxes = zip(start, shape, chunk.start, chunk.shape, strict=True)
+    common = [(max(a, c), min(a + b, c + d)) for a, b, c, d in boxes]
+    return common if all(a < b for a, b in common) else None

@@ -1,0 +1,205 @@
+"""Where each tensor that a rank holds lies in its logical tensor, from the layers' declarations alone.
+
+Two cuts nest: the declared one over tp (`mpcore.sharding`), and that of `fully_shard` over data, which deals out
+dimension 0 of what tp left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from mpcore.mesh import Mesh
+from mpcore.sharding import Sharding, is_dtensor, local_tensor, owners, sharding_of
+
+Segment = tuple[int, int, int, bool]
+"""Of one dimension: start in the local tensor, start in the logical one, length, and whether this rank writes it."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a local tensor that is a box of the logical one, and whether this rank writes it."""
+
+    local: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    owned: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The box, of the local tensor."""
+        for dim, (start, size) in enumerate(zip(self.local, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as this rank holds it.
+
+    Attributes:
+        name: `model/NAME` or `optimizer/SLOT/NAME`.
+        tensor: the local tensor, sharing its memory.
+        shape: the logical shape.
+        boxes: what of the logical tensor it is.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have `fully_shard` modules hold their shards, which a forward without backward leaves gathered.
+
+    `save` and `load` do it for the modules of the model they are given. Where a rank's stages are sharded each for
+    itself and joined, call it for each stage before.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def held_by_model(model: nn.Module, mesh: Mesh) -> list[Held]:
+    """Parameters, tied ones once, and persistent buffers."""
+    return [_held(f"model/{name}", tensor, sharding, mesh) for name, tensor, sharding in _tensors(model)]
+
+
+def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[Held]:
+    """Every tensor of the optimizer's state.
+
+    Raises:
+        ValueError: for state that is no tensor, or neither of its parameter's shape nor a scalar.
+    """
+    named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
+    held = []
+    for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+        name, sharding = _known(named, parameter)
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the optimizer's {slot} of {name} is {value!r}: only tensors can be saved")
+            held.append(held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+    return held
+
+
+def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> Held:
+    """A tensor of the optimizer's state: it lies as its parameter does, or is one number for all of it."""
+    if value.shape == parameter.shape and is_dtensor(value) == is_dtensor(parameter):
+        return _held(name, value, sharding, mesh, placed=parameter)
+    if value.dim() == 0 and not is_dtensor(value):
+        return _held(name, value, replace(sharding, shape=(), shards=()), mesh)  # one number on each of its ranks
+    raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A local tensor placed as a parameter is: sharded over data where that is."""
+    if not is_dtensor(parameter):
+        return local
+    placed = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+    return DTensor.from_local(local, **placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups as JSON takes them: `{"options": {...}, "params": [names]}`."""
+    named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
+    groups = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        options = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in options.items()}
+        groups.append({"options": options, "params": [_known(named, p)[0] for p in group["params"]]})
+    return groups
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    """Every parameter, tied ones once: its full name, itself, where it lies."""
+    for name, module, leaf, parameter in owners(model):
+        yield name, parameter, sharding_of(module, leaf, parameter)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding]]:
+    yield from parameters(model)
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}".lstrip("."), buffer, sharding_of(module, leaf, buffer)
+
+
+def _known(named: dict[int, tuple[str, Sharding]], parameter: Tensor) -> tuple[str, Sharding]:
+    if id(parameter) not in named:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's: make the "
+            f"optimizer after the model is sharded"
+        )
+    return named[id(parameter)]
+
+
+def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Tensor | None = None) -> Held:
+    placed = tensor if placed is None else placed
+    if tuple(placed.shape) != sharding.local_shape:
+        raise ValueError(f"{name} has shape {tuple(placed.shape)}, declared is {sharding.local_shape} on this rank")
+    dims = [[(0, 0, size, True)] for size in sharding.shape]
+    for shard in sharding.shards:
+        dims[shard.dim] = _declared(shard.mine, shard.owned)
+    cut_over = {shard.axis.name for shard in sharding.shards}
+    replicas = [axis for axis in (mesh.tp, *sharding.partial) if axis.name not in cut_over]
+    first = True
+    if is_dtensor(placed):
+        dims, first = _over_data(name, placed, dims)
+    else:
+        replicas.append(mesh.edp if "ep" in cut_over else mesh.data)
+    first = first and all(axis.rank == 0 for axis in replicas)
+    boxes = []
+    for segments in itertools.product(*dims):
+        local, start, shape, owned = zip(*segments, strict=True) if segments else ((), (), (), ())
+        if 0 not in shape:
+            boxes.append(Box(local, start, shape, first and all(owned)))
+    return Held(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes))
+
+
+def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> list[Segment]:
+    segments, local = [], 0
+    for start, end in runs:
+        held = zip(range(start, end), owned[local : local + end - start], strict=True)
+        for mine, indices in itertools.groupby(held, key=lambda pair: pair[1]):
+            begin, *rest = (index for index, _ in indices)
+            segments.append((local + begin - start, begin, 1 + len(rest), mine))
+        local += end - start
+    return segments
+
+
+def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
+    """Clip the segments to what `fully_shard` left this rank; False: other ranks hold the same, and a lower one
+    writes."""
+    first = True
+    runs = [(0, size) for size in tensor.shape]
+    # The coordinate, not the group: torch's caches may give a DTensor the equal mesh of a world that has ended.
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    for i, (placement, rank) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+        size = tensor.device_mesh.size(i)
+        if placement.is_replicate():
+            first = first and rank == 0
+        elif type(placement) is Shard:  # and not torch's strided one
+            dim = placement.dim
+            start, end = runs[dim]
+            each = -(-(end - start) // size)  # as torch.chunk: equal shards, the last ones shorter or empty
+            runs[dim] = (min(start + rank * each, end), min(start + (rank + 1) * each, end))
+        else:
+            raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")
+    clipped: list[list[Segment]] = []
+    for segments, (start, end) in zip(dims, runs, strict=True):
+        cut = [(max(local, start), min(local + size, end), logical - local, owned)
+               for local, logical, size, owned in segments]  # fmt: skip
+        clipped.append([(a - start, a + shift, b - a, owned) for a, b, shift, owned in cut if a < b])
+    want = tuple(end - start for start, end in runs)
+    if tuple(tensor.to_local().shape) != want:
+        raise ValueError(f"{name} has shape {tuple(tensor.to_local().shape)} on this data rank, expected {want}")
+    return clipped, first

@@ -1,0 +1,89 @@
+"""What people ask of a checkpoint: what is inside, is it sound, how does it differ from another."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from mpcore.checkpoint.folders import resolve
+from mpcore.checkpoint.format import Files, Manifest, read_manifest
+
+
+def inspect(path: str | os.PathLike[str]) -> Manifest:
+    """A checkpoint's manifest: names, shapes, dtypes and files of all tensors, step, config. Reads no tensor.
+
+    Raises:
+        ValueError: if there is no complete checkpoint.
+    """
+    return read_manifest(resolve(path))
+
+
+def describe(path: str | os.PathLike[str]) -> str:
+    """What is inside a checkpoint, for people.
+
+    Raises:
+        ValueError: if there is no complete checkpoint.
+    """
+    m = inspect(path)
+    sizes = {name: sum(entry.size(chunk) for chunk in entry.chunks) for name, entry in m.tensors.items()}
+    layout = " x ".join(f"{name} {size}" for name, size in m.mesh.items() if size > 1) or "one process"
+    lines = [
+        f"{path}: step {m.step}, next sample {m.sample}, seed {m.seed}, written on {layout}",
+        f"config {m.config}",
+        f"extra {m.extra}",
+        f"{len(m.files)} files, {sum(record.bytes for record in m.files.values()):,} bytes",
+    ]
+    for kind in ("model/", "optimizer/"):
+        names = [name for name in m.tensors if name.startswith(kind)]
+        lines.append(f"{kind[:-1]}: {len(names)} tensors, {sum(sizes[name] for name in names):,} bytes")
+    width = max((len(name) for name in m.tensors), default=0)
+    for name, entry in m.tensors.items():
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        lines.append(f"  {name:{width}}  {entry.dtype:5} {shape:>16}  in {len(entry.chunks)}")
+    return "\n".join(lines)
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of a checkpoint and say what is wrong with it, by tensor, key and file; empty: nothing.
+
+    Raises:
+        ValueError: if it has no manifest that can be read.
+    """
+    folder = resolve(path)
+    manifest = read_manifest(folder)
+    chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
+    return Files(folder, manifest).problems(chunks)
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
+    """How two checkpoints differ, whatever layouts wrote them; empty: not at all. Holds one logical tensor of each.
+
+    Raises:
+        ValueError: if one of them is damaged.
+    """
+    for path in (a, b):
+        for problem in verify(path):
+            raise ValueError(problem)
+    one, other = (Files(resolve(path), inspect(path)) for path in (a, b))
+    lines = []
+    for name in ("step", "sample", "seed", "config", "extra", "optimizer"):
+        left, right = getattr(one.manifest, name), getattr(other.manifest, name)
+        if left != right:
+            lines.append(f"{name}: {left} and {right}")
+    names = one.manifest.tensors | other.manifest.tensors
+    for name in names:
+        left, right = one.manifest.tensors.get(name), other.manifest.tensors.get(name)
+        if left is None or right is None:
+            lines.append(f"{name}: only in {b if left is None else a}")
+        elif (left.shape, left.dtype) != (right.shape, right.dtype):
+            lines.append(f"{name}: {left.dtype} {left.shape} and {right.dtype} {right.shape}")
+        else:
+            x, y = one.assemble(name), other.assemble(name)
+            bits = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
+            if bits.any():
+                count = int(bits.view(x.numel(), -1).any(1).sum())
+                wide = torch.complex128 if x.is_complex() else torch.float64
+                most = float((x.to(wide) - y.to(wide)).abs().max())
+                lines.append(f"{name}: {count:,} of {x.numel():,} elements differ, by {most:.3g} at most")
+    return lines

@@ -1,0 +1,345 @@
+"""Write a checkpoint from any layout, at once or in the background."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
+from mpcore.checkpoint.format import (
+    Chunk,
+    Entry,
+    FileRecord,
+    Manifest,
+    dtype_name,
+    raw,
+    tiles,
+    write_manifest,
+    write_tensors,
+)
+from mpcore.checkpoint.pieces import (
+    Box,
+    Held,
+    held_by_model,
+    held_by_optimizer,
+    parameter_groups,
+    reshard,
+)
+from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.mesh import Mesh
+
+log = logging.getLogger("mpcore.checkpoint")
+_MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    held: Held
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of all that this rank holds
+    pieces: list[_Piece]
+    manifest: Manifest  # without files and tensors
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank adds to the manifest."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    chunks: list[tuple[str, Chunk]]
+    replicas: list[tuple[str, tuple[int, ...], tuple[int, ...], int]]
+    optimizer: list[dict[str, Any]] | None
+
+
+class Saving:
+    """A save in the background. Make it with `save_async`.
+
+    Attributes:
+        path: the checkpoint.
+        seconds: how long the writing took; 0 until it is done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seconds = path, 0.0
+        self._error: Exception | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended on this rank, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended in an error. Ranks may learn of it a step apart: agree before acting on it."""
+        return self.done and self._error is not None
+
+    def wait(self) -> Path:
+        """Wait for the end.
+
+        Returns:
+            The checkpoint, whole.
+
+        Raises:
+            ValueError: on every rank, if it failed on any.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None  # told once, so that the next save may be tried
+            raise ValueError(f"the save of {self.path} failed: {error}") from error
+        return self.path
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mesh: Mesh,
+    step: int,
+    sample: int = 0,
+    seed: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
+
+    Each logical element is written once: of replicas (tp, data, KV heads, tied tables) the lowest rank's. The others
+    are compared with it, so that a tensor that nobody declares sharded, but is, isn't lost.
+
+    Args:
+        path: the directory to make. One that is there is replaced when the new one is whole.
+        model: the model, or this rank's stage of it, with or without `fully_shard`.
+        optimizer: its optimizer; state must be tensors, of the parameter's shape or scalars.
+        mesh: the mesh it lies on.
+        step: optimizer steps done.
+        sample: global index of the next sample: the state of the data.
+        seed: of the run.
+        config: what the model is, as JSON takes it.
+        extra: schedule, loss scaler and what else there is, as JSON takes it. The same on every rank; rank 0's counts.
+        keep: afterwards leave only so many checkpoints beside `path`; None: all.
+        keep_every: and those whose step is a multiple of it.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: on every rank, if any of them can't write (a full disk, a read-only directory), if replicas differ,
+            or if something can't be saved. What was at `path` is untouched, and nothing partial is left.
+    """
+    path = Path(path)
+    group = world_group(mesh)
+    about = _about(step, sample, seed, config, extra, mesh)
+    snapshot = together(group, lambda: _snapshot(model, optimizer, mesh, about, copy=False))
+    _write(path, snapshot, group, mesh.world.rank, keep, keep_every)
+    return path
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mesh: Mesh,
+    step: int,
+    sample: int = 0,
+    seed: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    after: Saving | None = None,
+) -> Saving:
+    """As `save`, but copies everything to memory and returns; a thread writes, over a process group of its own.
+
+    The files are byte for byte those of `save` at this moment. Keep what it returns, hand it to the next call, and
+    `wait` for the last one before the process group is destroyed; the interpreter doesn't exit before it has ended.
+
+    Args:
+        path, model, optimizer, mesh, step, sample, seed, config, extra, keep, keep_every: as of `save`.
+        after: the save before this one: one is in flight at most, so it is waited for.
+
+    Raises:
+        ValueError: on every rank, if the save before failed, or something can't be saved.
+    """
+    if after is not None:
+        after.wait()
+    world = world_group(mesh)
+    about = _about(step, sample, seed, config, extra, mesh)
+    snapshot = together(world, lambda: _snapshot(model, optimizer, mesh, about, copy=True))
+    saving = Saving(Path(path))
+    if world is not None:
+        # gloo, whatever the model runs on: this thread must not touch the device's streams or order of collectives.
+        made = after._group if after is not None else dist.new_group(backend="gloo")
+        saving._group = made if isinstance(made, dist.ProcessGroup) else None
+
+    def work() -> None:
+        began = time.perf_counter()
+        try:
+            _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every)
+        except Exception as error:  # told by `wait`
+            saving._error = error
+        saving.seconds = time.perf_counter() - began
+
+    saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
+    saving._thread.start()
+    return saving
+
+
+def _about(
+    step: int,
+    sample: int,
+    seed: int | None,
+    config: Mapping[str, Any] | None,
+    extra: Mapping[str, Any] | None,
+    mesh: Mesh,
+) -> Manifest:
+    sizes = {name: getattr(mesh, name).size for name in _MESH_AXES}
+    return Manifest(step, sample, seed, dict(config or {}), dict(extra or {}), sizes)
+
+
+def _snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, about: Manifest, copy: bool
+) -> _Snapshot:
+    """Everything of this rank, at this moment: the JSON always copied, the tensors where `copy` says so."""
+    reshard(model)
+    held, groups = held_by_model(model, mesh), None
+    if optimizer is not None:
+        held += held_by_optimizer(model, optimizer, mesh)
+        groups = parameter_groups(model, optimizer)
+    state = {"config": about.config, "extra": about.extra, "optimizer": groups}
+    for name, value in state.items():
+        try:
+            state[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} can't be written as JSON: {error}") from None
+    tensors = {item.name: (item.shape, dtype_name(item.tensor.dtype)) for item in held}
+    pieces = []
+    for item in held:
+        for box in item.boxes:
+            tensor = box.of(item.tensor)
+            pieces.append(_Piece(item, box, tensor.to("cpu", copy=True) if copy else tensor))
+    return _Snapshot(tensors, pieces, replace(about, **state))
+
+
+def _write(
+    path: Path,
+    snapshot: _Snapshot,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    keep: int | None,
+    keep_every: int | None,
+) -> None:
+    lead = rank == 0
+    began = time.perf_counter()
+    together(group, lambda: prepare(path) if lead else None)
+    try:
+        parts = collect(group, lambda: _write_part(temporary(path), snapshot, rank))
+        together(group, lambda: _commit(path, snapshot.manifest, parts) if lead else None)
+    except ValueError:
+        if lead:
+            discard(path)
+        raise
+    if lead:
+        size = sum(record.bytes for part in parts for record in part.files.values())
+        log.info("saved %s: %.1f MB in %.2f s", path, size / 1e6, time.perf_counter() - began)
+    if keep is not None:
+        together(group, lambda: prune(path.parent, keep, keep_every, spare=path) if lead else None)
+
+
+def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
+    """Write what this rank owns, and hash what it holds besides."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    where: dict[tuple[str, str], _Piece] = {}
+    replicas = []
+    for piece in snapshot.pieces:
+        kind, key = piece.held.name.split("/", 1)
+        box, shape = piece.box, piece.held.shape
+        if not box.owned:
+            replicas.append((piece.held.name, box.start, box.shape, zlib.crc32(raw(piece.tensor))))
+            continue
+        if box.shape != shape:
+            key += "@" + ",".join(map(str, box.start))
+        tensors.setdefault(kind, {})[key] = piece.tensor
+        where[kind, key] = piece
+    files, chunks = {}, []
+    for kind, named in tensors.items():
+        file = f"{kind}-{rank:05d}.safetensors"
+        files[file], sums = write_tensors(folder / file, named)
+        for key, crc32 in sums.items():
+            held, box = where[kind, key].held, where[kind, key].box
+            chunks.append((held.name, Chunk(file, key, box.start, box.shape, crc32)))
+    return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
+
+
+def _commit(path: Path, about: Manifest, parts: list[_Part]) -> None:
+    """On rank 0, when all files are on the disk: the manifest, then the checkpoint's own name."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for part in parts:
+        for name, what in part.tensors.items():
+            if found.setdefault(name, what) != what:
+                raise ValueError(f"ranks disagree about {name}: {found[name]} and {what}")
+        for name, chunk in part.chunks:
+            chunks.setdefault(name, []).append(chunk)
+    tensors = {}
+    for name in sorted(found):
+        entry = Entry(*found[name], tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.start)))
+        if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in entry.chunks], entry.shape):
+            where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
+            raise ValueError(
+                f"the {len(entry.chunks)} chunks of {name} in {where or 'no file'} don't tile its shape {entry.shape}: "
+                f"ranks hold parts or replicas that its layer does not declare"
+            )
+        tensors[name] = entry
+    _check_replicas(tensors, parts)
+    files = {name: record for part in parts for name, record in part.files.items()}
+    groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
+    write_manifest(temporary(path), replace(about, optimizer=groups, files=files, tensors=tensors))
+    publish(path)
+
+
+def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
+    for rank, part in enumerate(parts):
+        for name, start, shape, crc32 in part.replicas:
+            for chunk in tensors[name].chunks:
+                if (chunk.start, chunk.shape) == (start, shape) and chunk.crc32 != crc32:
+                    raise ValueError(
+                        f"{name} on rank {rank} is another one than in {chunk.file}: replicas have drifted apart, or "
+                        f"its layer does not declare that it is sharded"
+                    )
+
+
+def _merge(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+    """The optimizer's groups over all stages."""
+    if not of_ranks:
+        return None
+    merged = []
+    for i, same in enumerate(zip(*of_ranks, strict=True)):
+        for group in same:
+            if group["options"] != same[0]["options"]:
+                raise ValueError(f"ranks disagree about parameter group {i}: {same[0]['options']}, {group['options']}")
+        merged.append({**same[0], "params": sorted({name for group in same for name in group["params"]})})
+    return merged

@@ -1,0 +1,997 @@
+"""Checkpoints: any layout to any layout bitwise, safe to load, safe to be killed over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from examples.gpt.model import GPT, GPTConfig
+from mpcore import ColumnParallelLinear, Mesh, clip_gradients, grad_norm, materialize, reduce_gradients, shardings
+from mpcore import vocab_parallel_cross_entropy as cross_entropy
+from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, prune, save, save_async, step_path, verify
+from mpcore.checkpoint import format as checkpoint_format
+from mpcore.checkpoint import saving as checkpoint_saving
+from mpcore.checkpoint.__main__ import main
+from mpcore.checkpoint.format import MANIFEST, Files, read_manifest, tiles
+from mpcore.collectives import all_reduce
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.layers.dropout import seed_dropout
+from mpcore.pipeline import Pipeline
+from mpcore.sharding import is_dtensor, local_tensor
+from tests.examples.test_pretrain import TINY, trainer
+from tests.pool import RankError, mesh
+
+# Odd on purpose: 53 words over 4 ranks, 6 heads over 4, 2 KV heads replicated over 4, 21 hidden features.
+CONFIG = GPTConfig(vocab_size=53, seq_len=6, layers=2, d_model=24, heads=6, kv_heads=2, d_ff=21, dropout=0.1)
+TIED = replace(CONFIG, tie_embeddings=True, bias=True, norm="layer", positions="learned", activation="gelu")
+BATCH = 12
+
+
+class Run:
+    """A model in training on some mesh: what a checkpoint must bring back."""
+
+    def __init__(self, on: Mesh, config: GPTConfig = CONFIG, zero: bool = False, seed: int = 5) -> None:
+        self.mesh, self.config, self.zero = on, config, zero and on.data.size > 1
+        self.model = GPT(config, on, device="meta", dtype=torch.float64)
+        materialize(self.model, seed)
+        if zero:
+            shard_data_parallel(self.model, on, self.model.blocks.values())
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
+        self.pipeline = Pipeline(self.model, on, 2 if on.pp.size > 1 else 1, self.loss)
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target, tp=self.mesh.tp, vocab_size=self.config.vocab_size, reduction="sum") / 72
+
+    def step(self, step: int) -> float:
+        g = torch.Generator().manual_seed(step)
+        whole = (*torch.randint(self.config.vocab_size, (2, BATCH, 6), generator=g), torch.arange(BATCH) + BATCH * step)
+        tokens, targets, samples = (t.chunk(self.mesh.data.size)[self.mesh.data.rank] for t in whole)
+        total = self.pipeline.forward_backward(tokens, targets, samples=samples)
+        reduce_gradients(self.model, *(() if self.zero else (self.mesh.data,)))
+        clip_gradients(self.model, 1.0, grad_norm(self.model, self.mesh))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(all_reduce(total, self.mesh.data))
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.model.eval()
+        list(self.pipeline.forward([torch.zeros(2, 6, dtype=torch.int64)]))
+        self.model.train()
+
+    def steps(self, first: int, last: int) -> list[float]:
+        return [self.step(step) for step in range(first, last)]
+
+    def save(self, path: str | Path, step: int, how: Callable = save, **options):
+        state = {"sample": step * BATCH, "seed": 5, "config": {"layers": 2}, "extra": {"scale": 1.5}}
+        return how(path, self.model, self.optimizer, mesh=self.mesh, step=step, **state, **options)
+
+    def load(self, path: str | Path, **options):
+        manifest = load(path, self.model, self.optimizer, mesh=self.mesh, **options)
+        seed_dropout(self.model, manifest.seed or 0)
+        return manifest
+
+    def over_data(self, x: Tensor) -> Tensor:
+        """What the data ranks hold together. Not by DTensor: it caches meshes of worlds that the pool has ended."""
+        if not is_dtensor(x):
+            return x.detach()
+        shards: list = [None] * self.mesh.data.size
+        dist.all_gather_object(shards, x.to_local().detach(), group=self.mesh.data.group)
+        return torch.cat(shards)
+
+    def full(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state in logical shapes, of this stage: a collective."""
+        declared, found = shardings(self.model), {}
+        for name, p in self.model.named_parameters():
+            found[f"model/{name}"] = declared[name].assemble(self.over_data(p))
+            for slot, value in self.optimizer.state[p].items():
+                whole = declared[name].assemble(self.over_data(value)) if value.dim() else value
+                found[f"optimizer/{slot}/{name}"] = whole
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def size_of(sizes: dict) -> int:
+    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+
+
+def everything(path: str | Path) -> dict[str, Tensor]:
+    manifest = inspect(path)
+    files = Files(Path(path), manifest)
+    return {name: files.assemble(name) for name in manifest.tensors}
+
+
+def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+# --- any layout to any layout -------------------------------------------------------------------------------------
+
+
+def check_save(sizes: dict, path: str, config: GPTConfig, zero: bool) -> tuple[dict[str, Tensor], list[float]]:
+    run = Run(mesh(**sizes), config, zero)
+    run.steps(0, 2)
+    state = run.full()
+    run.evaluate()
+    run.save(path, 2)
+    return state, run.steps(2, 5)
+
+
+def check_load(sizes: dict, path: str, config: GPTConfig, zero: bool, again: str) -> tuple[dict, list[float]]:
+    run = Run(mesh(**sizes), config, zero, seed=6)
+    if zero:
+        run.step(9)  # a used optimizer, and parameters that a forward has left gathered
+        run.evaluate()
+    manifest = run.load(path)
+    assert (manifest.step, manifest.sample, manifest.seed, manifest.extra) == (2, 2 * BATCH, 5, {"scale": 1.5})
+    state = run.full()
+    run.save(again, 2)
+    return state, run.steps(2, 5)
+
+
+WRITERS = [({"tp": 2, "pp": 2}, False), ({}, False), ({"tp": 4}, False), ({"tp": 2, "dp": 2}, True)]
+READERS = [
+    ({}, False), ({"tp": 4}, False), ({"tp": 3}, False), ({"pp": 2}, False), ({"dp": 4}, True), ({"dp": 3}, True),
+    ({"tp": 2, "dp": 2}, True), ({"pp": 2, "dp": 2}, True), ({"tp": 2, "dp": 2}, False), ({"tp": 2, "pp": 2}, False),
+]  # fmt: skip
+_written: dict = {}
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["gqa", "tied"])
+@pytest.mark.parametrize("writer", WRITERS[:1], ids=str)
+@pytest.mark.parametrize("reader", READERS, ids=str)
+def test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise(
+    ranks, tmp_path_factory, reader, writer, config
+):
+    """Parameters and Adam's state when gathered, the next losses, and what the reader saves in its turn."""
+    check_pair(ranks, tmp_path_factory, writer, reader, config)
+
+
+@pytest.mark.parametrize("writer", WRITERS[1:], ids=str)
+def test_other_writers(ranks, tmp_path_factory, writer):
+    check_pair(ranks, tmp_path_factory, writer, ({"pp": 2}, False), CONFIG)
+    check_pair(ranks, tmp_path_factory, writer, ({"tp": 4}, False), TIED)
+
+
+def check_pair(ranks, tmp_path_factory, writer, reader, config) -> None:
+    (sizes, zero), (wanted, sharded) = writer, reader
+    key = (str(writer), config)
+    if key not in _written:
+        path = tmp_path_factory.mktemp("written") / "step"
+        results = ranks(size_of(sizes), check_save, sizes, str(path), config, zero)
+        state = {name: tensor for part, _ in results for name, tensor in part.items()}
+        for part, losses in results:
+            same_bits(part, {name: state[name] for name in part})
+            assert losses == results[0][1]
+        same_bits(everything(path), state)
+        _written[key] = path, state, results[0][1]
+    path, state, losses = _written[key]
+    again = tmp_path_factory.mktemp("again") / "step"
+    found: dict[str, Tensor] = {}
+    for part, got in ranks(size_of(wanted), check_load, wanted, str(path), config, sharded, str(again)):
+        same_bits(part, {name: state[name] for name in part})
+        found |= part
+        assert got == pytest.approx(losses, rel=1e-12)
+        assert wanted != sizes or sharded != zero or got == losses
+    assert found.keys() == state.keys()
+    assert not diff(path, again)
+
+
+def check_bytes(path: str) -> None:
+    run = Run(mesh(tp=2, dp=2), zero=True)
+    run.step(0)
+    run.save(path, 1)
+
+
+def test_pitfall_15_17_every_element_is_stored_once_in_its_logical_place(ranks, tmp_path):
+    """KV heads replicated over tp, 53 words over 4 ranks: no copy, no padding; files that the library opens."""
+    for path, check in ((tmp_path / "wide", partial(check_save, {"tp": 4})), (tmp_path / "zero", None)):
+        ranks(4, check.func, *check.args, str(path), CONFIG, False) if check else ranks(4, check_bytes, str(path))
+        manifest = inspect(path)
+        assert manifest.tensors["model/embedding.weight"].shape == (53, 24)
+        assert manifest.tensors["model/blocks.1.attention.qkv.weight"].shape == ((6 + 2 * 2) * 4, 24)
+        dense = sum(p.numel() for p in GPT(CONFIG, device="meta").parameters())
+        count = len(list(GPT(CONFIG, device="meta").parameters()))
+        stored = 0
+        for name in manifest.files:
+            with safe_open(path / name, "pt") as file:
+                stored += sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118
+        assert stored == 3 * dense + count
+        assert not verify(path)
+
+
+def check_whole(path: str) -> None:
+    run = Run(Mesh())
+    run.step(0)
+    run.save(path, 1)
+
+
+def test_one_process_writes_a_file_of_logical_names_that_the_safetensors_library_reads(ranks, tmp_path):
+    ranks(1, check_whole, str(tmp_path / "step"))
+    want = everything(tmp_path / "step")
+    with safe_open(tmp_path / "step" / "model-00000.safetensors", "pt") as file:
+        same_bits({f"model/{key}": file.get_tensor(key) for key in file.keys()},  # noqa: SIM118
+                  {name: tensor for name, tensor in want.items() if name.startswith("model/")})  # fmt: skip
+
+
+class Odd(nn.Module):
+    """Dtypes, scalars, empty tensors and buffers that models may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.complex64):
+            self.register_parameter(f"a_{str(dtype)[6:]}", nn.Parameter(torch.randn(3, 5, generator=g).to(dtype)))
+        self.scalar = nn.Parameter(torch.randn((), generator=g))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
+        self.register_buffer("eight", torch.randn(4, generator=g).to(torch.float8_e4m3fn))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+def test_pitfall_38_buffers_and_odd_tensors_come_back(tmp_path):
+    model, other = Odd(), Odd()
+    save(tmp_path / "odd", model, mesh=Mesh(), step=3)
+    assert "model/cache" not in inspect(tmp_path / "odd").tensors
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.zero_()
+    load(tmp_path / "odd", other, mesh=Mesh())
+    want = model.state_dict()
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8) if name == "eight" else tensor,
+                           want[name].view(torch.uint8) if name == "eight" else want[name]), name  # fmt: skip
+    assert not other.cache.any()
+    save(tmp_path / "odd2", other, mesh=Mesh(), step=3)
+    assert not diff(tmp_path / "odd", tmp_path / "odd2")
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def state_of(run: Run) -> dict[str, Tensor]:
+    """This rank's own tensors, as they are."""
+    found = {name: local_tensor(p).detach().clone() for name, p in run.model.named_parameters()}
+    for i, slots in enumerate(run.optimizer.state.values()):
+        found |= {f"{i}/{slot}": local_tensor(value).clone() for slot, value in slots.items()}
+    return found
+
+
+def first_chunk(path: Path, name: str):
+    manifest = read_manifest(path)
+    return manifest, manifest.tensors[name].chunks[0]
+
+
+def flip_bit(path: Path) -> str:
+    _, chunk = first_chunk(path, "model/blocks.1.mlp.down.weight")
+    with safe_open(path / chunk.file, "pt") as file:
+        payload = checkpoint_format.raw(file.get_tensor(chunk.key))
+    data = bytearray((path / chunk.file).read_bytes())
+    data[data.index(payload) + 3] ^= 4
+    (path / chunk.file).write_bytes(data)
+    return rf"model/blocks.1.mlp.down.weight: .*{chunk.file}: {chunk.key} is damaged: its CRC-32 is \w+, written was"
+
+
+def flip_optimizer_bit(path: Path) -> str:
+    data = bytearray((path / "optimizer-00001.safetensors").read_bytes())
+    data[-1] ^= 128
+    (path / "optimizer-00001.safetensors").write_bytes(data)
+    return r"optimizer/exp_avg_sq/head.weight: .*optimizer-00001.safetensors: \S+ is damaged: its CRC-32"
+
+
+def flip_header_bit(path: Path) -> str:
+    data = bytearray((path / "model-00001.safetensors").read_bytes())
+    data[30] ^= 1
+    (path / "model-00001.safetensors").write_bytes(data)
+    return r"model-00001.safetensors is damaged: the CRC-32 of its header"
+
+
+def truncate(path: Path) -> str:
+    file = path / "model-00000.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 9)
+    return rf"model-00000.safetensors has {size - 9} bytes, written were {size}"
+
+
+def truncate_to_nothing(path: Path) -> str:
+    os.truncate(path / "model-00000.safetensors", 0)
+    return "model-00000.safetensors has 0 bytes, written were"
+
+
+def remove_file(path: Path) -> str:
+    os.remove(path / "optimizer-00000.safetensors")
+    return "optimizer-00000.safetensors is missing"
+
+
+def giant_header(path: Path) -> str:
+    data = bytearray((path / "model-00000.safetensors").read_bytes())
+    data[:8] = struct.pack("<Q", 2**63)
+    (path / "model-00000.safetensors").write_bytes(data)
+    return r"model-00000.safetensors is damaged: a header of 9223372036854775808 bytes"
+
+
+def no_manifest(path: Path) -> str:
+    os.remove(path / MANIFEST)
+    return "is no complete checkpoint: it has no manifest.json"
+
+
+def half_manifest(path: Path) -> str:
+    os.truncate(path / MANIFEST, (path / MANIFEST).stat().st_size // 2)
+    return "manifest.json is damaged"
+
+
+def deep_manifest(path: Path) -> str:
+    (path / MANIFEST).write_text("[" * 200_000)
+    return "manifest.json is damaged"
+
+
+def giant_manifest(path: Path) -> str:
+    os.truncate(path / MANIFEST, checkpoint_format.MANIFEST_LIMIT + 1)  # sparse
+    return "more than the 1073741824 that a manifest may have"
+
+
+def changed_manifest(path: Path) -> str:
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"step": 2', '"step": 3', 1))
+    return "manifest.json is damaged: its CRC-32 is"
+
+
+def rewrite(path: Path, change: Callable[[dict], None]) -> None:
+    """Change the manifest and sign it again, as someone would who means harm."""
+    body = json.loads((path / MANIFEST).read_text())
+    del body["crc32"]
+    change(body)
+    body["crc32"] = checkpoint_format._checksum(body)
+    (path / MANIFEST).write_text(json.dumps(body))
+
+
+def future_version(path: Path) -> str:
+    rewrite(path, lambda body: body.update(version=2))
+    return "manifest.json has format version 2, this mpcore reads version 1"
+
+
+def old_version(path: Path) -> str:
+    rewrite(path, lambda body: body.update(version=0))
+    return "manifest.json has format version 0, this mpcore reads version 1"
+
+
+def way_out(path: Path) -> str:
+    def change(body: dict) -> None:
+        body["files"]["../../etc/passwd"] = body["files"]["model-00000.safetensors"]
+
+    rewrite(path, change)
+    return r"'../../etc/passwd' is not a plain file name"
+
+
+def hole(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"]["model/embedding.weight"]["chunks"].pop())
+    return r"the 1 chunks of model/embedding.weight do not tile its shape \(53, 24\)"
+
+
+def overlapping(path: Path) -> str:
+    def change(body: dict) -> None:
+        chunks = body["tensors"]["model/embedding.weight"]["chunks"]
+        chunks[1]["start"] = [26, 0]
+
+    rewrite(path, change)
+    return r"the 2 chunks of model/embedding.weight do not tile its shape \(53, 24\)"
+
+
+def wrong_key(path: Path) -> str:
+    def change(body: dict) -> None:
+        body["tensors"]["model/norm.weight"]["chunks"][0]["key"] = "norm.bias"
+
+    rewrite(path, change)
+    return "model-00000.safetensors has no tensor 'norm.bias'"
+
+
+def wrong_fields(path: Path) -> str:
+    rewrite(path, lambda body: body.update(tensors=[1, 2]))
+    return "manifest.json is damaged"
+
+
+def negative(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"]["model/norm.weight"].update(shape=[-24]))
+    return "are not sizes"
+
+
+def missing_tensor(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"].pop("model/norm.weight"))
+    return "model/norm.weight: missing from the checkpoint"
+
+
+def missing_slot(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"].pop("optimizer/exp_avg_sq/norm.weight"))
+    return "optimizer/exp_avg_sq/norm.weight: missing from the checkpoint"
+
+
+def missing_group(path: Path) -> str:
+    rewrite(path, lambda body: body.update(optimizer=None))
+    return "the optimizer: missing from the checkpoint"
+
+
+def extra_tensor(path: Path) -> str:
+    def change(body: dict) -> None:
+        body["tensors"]["model/extra.weight"] = body["tensors"]["model/norm.weight"]
+
+    rewrite(path, change)
+    return "model/extra.weight: in the checkpoint, but not in the model"
+
+
+def payload(canary: str) -> bytes:
+    class Payload:
+        def __reduce__(self):
+            return os.system, (f"touch {canary}",)
+
+    return pickle.dumps(Payload())
+
+
+def pickles(path: Path) -> str:
+    for file in path.iterdir():
+        file.write_bytes(payload(str(path.parent / "canary")))
+    (path / ".metadata").write_bytes(payload(str(path.parent / "canary")))
+    return "manifest.json is damaged"
+
+
+def pickled_tensors(path: Path) -> str:
+    """The right size and a manifest that agrees with it: only the format itself stands in the way."""
+    file = path / "model-00000.safetensors"
+    data = payload(str(path.parent / "canary"))
+    file.write_bytes(data + bytes(max(file.stat().st_size - len(data), 0)))
+    return "model-00000.safetensors is damaged: a header of"
+
+
+BROKEN = [
+    flip_bit, flip_optimizer_bit, flip_header_bit, truncate, truncate_to_nothing, remove_file, giant_header,
+    no_manifest, half_manifest, deep_manifest, giant_manifest, changed_manifest, future_version, old_version, way_out,
+    hole, overlapping, wrong_key, wrong_fields, negative, missing_tensor, missing_slot, missing_group, extra_tensor,
+    pickles, pickled_tensors,
+]  # fmt: skip
+
+
+def check_write(path: str, config: GPTConfig = CONFIG) -> None:
+    run = Run(mesh(tp=2), config)
+    run.steps(0, 2)
+    run.save(path, 2)
+
+
+def check_refused(cases: list[tuple[str, str]], zero: bool) -> None:
+    """Every rank refuses, by name, and nothing has changed."""
+    run = Run(mesh(dp=2) if zero else mesh(tp=2), zero=zero)
+    run.step(7)
+    before = state_of(run)
+    options = [dict(group) for group in run.optimizer.param_groups]
+    for path, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run.load(path)
+        after = state_of(run)
+        same_bits(after, before)
+        assert [dict(group) for group in run.optimizer.param_groups] == options
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["tp2", "zero"])
+def test_what_is_damaged_is_refused_by_name_and_changes_nothing(ranks, tmp_path, zero):
+    """RELIABILITY 16 to 19 and 26: bits, lengths, versions, shapes, pickles. No payload runs."""
+    ranks(2, check_write, str(tmp_path / "good"))
+    cases = []
+    for damage in BROKEN:
+        path = tmp_path / damage.__name__ / "step"
+        shutil.copytree(tmp_path / "good", path)
+        cases.append((str(path), damage(path)))
+    cases.append((str(tmp_path / "nowhere"), "there is no checkpoint at .*nowhere"))
+    ranks(2, check_refused, cases, zero)
+    for damage in (flip_bit, pickled_tensors):
+        assert verify(tmp_path / damage.__name__ / "step")
+    assert not verify(tmp_path / "good")
+    for path, _ in cases:
+        assert not (Path(path).parent / "canary").exists()
+    assert "canary" not in {p.name for p in tmp_path.rglob("*")}
+
+
+def test_the_payload_of_these_tests_would_run_where_something_unpickled_it(tmp_path):
+    pickle.loads(payload(str(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
+
+
+def check_other_models(path: str) -> None:
+    on = mesh(tp=2)
+    for config, message in (
+        (
+            replace(CONFIG, d_ff=22),
+            r"model/blocks.0.mlp.down.weight: expected shape \(24, 22\), found \(24, 21\) in mod",
+        ),
+        (replace(CONFIG, vocab_size=54), r"model/embedding.weight: expected shape \(54, 24\), found \(53, 24\)"),
+        (replace(CONFIG, layers=3), r"model/blocks.2.attention_norm.weight: missing from the checkpoint"),
+        (replace(CONFIG, layers=1), r"model/blocks.1.attention_norm.weight: in the checkpoint, but not in the model"),
+        (replace(CONFIG, tie_embeddings=True), r"model/head.weight: in the checkpoint, but not in the model"),
+    ):
+        run = Run(on, config)
+        with pytest.raises(ValueError, match=message):
+            run.load(path)
+    run = Run(on)
+    run.model.float()
+    with pytest.raises(ValueError, match=r"model/embedding.weight: expected dtype F32, found F64 in model-00000"):
+        run.load(path)
+    run = Run(on)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with pytest.raises(ValueError, match=r"parameter group 0 of the optimizer lies in groups \[0, 1\]"):
+        run.load(path)
+    run = Run(on, replace(CONFIG, tie_embeddings=True))
+    run.load(path, strict=False)
+    (held,) = run.model.embedding.shardings["weight"].shards[0].mine
+    assert torch.equal(run.model.embedding.weight, everything(path)["model/embedding.weight"][slice(*held)])
+
+
+def test_another_model_is_refused_by_name_and_shape(ranks, tmp_path):
+    ranks(2, check_write, str(tmp_path / "step"))
+    ranks(2, check_other_models, str(tmp_path / "step"))
+
+
+def check_undeclared(root: str) -> None:
+    on, stages = mesh(tp=2), mesh(pp=2)
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight.add_(on.tp.rank)
+    with pytest.raises(ValueError, match=r"model/weight on rank 1 is another one than in model-00000.safetensors"):
+        save(f"{root}/a", model, mesh=on, step=1)
+    with pytest.raises(ValueError, match=r"ranks disagree about model/(weight|bias)"):
+        save(f"{root}/a", nn.Linear(3, 4 + on.tp.rank), mesh=on, step=1)
+    with pytest.raises(ValueError, match=r"the 2 chunks of model/bias in model-00000.safetensors, model-00001.safeten"):
+        save(f"{root}/a", nn.Linear(3, 4), mesh=stages, step=1)
+    with pytest.raises(
+        ValueError, match=r"the optimizer has a parameter of shape \(4, 3\) that is none of the model's"
+    ):
+        save(f"{root}/a", model, torch.optim.SGD(nn.Linear(3, 4).parameters()), mesh=on, step=1)
+    with pytest.raises(ValueError, match=r"extra can't be written as JSON: .*not JSON serializable \(on rank 1 of 2\)"):
+        save(f"{root}/a", nn.Linear(3, 4), mesh=on, step=1, extra={"x": torch.ones(1)} if on.tp.rank else None)
+    with pytest.raises(ValueError, match=r"extra can't be written as JSON: Out of range"):
+        save(f"{root}/a", nn.Linear(3, 4), mesh=on, step=1, extra={"x": float("nan")})
+
+
+def test_what_would_be_lost_silently_is_refused(ranks, tmp_path):
+    """RELIABILITY 25: a shard that nobody declares, a name on two stages, replicas that drifted apart."""
+    ranks(2, check_undeclared, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def check_other_optimizers(root: str) -> None:
+    on = mesh(tp=2)
+    for make in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad):
+        models = [ColumnParallelLinear(3, 5, tp=on.tp) for _ in range(2)]
+        first, second = (make(model.parameters()) for model in models)
+        models[0].bias.requires_grad_(False)
+        models[0](torch.ones(2, 3)).sum().backward()
+        first.step()
+        save(f"{root}/step", models[0], first, mesh=on, step=1)
+        load(f"{root}/step", models[1], second, mesh=on)
+        same_bits(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            same_bits(*({k: v for k, v in o.state[x].items() if v is not None} for o, x in ((first, p), (second, q))))
+
+
+def test_other_optimizers_and_frozen_parameters(ranks, tmp_path):
+    ranks(2, check_other_optimizers, str(tmp_path))
+
+
+def test_tiles_accepts_what_covers_a_shape_once_and_nothing_else():
+    assert tiles([()], ())
+    assert tiles([((0, 2), (0, 3)), ((2, 1), (0, 1)), ((2, 1), (1, 2))], (3, 3))
+    assert tiles([], (0, 3))
+    for boxes, shape in (
+        ([], ()), ([(), ()], ()), ([], (1,)), ([((0, 2),)], (3,)), ([((0, 2),), ((1, 2),)], (3,)),
+        ([((0, 3),), ((3, 1),)], (3,)), ([((0, 3),)] * 2, (3,)), ([((0, 0),), ((0, 3),)], (3,)),
+    ):  # fmt: skip
+        assert not tiles(boxes, shape), boxes
+
+
+# --- crashes and full disks ---------------------------------------------------------------------------------------
+
+
+def dies_at(name: str, count: int) -> None:
+    """Kill this process when a function of `os` is called for the `count`-th time."""
+    calls, real = [0], getattr(os, name)
+
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(os, name, call)
+
+
+def check_killed(root: str, victim: int, name: str, count: int, asynchronous: bool) -> None:
+    """Two saves that end well, then one over the first, in which the victim dies."""
+    run = Run(mesh(tp=2))
+    run.steps(0, 1)
+    run.save(Path(root) / "step", 1)
+    run.steps(1, 2)
+    if run.mesh.tp.rank == victim:
+        dies_at(name, count)
+    if asynchronous:
+        run.save(Path(root) / "step", 2, save_async).wait()
+    else:
+        run.save(Path(root) / "step", 2)
+
+
+_uninterrupted: list[float] = []
+
+
+def check_killed_and_resumed(ranks, tmp_path: Path, victim: int, name: str, count: int, asynchronous: bool) -> None:
+    with pytest.raises(RankError, match="the process died"):
+        ranks(2, check_killed, str(tmp_path), victim, name, count, asynchronous)
+    found = latest(tmp_path)
+    assert found is not None
+    assert not verify(found)
+    step = inspect(found).step
+    if not _uninterrupted:
+        _uninterrupted.extend(Run(Mesh()).steps(0, 4))
+    run = Run(Mesh())
+    assert run.load(tmp_path / "step").step == step
+    assert run.steps(step, 4) == pytest.approx(_uninterrupted[step:], rel=1e-12)
+    run.save(tmp_path / "step", 4, keep=1)  # the next save clears up
+    assert [p.name for p in tmp_path.iterdir()] == ["step"]
+    assert not verify(tmp_path / "step")
+
+
+MOMENTS = [(1, "fsync", 1), (0, "fsync", 3), (0, "rename", 2)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=["a file half done", "before the manifest", "between two renames"])
+def test_killed_over_an_old_checkpoint_a_whole_one_is_there(ranks, tmp_path, moment):
+    """RELIABILITY 14 and 15."""
+    check_killed_and_resumed(ranks, tmp_path, *moment, asynchronous=moment[0] == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_killed_at_any_moment_a_whole_checkpoint_is_there(ranks, tmp_path, seed):
+    draw = random.Random(seed)
+    name, most = draw.choice([("fsync", 5), ("rename", 2), ("mkdir", 1), ("open", 2), ("rmdir", 1)])
+    victim = draw.randrange(2) if name == "fsync" else 0
+    count = draw.randint(1, 2 if victim else most)
+    check_killed_and_resumed(ranks, tmp_path, victim, name, count, bool(draw.randrange(2)))
+
+
+def full_disk(*_) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def check_cannot_write(root: str) -> None:
+    on = mesh(tp=2)
+    run, path = Run(on), Path(root) / "step"
+    run.steps(0, 1)
+    run.save(path, 1)
+    run.steps(1, 2)
+    real = os.fsync
+    before = state_of(run)
+    for rank in range(2):
+        os.fsync = full_disk if on.tp.rank == rank else real
+        try:
+            with pytest.raises(ValueError, match=rf"No space left on device \(on rank {rank} of 2\)"):
+                run.save(path, 2)
+            saving = run.save(path, 2, save_async)
+            with pytest.raises(ValueError, match=rf"the save of .*step failed: .*No space left .*on rank {rank} of 2"):
+                run.save(path, 2, save_async, after=saving)
+        finally:
+            os.fsync = real
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if on.tp.rank == 1:  # the kernel's own refusal, in the middle of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"File too large.*on rank 1 of 2"):
+            run.save(path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    real_rename = os.rename
+    calls = []
+
+    def fails_second(a, b):
+        calls.append(a)
+        return full_disk() if len(calls) == 2 else real_rename(a, b)
+
+    os.rename = fails_second
+    try:
+        with pytest.raises(ValueError, match=r"No space left on device \(on rank 0 of 2\)"):
+            run.save(path, 2)
+    finally:
+        os.rename = real_rename
+    with pytest.raises(ValueError, match=r"Not a directory|File exists"):
+        run.save(Path(root) / "file" / "step", 2)
+    with pytest.raises(ValueError, match=r"precious is there and is no checkpoint: it is not overwritten"):
+        run.save(Path(root) / "precious", 2)
+    same_bits(state_of(run), before)
+    run.steps(2, 3)
+
+
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_old_checkpoint(ranks, tmp_path):
+    """RELIABILITY 20 to 22: and training goes on."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("mine")
+    ranks(2, check_cannot_write, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "precious", "step"]
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "mine"
+    assert not verify(tmp_path / "step")
+    assert inspect(tmp_path / "step").step == 1
+
+
+# --- in the background --------------------------------------------------------------------------------------------
+
+
+def check_async(root: str, sizes: dict, zero: bool) -> None:
+    run = Run(mesh(**sizes), zero=zero)
+    run.steps(0, 2)
+    run.save(f"{root}/now", 2)
+    held, real = threading.Event(), checkpoint_saving.write_tensors
+
+    def later(*args):
+        assert held.wait(60)
+        return real(*args)
+
+    checkpoint_saving.write_tensors = later
+    try:
+        extra = {"scale": 1.5}
+        state = {"sample": 2 * BATCH, "seed": 5, "config": {"layers": 2}, "extra": extra}
+        saving = save_async(f"{root}/later", run.model, run.optimizer, mesh=run.mesh, step=2, **state)
+        extra["scale"] = 7.0
+        assert not saving.done
+        run.steps(2, 4)  # the optimizer writes in place while nothing is on the disk yet
+        held.set()
+        saving.wait()
+        again = run.save(f"{root}/third", 4, save_async, after=saving)
+        assert not (Path(root) / "third" / MANIFEST).exists() or again.done
+        last = run.save(f"{root}/fourth", 4, save_async, after=again)  # one in flight at most
+        assert again.done
+        assert (Path(root) / "third" / MANIFEST).exists()
+        last.wait()
+        assert last.seconds > 0
+    finally:
+        checkpoint_saving.write_tensors = real
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, False), ({"dp": 2}, True)], ids=["tp2", "zero"])
+def test_pitfall_40_a_save_in_the_background_has_the_bytes_of_its_moment(ranks, tmp_path, sizes, zero):
+    ranks(2, check_async, str(tmp_path), sizes, zero)
+    names = sorted(p.name for p in (tmp_path / "now").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "later").iterdir())
+    for name in names:
+        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes(), name
+    assert diff(tmp_path / "now", tmp_path / "third")
+    assert not diff(tmp_path / "third", tmp_path / "fourth")
+
+
+# --- directories of checkpoints, and the command ------------------------------------------------------------------
+
+
+def small(root: Path, step: int, **options) -> Path:
+    torch.manual_seed(step)
+    return save(step_path(root, step), nn.Linear(2, 3), mesh=Mesh(), step=step, **options)
+
+
+def test_latest_is_the_newest_complete_one_and_says_what_it_ignores(tmp_path, caplog):
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    for step in (5, 20, 100, 3):
+        small(tmp_path, step)
+    assert latest(tmp_path) == step_path(tmp_path, 100)
+    assert not caplog.records
+    os.remove(step_path(tmp_path, 100) / "model-00000.safetensors")
+    os.remove(step_path(tmp_path, 20) / MANIFEST)
+    os.rename(step_path(tmp_path, 3), tmp_path / ".step-00000003.mpcore-tmp")
+    (tmp_path / "notes").mkdir()
+    assert latest(tmp_path) == step_path(tmp_path, 5)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert all(any(name in line for line in said) for name in ("step-00000100", "step-00000020", "mpcore-tmp"))
+
+
+def test_the_last_n_and_every_kth_are_kept_and_never_the_only_good_one_removed(tmp_path, caplog):
+    caplog.set_level(logging.ERROR)
+    for step in range(1, 8):
+        small(tmp_path, step, keep=2, keep_every=3)
+    assert [inspect(p).step for p in checkpoints(tmp_path)] == [7, 6, 3]
+    os.remove(step_path(tmp_path, 7) / MANIFEST)
+    os.truncate(step_path(tmp_path, 6) / "model-00000.safetensors", 3)
+    prune(tmp_path, keep=1)  # the damaged ones don't count as the last
+    assert [inspect(p).step for p in checkpoints(tmp_path)] == [3]
+    (tmp_path / "notes.txt").write_text("mine")
+    small(tmp_path, 2, keep=1)  # an older step, but the one just written
+    assert [inspect(p).step for p in checkpoints(tmp_path)] == [3, 2]
+    assert (tmp_path / "notes.txt").exists()
+    with pytest.raises(ValueError, match="keep 0 is smaller than 1"):
+        prune(tmp_path, keep=0)
+
+
+def test_the_command_inspects_verifies_and_compares(tmp_path, capsys):
+    a, b = small(tmp_path, 1, seed=9, config={"width": 3}), small(tmp_path, 2)
+    assert main(["inspect", str(a)]) == 0
+    text = capsys.readouterr().out
+    for part in ("step 1", "seed 9", "{'width': 3}", "model/weight", "F32", "3 x 2"):
+        assert part in text
+    assert main(["verify", str(a), str(b)]) == 0
+    assert capsys.readouterr().out.count("every byte is as written") == 2
+    assert main(["diff", str(a), str(a)]) == 0
+    assert main(["diff", str(a), str(b)]) == 1
+    text = capsys.readouterr().out
+    assert "step: 1 and 2" in text
+    assert "model/weight: 6 of 6 elements differ" in text
+    data = bytearray((b / "model-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (b / "model-00000.safetensors").write_bytes(data)
+    assert main(["verify", str(a), str(b)]) == 1
+    assert "model/weight: " in capsys.readouterr().out
+    assert main(["diff", str(a), str(b)]) == 2
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_command_runs_as_a_module(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "mpcore.checkpoint", "verify", str(small(tmp_path, 1))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "every byte is as written" in result.stdout
+
+
+# --- the example's runs -------------------------------------------------------------------------------------------
+
+FLAGS = ["--steps", "6", "--warmup", "2", "--eval-every", "2", "--eval-samples", "4", "--dropout", "0.1"]
+
+
+def losses_of(out: str | Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r.get("loss", r.get("val_loss"))) for r in records]
+
+
+def check_run(sizes: dict, out: str, *flags: str, asked: int | None = None) -> tuple[int, int]:
+    """A run of the example; rank 1 is asked to stop in step `asked`. Returns the step and sample it began at."""
+    micro_batch = 4 // (sizes.get("dp", 1) * sizes.get("pp", 1))
+    run = trainer(*FLAGS, "--micro-batch", str(micro_batch), "--out", out, *flags, **sizes)
+    real = run.step
+
+    def step(number: int) -> dict[str, float]:
+        if number == asked and run.mesh.world.rank == run.mesh.world.size - 1:
+            run.ask_to_stop()
+        return real(number)
+
+    run.step = step  # type: ignore[method-assign]
+    run.run()
+    return run.first_step, run.first_sample
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_path, dtype):
+    """RELIABILITY 31, 36, 37. Same layout: bitwise. Another: the same samples, losses to rounding."""
+    flags, sizes = ["--dtype", dtype], {"tp": 2}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    ranks(2, check_run, sizes, str(whole), *flags, "--save-every", "4")
+    ranks(2, check_run, sizes, str(again), *flags, "--exit-step", "2", "--async-save")
+    assert [p.name for p in (again / "checkpoints").iterdir()] == ["step-00000002"]
+    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", asked=3)
+    assert begun == [(2, 8)] * 2
+    assert latest(again / "checkpoints") == step_path(again / "checkpoints", 4)
+    shutil.copytree(again, tmp_path / "dp")
+    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", "--keep", "1")
+    assert begun == [(4, 16)] * 2
+    assert losses_of(again) == losses_of(whole)
+    assert [p.name for p in (again / "checkpoints").iterdir()] == ["step-00000006"]
+    assert not diff(step_path(again / "checkpoints", 6), step_path(whole / "checkpoints", 6))
+    ranks(2, check_run, {"dp": 2}, str(tmp_path / "dp"), *flags, "--resume", "auto")
+    for (step, got), (same, want) in zip(losses_of(tmp_path / "dp"), losses_of(whole), strict=True):
+        assert step == same
+        assert got == pytest.approx(want, rel=1e-5 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_virtual_stages_save_what_one_process_loads_and_the_other_way_round(ranks, tmp_path, tied):
+    flags = ["--layers", "4", "--dtype", "float64", *(["--tie-embeddings"] if tied else [])]
+    stages = [*flags, "--schedule", "interleaved", "--virtual-stages", "2"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    ranks(1, check_run, {}, str(whole), *flags)
+    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--exit-step", "2")
+    ranks(1, check_run, {}, str(again), *flags, "--resume", "auto", "--exit-step", "4")
+    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--resume", "auto")
+    for (step, got), (same, want) in zip(losses_of(again), losses_of(whole), strict=True):
+        assert step == same
+        assert got == pytest.approx(want, rel=1e-10)
+
+
+def check_resume_refused(out: str, flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(*FLAGS, "--out", out, *flags, tp=2)
+
+
+def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ranks, tmp_path):
+    out = tmp_path / "out"
+    ranks(2, check_run, {"tp": 2}, str(out), "--save-every", "2")
+    at = out / "checkpoints"
+    for flags, message in (
+        (["--save-every", "2"], "step-00000006 is there: --resume auto goes on from it, another --out begins anew"),
+        (["--resume", "auto", "--seed", "1"], r"the checkpoint's (corpus|seed) is .*, this run's is"),
+        (["--resume", "auto", "--dropout", "0.2"], "the checkpoint's model is .*'dropout': 0.1.*, this run's is"),
+        (
+            ["--resume", "auto", "--d-ff", "32"],
+            r"model/blocks.0.mlp.up.weight: expected shape \(64, 16\), found \(48, 16\)",
+        ),
+        (["--resume", str(at / "none")], "there is no checkpoint at .*none"),
+        (["--save-every", "-1"], "--save-every -1 is smaller than 0"),
+        (["--keep", "0"], "--keep 0 is smaller than 1"),
+    ):
+        ranks(2, check_resume_refused, str(out), flags, message, timeout=30)
+    for step, name in ((6, MANIFEST), (4, "model-00001.safetensors")):
+        data = bytearray((step_path(at, step) / name).read_bytes())
+        data[-9] ^= 1
+        (step_path(at, step) / name).write_bytes(data)
+    begun = ranks(2, check_run, {"tp": 2}, str(out), "--resume", "auto", "--exit-step", "3")
+    assert begun == [(2, 8)] * 2
+
+
+def check_full_disk_run(out: str) -> None:
+    real, os.fsync = os.fsync, full_disk
+    try:
+        with pytest.raises(ValueError, match=r"the save of .*step-00000005 failed: .*No space left"):
+            check_run({"tp": 2}, out, "--save-every", "2", "--async-save", "--exit-step", "5")
+    finally:
+        os.fsync = real
+
+
+def test_training_goes_on_past_a_full_disk(ranks, tmp_path):
+    ranks(2, check_full_disk_run, str(tmp_path))
+    assert [step for step, _ in losses_of(tmp_path)] == [0, 1, 1, 2, 3, 3, 4]
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["term", "usr1"])
+def test_a_signal_saves_and_leaves_within_a_step(tmp_path, number):
+    flags = [*TINY, "--steps", "100000", "--eval-every", "0", "--out", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "examples.gpt.pretrain", *flags], cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text()) < 300:
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        run.send_signal(number)
+        stdout, stderr = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 0, stderr
+    found = latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert f"saved {found} and left" in stdout
+    assert inspect(found).step == len(losses_of(tmp_path))
+    assert not verify(found)
