@@ -28,6 +28,7 @@ ATTENTION, BLOCK, ROPE = "tests/layers/test_attention.py", "tests/layers/test_bl
 EMBEDDING, DROPOUT = "tests/layers/test_embedding.py", "tests/layers/test_dropout.py"
 FIRST = "tests/layers/test_compile_autocast_meta.py"
 MLP = "tests/layers/test_mlp.py"
+PIPELINE = "tests/test_pipeline.py"
 
 
 class Mutation(NamedTuple):
@@ -68,10 +69,10 @@ MUTATIONS = [
     Mutation("6 exponentials without the maximum", "mpcore/layers/loss.py",
              "total = softmax.amax(-1).reciprocal()",
              "total = logits.to(wide).exp().sum(-1) / largest.exp()", LOSS),
-    Mutation("7 mean over losses that aren't 0", "mpcore/layers/loss.py",
-             "(target != ignore_index).sum().clamp(min=1)", "(loss != 0).sum().clamp(min=1)", LOSS),
+    Mutation("7 mean over ignored tokens too", "mpcore/layers/loss.py",
+             "return counts.sum().clamp(min=1)", "return torch.ones_like(counts).sum().clamp(min=1)", LOSS),
     Mutation("7 mean of nothing", "mpcore/layers/loss.py",
-             "(target != ignore_index).sum().clamp(min=1)", "(target != ignore_index).sum()", LOSS),
+             "return counts.sum().clamp(min=1)", "return counts.sum()", LOSS),
     Mutation("8 ignored targets have a loss", "mpcore/layers/loss.py",
              "return loss.masked_fill(~counts, 0)", "return loss", LOSS),
     Mutation("8 ignored targets have a gradient", "mpcore/layers/loss.py",
@@ -80,7 +81,7 @@ MUTATIONS = [
              "return dlogits.to(ctx.dtype)",
              "return dlogits.bfloat16().to(ctx.dtype)", LOSS),
     Mutation("10 gathered logits are taken", "mpcore/layers/loss.py",
-             "if logits.shape[-1] != end - start:", "if False:", LOSS),
+             "if columns != end - start:", "if False:", LOSS),
     Mutation("a shard masked with -inf gives NaN", "mpcore/layers/loss.py",
              "masked = largest == -torch.inf",
              "masked = largest == torch.inf", LOSS),
@@ -207,6 +208,17 @@ MUTATIONS = [
              "from torch import Tensor, nn\nimport torch.distributed.tensor\n", FLOORS),
     Mutation("a floor is climbed", "mpcore/collectives.py",
              "from mpcore.mesh import Axis\n", "from mpcore.mesh import Axis\nimport mpcore.layers.module\n", FLOORS),
+    Mutation("24 data ranks are averaged", "mpcore/data_parallel.py",
+             "sharded.set_gradient_divide_factor(1.0)", "pass", PIPELINE),
+    Mutation("26 the schedule divides by micro-batches", "mpcore/pipeline/engine.py",
+             "scale_grads=False", "scale_grads=True", PIPELINE),
+    Mutation("33 only the first micro-batch is summed over data", "mpcore/pipeline/engine.py",
+             "sync_gradients(stage, i == self.micro_batches - 1)", "sync_gradients(stage, i == 0)", PIPELINE),
+    Mutation("35 the first stage answers for the last", "mpcore/pipeline/engine.py",
+             "return all_reduce(x if self.pp.rank == self.last_rank else",
+             "return all_reduce(x if self.pp.rank == 0 else", PIPELINE),
+    Mutation("the loss scales a softmax that is used again", "mpcore/layers/loss.py",
+             "dlogits = kept * scale if _graph_is_kept() else kept.mul_(scale)", "dlogits = kept.mul_(scale)", LOSS),
 ]  # fmt: skip
 
 

@@ -357,3 +357,19 @@ def test_pitfall_24_unequal_token_counts_are_divided_out_once(ranks, sizes, micr
 def test_pitfall_25_one_token_that_counts_among_all_the_ranks(ranks, sizes):
     for counts in ((1, 0, 0, 0), (0, 0, 0, 0), (8, 8, 8, 8)):
         ranks(2 if sizes == {"cp": 2} else 4, check_normalised_once, sizes, counts, 1)
+
+
+def check_backward_twice():
+    tp = tp_axis()
+    logits = c.split(draw(1, 6, 12), tp, -1).detach().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, draw_ids(2, 12, 6), tp=tp, label_smoothing=0.1, z_loss=1e-3)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(first, kept), "the second backward wrote to the first one's gradient"
+    assert torch.equal(second, kept)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_backward_may_run_twice_over_a_kept_graph(ranks, size):
+    ranks(size, check_backward_twice)
