@@ -17,3 +17,4 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.stop()
+    pool.folder.cleanup()
