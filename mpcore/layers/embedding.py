@@ -55,8 +55,9 @@ class VocabParallelEmbedding(ParallelModule):
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
         self.padding_idx = padding_idx
-        here = padding_idx is not None and self.start <= padding_idx < self.end
-        self.local_padding_idx = padding_idx - self.start if padding_idx is not None and here else None
+        self.local_padding_idx = None
+        if padding_idx is not None and self.start <= padding_idx < self.end:
+            self.local_padding_idx = padding_idx - self.start
         self.declare(
             "weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype
         )
