@@ -29,7 +29,7 @@ test: $(STAMP) ## the whole suite: every layout against the unsharded model
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
 
-mutation: $(STAMP) ## break the library in 73 ways, in copies, and see each turn a test red
+mutation: $(STAMP) ## break copies of the library on purpose, and see each turn a test red
 	$(RUN) -m tests.mutations
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import resource
 import signal
 import sys
@@ -16,15 +15,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from examples.gpt.arguments import DTYPES, check, learning_rate, model_config, parse, plan_stages
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
 from examples.gpt.generate import generate
-from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages, count_parameters
+from examples.gpt.model import build_stages, count_parameters
+from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
 from examples.gpt.tokenizer import load_tokenizer
 from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, materialize, reduce_gradients
 from mpcore.checkpoint import Saving, checkpoints, load, reshard, save, save_async, step_path
@@ -33,153 +33,11 @@ from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.mesh import check_same, raise_together
 from mpcore.pipeline import Pipeline
-from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
-from mpcore.pipeline.partition import join_stages, parameter_costs, partition
-from mpcore.pipeline.prove import prove
-from mpcore.pipeline.schedules import NAMES, Schedule, Span, find_schedule
+from mpcore.pipeline.partition import join_stages
+from mpcore.pipeline.schedules import Span
 from mpcore.sharding import local_tensor
 
-DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; every flag has a default."""
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.pretrain", description=__doc__)
-    add = parser.add_argument_group("mesh").add_argument
-    for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
-        add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
-    add("--dp", type=int, help="data parallel size (default: what the others leave of the world)")
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help="cut activations along the sequence between tp regions",
-    )
-    add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
-    add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
-    add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--preset",
-        choices=sorted(PRESETS),
-        default="tiny",
-        help="shape that the flags below change (default tiny)",
-    )
-    add("--layers", type=int)
-    add("--d-model", type=int)
-    add("--heads", type=int)
-    add("--kv-heads", type=int)
-    add("--d-ff", type=int)
-    add("--dropout", type=float)
-    add("--tie-embeddings", action="store_true", default=None, help="head and embedding share one table")
-    add = parser.add_argument_group("data").add_argument
-    add(
-        "--data",
-        help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library)",
-    )
-    add("--tokenizer", default="byte", help="'byte' or a tokenizer.json (default byte)")
-    add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=200)
-    add("--global-batch", type=int, default=16, help="samples a step, over all ranks")
-    add("--micro-batch", type=int, default=2, help="samples a forward, on one rank")
-    add("--lr", type=float, default=3e-3)
-    add("--warmup", type=int, default=20, help="steps of linear warm-up; a cosine to a tenth follows")
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="bound on the gradient norm; 0: none")
-    add("--seed", type=int, default=0)
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="bfloat16, float16: fp32 weights, matrix products in it",
-    )
-    add("--eval-every", type=int, default=50)
-    add("--eval-samples", type=int, default=32, help="held-out samples an evaluation")
-    add("--out", default="runs/pretrain", help="folder for metrics.jsonl, config.json, loss.png, checkpoints")
-    add = parser.add_argument_group("checkpoints").add_argument
-    add("--save-every", type=int, default=0, help="steps between checkpoints in OUT/checkpoints; 0: none (default)")
-    add("--keep", type=int, help="how many of the last checkpoints stay (default: all)")
-    add("--async-save", action="store_true", help="write in the background while training goes on")
-    add(
-        "--resume",
-        default="none",
-        metavar="{auto,PATH,none}",
-        help="go on from a checkpoint of any layout; auto: from the newest in OUT that is whole (default none)",
-    )
-    add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
-    return parser.parse_args(argv)
-
-
-def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
-    """The preset with what the flags change of it."""
-    names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "seq_len")
-    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return dataclasses.replace(PRESETS[args.preset], vocab_size=vocab_size, **changes)
-
-
-def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
-    """Refuse sizes that don't fit each other, before anything is built.
-
-    Returns:
-        The number of micro-batches a step has on each rank.
-    """
-    for name in ("steps", "global_batch", "micro_batch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
-    if args.save_every < 0:
-        raise ValueError(f"--save-every {args.save_every} is smaller than 0")
-    for name in ("keep", "exit_step"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
-    for axis in (mesh.cp, mesh.ep):
-        if axis.size > 1:
-            raise ValueError(f"--{axis.name} {axis.size}: this model has no {axis.name} layers yet, only size 1 works")
-    limit = PRESETS[args.preset].seq_len
-    if PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
-        raise ValueError(f"--seq-len {config.seq_len} is longer than the {limit} positions of {args.preset}")
-    if config.heads < mesh.tp.size:
-        raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")
-    if config.layers < mesh.pp.size:
-        raise ValueError(f"--layers {config.layers} is smaller than the pp size {mesh.pp.size}")
-    if args.sequence_parallel and config.seq_len % mesh.tp.size:
-        near = config.seq_len // mesh.tp.size * mesh.tp.size
-        raise ValueError(
-            f"--seq-len {config.seq_len} is not a multiple of the tp size {mesh.tp.size}, which --sequence-parallel "
-            f"needs: {near} is"
-        )
-    each = mesh.data.size * args.micro_batch
-    if args.global_batch % each:
-        raise ValueError(
-            f"--global-batch {args.global_batch} is not a multiple of dp x micro-batch = {mesh.data.size} x "
-            f"{args.micro_batch} = {each}"
-        )
-    micro_batches = args.global_batch // each
-    if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
-        raise ValueError(
-            f"{micro_batches} micro-batches (--global-batch {args.global_batch} / {each}) are fewer than the pp size "
-            f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
-        )
-    return micro_batches
-
-
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    done = (step - args.warmup) / max(args.steps - args.warmup, 1)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def plan_stages(
-    args: argparse.Namespace, config: GPTConfig, pp: int, micro_batches: int
-) -> tuple[Schedule, list[range]]:
-    """The schedule, proved, and the blocks of each stage: head weighed in, the slowest as fast as can be."""
-    plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
-    prove(plan)
-    whole = GPT(config, device="meta")
-    *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
-    return plan, partition(blocks, plan.stages, last=head)
 
 
 class Trainer:
@@ -499,56 +357,6 @@ class Trainer:
         name = torch.cuda.get_device_name()
         peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
         return flops * tokens_per_second / (peak * self.mesh.world.size)
-
-
-def plot_losses(records: list[dict], path: Path) -> None:
-    """Training and validation loss over the tokens seen."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps = [r for r in records if "loss" in r]
-    seen = {r["step"]: r["tokens"] for r in steps}
-    evaluations = [r for r in records if "val_loss" in r]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([r["tokens"] for r in steps], [r["loss"] for r in steps], lw=1, label="training")
-    axes.plot([seen[r["step"]] for r in evaluations], [r["val_loss"] for r in evaluations], "o-", label="held out")
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    os.replace(path.with_suffix(".tmp.png"), path)
-    plt.close(figure)
-
-
-def read_records(path: Path, steps: int) -> list[dict]:
-    """What an earlier run wrote of its first `steps` steps."""
-    if steps == 0 or not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # the machine stopped in the middle of the last line
-            break
-    return [entry for entry in records if entry["step"] < steps]
-
-
-def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
-    """The plan and the run of a step side by side, in the same colours, and the run as a Chrome trace."""
-    proof = prove(plan)
-    draw(proof.spans, out / "plan.png", title=plan_title(plan, proof))
-    busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
-    bubble = 1 - busy / (ranks * max(span.end for span in spans))
-    shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
-    draw(shown, out / "trace.png", title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
-    write_chrome_trace(spans, out / "trace.json")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one piece: never half of it."""
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def main(argv: list[str] | None = None) -> None:

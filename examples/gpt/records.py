@@ -1,0 +1,63 @@
+"""What a run of `examples.gpt.pretrain` leaves in its folder: metrics, the loss curve, the trace of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import matplotlib
+
+from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import Schedule, Span
+
+
+def plot_losses(records: list[dict], path: Path) -> None:
+    """Training and validation loss over the tokens seen."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = [r for r in records if "loss" in r]
+    seen = {r["step"]: r["tokens"] for r in steps}
+    evaluations = [r for r in records if "val_loss" in r]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([r["tokens"] for r in steps], [r["loss"] for r in steps], lw=1, label="training")
+    axes.plot([seen[r["step"]] for r in evaluations], [r["val_loss"] for r in evaluations], "o-", label="held out")
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
+    os.replace(path.with_suffix(".tmp.png"), path)
+    plt.close(figure)
+
+
+def read_records(path: Path, steps: int) -> list[dict]:
+    """What an earlier run wrote of its first `steps` steps."""
+    if steps == 0 or not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the machine stopped in the middle of the last line
+            break
+    return [entry for entry in records if entry["step"] < steps]
+
+
+def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
+    """The plan and the run of a step side by side, in the same colours, and the run as a Chrome trace."""
+    proof = prove(plan)
+    draw(proof.spans, out / "plan.png", title=plan_title(plan, proof))
+    busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
+    bubble = 1 - busy / (ranks * max(span.end for span in spans))
+    shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
+    draw(shown, out / "trace.png", title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
+    write_chrome_trace(spans, out / "trace.json")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one piece: never half of it."""
+    part = path.with_name(path.name + ".tmp")
+    part.write_text(text)
+    os.replace(part, path)
