@@ -362,7 +362,7 @@ class ColumnParallelConv1D(FusedColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         check_last(x, self.in_features, "in_features")
-        y = copy_linear(x, self.weight.t(), self.bias, self.tp)
+        y = copy_linear(x, self.weight.t(), self.bias, self.tp, self.split_backward)
         return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
 
 

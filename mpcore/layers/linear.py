@@ -20,7 +20,7 @@ from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
 
 
-def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:
+def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False) -> Tensor:
     """`linear(copy(x))`: the sum of the input's gradient runs while the weight's gradient is computed.
 
     Args:
@@ -28,17 +28,20 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Ten
         weight: [F/tp, D], this rank's rows.
         bias: [F/tp] or None.
         tp: the axis.
+        split: the two gradients are asked for apart, so the product must be torch's own: nothing overlaps.
 
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = _autocast(x, weight, bias)
-    return F.linear(x, weight, bias) if tp.size == 1 else _CopyLinear.apply(x, weight, bias, tp)
+    if tp.size == 1 or split:
+        return F.linear(collectives.copy(x, tp), weight, bias)
+    return _CopyLinear.apply(x, weight, bias, tp)
 
 
 def all_gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool = False, split: bool = False
 ) -> Tensor:
     """`linear(all_gather(x, dim))`: in backward the reduce-scatter runs while the weight's gradient is computed.
 
@@ -49,13 +52,16 @@ def all_gather_linear(
         tp: the axis.
         dim: the sequence dimension of `x`.
         regather: keep the shard for backward and gather it again there: a gather more, 1/tp of the memory.
+        split: the two gradients are asked for apart, so the product must be torch's own, which keeps the whole input.
 
     Returns:
         [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = _autocast(x, weight, bias)
-    return F.linear(x, weight, bias) if tp.size == 1 else _AllGatherLinear.apply(x, weight, bias, tp, dim, regather)
+    if tp.size == 1 or split:
+        return F.linear(collectives.all_gather(x, tp, dim), weight, bias)
+    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather)
 
 
 def _autocast(x: Tensor, *tensors: Tensor | None) -> list:
@@ -129,12 +135,17 @@ class ColumnParallelLinear(ParallelModule):
         init: fills the logical weight; None: as `torch.nn.Linear`.
         device, dtype: of the parameters.
 
+    Attributes:
+        split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do
+            (`Pipeline` sets it). Then the product is torch's own, which autograd can split; it keeps its whole input.
+
     Raises:
         ValueError: if there are fewer units of output features than ranks.
     """
 
     weight: Tensor
     bias: Tensor | None
+    split_backward = False
 
     def __init__(
         self,
@@ -177,10 +188,11 @@ class ColumnParallelLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         check_last(x, self.in_features, "in_features")
+        held, split = (self.weight, self.bias, self.tp), self.split_backward
         if self.sequence_parallel:
-            y = all_gather_linear(x, self.weight, self.bias, self.tp, self.sequence_dim, self.regather)
+            y = all_gather_linear(x, *held, self.sequence_dim, self.regather, split)
         else:
-            y = copy_linear(x, self.weight, self.bias, self.tp)
+            y = copy_linear(x, *held, split)
         return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
 
     def extra_repr(self) -> str:

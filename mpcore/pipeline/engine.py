@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import sync_gradients
+from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
@@ -65,6 +66,10 @@ class Pipeline:
         self.device = mesh.device
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
+        for stage in self.stages:
+            for module in stage.modules():
+                if isinstance(module, ColumnParallelLinear):
+                    module.split_backward = self.plan.splits_backward
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
         self.runtime: _PipelineScheduleRuntime | None = None
