@@ -101,6 +101,7 @@ def _work(connection: Connection) -> None:
     import torch.distributed as dist
 
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
     torch.set_num_threads(1)
     strict_memory()
     world = None

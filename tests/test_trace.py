@@ -1,0 +1,250 @@
+"""Ten seeded hangs, and what the explainer says of each; the matching of logs without processes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mpcore import ColumnParallelLinear, RowParallelLinear
+from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
+from mpcore.mesh import Mesh
+from mpcore.pipeline import Pipeline
+from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, explain, main, record
+from tests.pool import RankError, mesh
+
+TIMEOUT_S = 2.0
+ONES = torch.ones(4, 8)
+
+
+class Stuck(nn.Module):
+    """Never leaves its forward on one rank."""
+
+    def __init__(self, stuck: bool) -> None:
+        super().__init__()
+        self.stuck = stuck
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stuck:
+            time.sleep(100)  # stuck
+        return x
+
+
+class Model(nn.Module):
+    """Blocks with a collective each."""
+
+    def __init__(self, on: Mesh, stuck: int | None = None) -> None:
+        super().__init__()
+        inner = Stuck(stuck == on.world.rank)
+        self.blocks = nn.ModuleList(
+            [*(RowParallelLinear(8, 8, tp=on.tp, input_is_parallel=False) for _ in range(2)), inner]
+        )
+        self.last = RowParallelLinear(8, 8, tp=on.tp, input_is_parallel=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+# Each: what rank 1 (or another) does wrong. Where a line matters it is marked `# here`.
+
+
+def skips_a_sum(on: Mesh) -> None:
+    if on.tp.rank != 1:
+        all_reduce(ONES, on.tp)
+    time.sleep(100 if on.tp.rank == 1 else 0)  # here
+
+
+def enters_another_kind(on: Mesh) -> None:
+    if on.tp.rank == 1:
+        wait(start_all_gather(ONES, on.tp))  # here
+    else:
+        all_reduce(ONES, on.tp)
+    time.sleep(100)
+
+
+def sums_over_another_axis(on: Mesh) -> None:
+    if on.world.rank == 1:
+        all_reduce(ONES, on.dp)  # here
+    else:
+        all_reduce(ONES, on.tp)
+    time.sleep(100)
+
+
+def never_leaves_a_block(on: Mesh) -> None:
+    Model(on, stuck=1)(ONES)
+
+
+def leaves_the_loop_early(on: Mesh) -> None:
+    for _ in range(3 - on.tp.rank):
+        all_reduce(ONES, on.tp)
+    if on.tp.rank == 1:
+        while True:  # here
+            pass
+
+
+def waits_in_a_circle(on: Mesh) -> None:
+    first, second = (on.tp, on.dp) if on.world.rank in (0, 3) else (on.dp, on.tp)
+    all_reduce(ONES, first)  # here
+    all_reduce(ONES, second)
+
+
+def is_stopped(on: Mesh) -> None:
+    if on.tp.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce(ONES, on.tp)
+
+
+def is_stuck_in_a_stage(on: Mesh) -> None:
+    pipeline = Pipeline(nn.Sequential(nn.Linear(8, 8), Stuck(on.pp.rank == 1)), on, 2, lambda y, t: y.sum())
+    pipeline.forward_backward(ONES, ONES)
+
+
+def has_another_flag(on: Mesh) -> None:
+    layer = ColumnParallelLinear(8, 8, tp=on.tp, sequence_parallel=on.tp.rank == 1, sequence_dim=0)
+    y = layer(ONES.requires_grad_())
+    y.sum().backward()
+    reduce(y, on.tp)
+    time.sleep(100)
+
+
+def one_of_four_skips_a_layer(on: Mesh) -> None:
+    x = ONES
+    for layer in range(3):
+        if (on.tp.rank, layer) != (2, 1):
+            x = gather(x[:, : 8 // 4], on.tp, 1)
+    time.sleep(100)  # here
+
+
+HANGS = [
+    (skips_a_sum, {"tp": 2}, r"rank 0 entered all_reduce\(tp\) of \[4, 8\] .* while rank 1 never did: it is at"),
+    (enters_another_kind, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 entered all_gather\(tp\).* at"),
+    (sums_over_another_axis, {"tp": 2, "dp": 2}, r"rank 1 entered all_reduce\(dp\).* while rank 3 never did: it is at"),
+    (never_leaves_a_block, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* 1 never did: it is at .* in blocks\.2\n"),
+    (leaves_the_loop_early, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 never did: it is at"),
+    (waits_in_a_circle, {"tp": 2, "dp": 2}, r"the ranks wait in a circle: rank \d waits in all_reduce\(.p\) .* at"),
+    (is_stopped, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 gives no answer: it is stopped"),
+    (is_stuck_in_a_stage, {"pp": 2}, r"rank 1 waits for nobody while others wait: it is at"),
+    (has_another_flag, {"tp": 2}, r"the ranks disagree about call \d: rank 0 entered .* while rank 1 entered .*\(tp\)"),
+    (one_of_four_skips_a_layer, {"tp": 4}, r"rank 0 entered all_gather\(tp\).* while rank 2 never did: it is at"),
+]  # fmt: skip
+QUICK = (never_leaves_a_block, enters_another_kind, waits_in_a_circle)
+
+
+def line_of(function) -> str | None:
+    """`test_trace.py:LINE` of the line marked in a hang, or in the module that is stuck."""
+    lines, start = inspect.getsourcelines(function)
+    marked = [start + i for i, line in enumerate(lines) if line.endswith("# here\n")]
+    return f"tests/test_trace.py:{marked[0]}" if marked else None
+
+
+def hang(what: str, sizes: dict, folder: str) -> None:
+    on = mesh(**sizes)
+    model = Model(on)
+    all_reduce(ONES, on.world)  # all are there: now the clock runs
+    if what == "never_leaves_a_block":
+        model = Model(on, stuck=1)
+    Path(folder, "began").write_text(str(time.time()))
+    sys.stderr = open(f"{folder}/stderr{on.world.rank}", "w")  # noqa: SIM115
+    with Watchdog(on, model, timeout=TIMEOUT_S, folder=folder):
+        model(ONES) if what == "never_leaves_a_block" else globals()[what](on)
+
+
+def check_hang(ranks, folder: Path, what, sizes: dict, pattern: str) -> None:
+    with pytest.raises(RankError, match="the process died"):
+        ranks(torch.Size(sizes.values()).numel(), hang, what.__name__, sizes, str(folder), timeout=90)
+    ((file, said),) = [(file, text) for file in folder.glob("stderr*") if (text := file.read_text())]
+    assert re.search(pattern, said), said
+    line = line_of(what)
+    assert line is None or line in said.splitlines()[0], said
+    assert file.stat().st_mtime - float((folder / "began").read_text()) < TIMEOUT_S + 5
+
+
+@pytest.mark.parametrize(
+    ("what", "sizes", "pattern"), [h for h in HANGS if h[0] in QUICK], ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_hang_is_explained(ranks, tmp_path, what, sizes, pattern):
+    check_hang(ranks, tmp_path, what, sizes, pattern)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "sizes", "pattern"), [h for h in HANGS if h[0] not in QUICK], ids=lambda v: getattr(v, "__name__", "")
+)
+def test_every_hang_is_explained(ranks, tmp_path, what, sizes, pattern):
+    check_hang(ranks, tmp_path, what, sizes, pattern)
+
+
+def log(
+    rank: int, *numbers: int, kind: str = "all_reduce", size: int = 2, done: bool = True, waiting: bool = True
+) -> Log:
+    calls = [Call("g", n, kind, (n,), "Float", f"a.py:{n}", done or n != numbers[-1], 10 * n + rank) for n in numbers]
+    return Log(rank, {"g": ("tp", (0, 1))}, calls, "b.py:7", "blocks.4", waiting)
+
+
+def test_matching_is_a_pure_function_of_the_logs():
+    behind, ahead = log(1, 1, 2, waiting=False), log(0, 1, 2, 3, done=False)
+    assert explain([ahead, behind], 2).splitlines() == [
+        "rank 0 entered all_reduce(tp) of [3] Float at a.py:3 while rank 1 never did: it is at b.py:7 in blocks.4",
+        "  rank 0: waits in all_reduce(tp) of [3] Float at a.py:3 in blocks.4",
+        "  rank 1: is at b.py:7 in blocks.4",
+    ]
+    other = replace(log(1, 1, 2), calls=[*log(1, 1).calls, replace(log(1, 2).calls[0], dtype="Half")])
+    assert explain([ahead, other], 2).startswith(
+        "the ranks disagree about call 2: rank 0 entered all_reduce(tp) of [2] Float at a.py:2 while rank 1 entered "
+        "all_reduce(tp) of [2] Half at a.py:2\n"
+    )
+    assert explain([ahead], 2).splitlines()[0].endswith("while rank 1 gives no answer: it is stopped, dead or cut off")
+    assert "  rank 1: no answer" in explain([ahead], 2)
+    started = log(0, 1, 2, 3, done=False, waiting=False)  # started and not waited for: it stops nobody
+    assert explain([started, behind], 2).startswith("no rank waits for another")
+    assert explain([log(0, 1), log(1, 1)], 2).startswith("all ranks wait, and their collectives match")
+    assert explain([log(0, 1), log(1, 1, waiting=False)], 2).startswith("rank 1 waits for nobody while others wait")
+    assert explain([log(0, 1)], 3).startswith("ranks 1, 2 give no answer")
+    uneven = [log(rank, 5, kind="all_to_all") for rank in range(2)]
+    uneven[1] = replace(uneven[1], calls=[replace(uneven[1].calls[0], shape=(9,))])
+    assert explain(uneven, 2).startswith("all ranks wait")  # shards of an all-to-all may differ
+
+
+def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):
+    for entry in (log(0, 1, 2, 3, done=False), log(1, 1, 2, waiting=False)):
+        (tmp_path / f"rank{entry.rank}.json").write_text(entry.to_json())
+        assert Log.from_json(entry.to_json()) == entry
+    main([str(tmp_path)])
+    assert "while rank 1 never did" in capsys.readouterr().out
+    (tmp_path / "rank1.json").write_text("{")
+    with pytest.raises(SystemExit, match="holds a log that can't be read"):
+        main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"has no rank\*\.json"):
+        main([str(tmp_path / "none")])
+
+
+def check_quiet() -> None:
+    on = mesh(tp=2)
+    with pytest.raises(ValueError, match="call record\\(\\) before it is made"):
+        record()
+    with Watchdog(on, timeout=0.2) as watchdog:
+        for _ in range(8):
+            time.sleep(0.05)
+            watchdog.beat()
+    time.sleep(0.5)  # over: nothing fires any more
+
+
+def test_progress_keeps_the_watchdog_quiet(ranks):
+    ranks(2, check_quiet)
+    for wrong in ({"timeout": 0.0}, {"grace": -1.0}):
+        with pytest.raises(ValueError, match="must be more than 0"):
+            Watchdog(Mesh(), **wrong)
+    with pytest.raises(ValueError, match="entries 0 is smaller than 1"):
+        record(0)
+    assert EXIT_CODE not in (0, 1)
