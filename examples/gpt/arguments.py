@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 
 import torch
 
+from examples.gpt.hf import read_config
 from examples.gpt.model import GPT, PRESETS, GPTConfig
+from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
@@ -51,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--data",
         help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library)",
     )
-    add("--tokenizer", default="byte", help="'byte' or a tokenizer.json (default byte)")
+    add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200)
@@ -81,14 +84,42 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="{auto,PATH,none}",
         help="go on from a checkpoint of any layout; auto: from the newest in OUT that is whole (default none)",
     )
+    add(
+        "--init-from-hf",
+        metavar="DIR",
+        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json",
+    )
     add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
     return parser.parse_args(argv)
 
 
+def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    """The one that is named, or that of the model to begin with, or bytes."""
+    own = Path(args.init_from_hf) / "tokenizer.json" if args.init_from_hf and not args.tokenizer else None
+    return load_tokenizer(own if own is not None and own.is_file() else args.tokenizer or "byte")
+
+
 def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
-    """The preset with what the flags change of it."""
+    """The preset, or the Hugging Face model, with what the flags change of it.
+
+    Raises:
+        ValueError: if the Hugging Face model can't be read, or can't be as the flags say.
+    """
     names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "seq_len")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.init_from_hf:
+        config = read_config(args.init_from_hf)
+        free = ("dropout",) if config.positions == "learned" else ("dropout", "seq_len")
+        for name, value in changes.items():
+            if name not in free and value != getattr(config, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} is not the {getattr(config, name)} of {args.init_from_hf}"
+                )
+        if vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {args.init_from_hf}"
+            )
+        return dataclasses.replace(config, **changes)
     return dataclasses.replace(PRESETS[args.preset], vocab_size=vocab_size, **changes)
 
 
@@ -110,7 +141,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         if axis.size > 1:
             raise ValueError(f"--{axis.name} {axis.size}: this model has no {axis.name} layers yet, only size 1 works")
     limit = PRESETS[args.preset].seq_len
-    if PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
+    if not args.init_from_hf and PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {limit} positions of {args.preset}")
     if config.heads < mesh.tp.size:
         raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")

@@ -1,14 +1,26 @@
-"""Text from the model, through any layout: every rank calls, every rank gets the same text."""
+"""Text from the model, through any layout: every rank calls, every rank gets the same text.
+
+As a command, from a checkpoint of any layout in one process: `python -m examples.gpt.generate --checkpoint PATH`.
+"""
 
 from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from examples.gpt.hf import FOLDER, open_checkpoint
 from examples.gpt.model import GPT
-from examples.gpt.tokenizer import Tokenizer
-from mpcore import Mesh
+from examples.gpt.tokenizer import Tokenizer, load_tokenizer
+from mpcore import Mesh, materialize
+from mpcore.checkpoint import load
+from mpcore.checkpoint.folders import resolve
+from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import gather
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
@@ -71,3 +83,40 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        0: done; 2: the checkpoint or the tokenizer can't be read.
+    """
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.generate", description="Sample from a checkpoint.")
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
+    parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
+    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
+    parser.add_argument("--new-tokens", type=int, default=120)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        manifest, _, config = open_checkpoint(args.checkpoint)
+        own = Path(resolve(args.checkpoint)) / FOLDER / "tokenizer.json"
+        tokenizer = load_tokenizer(args.tokenizer or (own if own.is_file() else "byte"))
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+        dtype = DTYPES[manifest.tensors["model/norm.weight"].dtype]
+        model = GPT(config, device="meta", dtype=dtype)
+        materialize(model, args.seed)
+        load(args.checkpoint, model, mesh=Mesh())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
+    options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
+    print(generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,20 @@ class GPTConfig:
     d_model: int = 128
     heads: int = 4
     kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: d_model / heads
     d_ff: int | None = None  # None: 4 d_model, or 8/3 of it where there is a gate, up to a multiple of 64
     activation: str = "swiglu"
     norm: str = "rms"  # or "layer"
+    norm_eps: float | None = None  # None: 1e-6 for "rms", 1e-5 for "layer"
+    qk_norm: bool = False  # RMSNorm of each query and key head
     positions: str = "rope"  # or "learned"
     rope_base: float = 10000.0
+    rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)  # as of `RotaryEmbedding`
+    window: int | None = None  # tokens that each one sees, itself counted; None: all before it
     bias: bool = False
+    qkv_bias: bool | None = None  # these three: None: as `bias`
+    output_bias: bool | None = None  # of the attention's output projection
+    mlp_bias: bool | None = None
     dropout: float = 0.0
     tie_embeddings: bool = False
     init_std: float = 0.02  # as GPT-2
@@ -54,7 +63,7 @@ class GPTConfig:
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
-        if self.d_model % self.heads:
+        if self.head_dim is None and self.d_model % self.heads:
             raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
@@ -62,6 +71,19 @@ class GPTConfig:
             raise ValueError(
                 f"norm {self.norm!r} must be 'rms' or 'layer', positions {self.positions!r} 'rope' or 'learned'"
             )
+
+    @property
+    def eps(self) -> float:
+        """Of all norms."""
+        return self.norm_eps or (1e-6 if self.norm == "rms" else 1e-5)
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether the QKV projection, the attention's output projection and the MLP have them."""
+        qkv, output, mlp = (
+            self.bias if own is None else own for own in (self.qkv_bias, self.output_bias, self.mlp_bias)
+        )
+        return qkv, output, mlp
 
     @property
     def hidden(self) -> int:
@@ -137,18 +159,22 @@ class GPT(nn.Module):
             if c.positions == "learned":
                 self.position = PositionEmbedding(c.seq_len, c.d_model, init=init, **sp, **like)
             self.dropout = Dropout(c.dropout, **sp)
-        self.rope = RotaryEmbedding(c.d_model // c.heads, c.rope_base) if c.positions == "rope" else None
+        turning = {"base": c.rope_base, "scaling": c.rope_scaling}
+        self.rope = RotaryEmbedding(c.head_dim or c.d_model // c.heads, **turning) if c.positions == "rope" else None
+        qkv_bias, output_bias, mlp_bias = c.biases
 
         def block() -> TransformerBlock:
-            options = {"bias": c.bias, "init": init, "output_init": output_init, **sp, **like}
-            attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, rope=self.rope, **options)
-            mlp = ParallelMLP(c.d_model, c.hidden, c.activation, **options)
-            norms = [norm(c.d_model, **sp, **like) for _ in range(2)]
+            options = {"init": init, "output_init": output_init, **sp, **like}
+            looks = {"rope": self.rope, "qk_norm": c.qk_norm, "norm_eps": c.eps, "window": c.window}
+            biases = {"bias": qkv_bias, "output_bias": output_bias}
+            attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, c.head_dim, **looks, **biases, **options)
+            mlp = ParallelMLP(c.d_model, c.hidden, c.activation, bias=mlp_bias, **options)
+            norms = [norm(c.d_model, c.eps, **sp, **like) for _ in range(2)]
             return TransformerBlock(attention, mlp, *norms, dropout=c.dropout, **sp)
 
         self.blocks = nn.ModuleDict({str(i): block() for i in blocks})
         if self.last:
-            self.norm = norm(c.d_model, **sp, **like)
+            self.norm = norm(c.d_model, c.eps, **sp, **like)
             self.head = ColumnParallelLinear(c.d_model, c.vocab_size, bias=False, init=init, **sp, **like)
             if c.tie_embeddings:
                 self.head.weight = self.embedding.weight

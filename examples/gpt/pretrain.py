@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.gpt.arguments import DTYPES, check, learning_rate, model_config, parse, plan_stages
+from examples.gpt.arguments import DTYPES, check, find_tokenizer, learning_rate, model_config, parse, plan_stages
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
 from examples.gpt.generate import generate
-from examples.gpt.model import build_stages, count_parameters
+from examples.gpt.hf import load_hf
+from examples.gpt.model import GPTConfig, build_stages, count_parameters
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
-from examples.gpt.tokenizer import load_tokenizer
 from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, materialize, reduce_gradients
 from mpcore.checkpoint import Saving, checkpoints, load, reshard, save, save_async, step_path
 from mpcore.collectives import all_reduce
@@ -47,7 +47,7 @@ class Trainer:
         self.args, self.mesh = args, mesh
         error = None
         try:
-            self.tokenizer = load_tokenizer(args.tokenizer)
+            self.tokenizer = find_tokenizer(args)
             data = IndexedDataset(args.data or default_corpus(tokenizer=self.tokenizer))
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
@@ -79,6 +79,8 @@ class Trainer:
         for stage in [] if shared else self.stages:
             shard_data_parallel(stage, mesh, stage.blocks.values())
         self.model: nn.Module = model
+        if args.init_from_hf:
+            load_hf(args.init_from_hf, model, mesh)
         decayed = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
         groups = [
@@ -93,6 +95,7 @@ class Trainer:
         self.tokens_of_step = 1.0
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
+        self.told: Saving | None = None
         self.asked_to_stop = False
         self.resume()
 
@@ -162,9 +165,24 @@ class Trainer:
         path, held = step_path(self.checkpoints, step), (self.model, self.optimizer)
         if self.args.async_save:
             after, self.saving = self.saving, None
+            if after is not None:
+                after.wait()
+                self.tell_saved(after)
+            began = time.perf_counter()
             self.saving = save_async(path, *held, mesh=self.mesh, after=after, **state)
+            if self.mesh.world.rank == 0:
+                tqdm.write(f"saving {path.name} in the background, copied in {time.perf_counter() - began:.2f} s")
         else:
             save(path, *held, mesh=self.mesh, **state)
+
+    def tell_saved(self, saving: Saving) -> None:
+        """Say once, when a save in the background has ended, how it went."""
+        if self.mesh.world.rank == 0 and saving.done and saving is not self.told and not saving.failed:
+            self.told = saving
+            rate = saving.bytes / 1e6 / max(saving.seconds, 1e-9)
+            tqdm.write(
+                f"saved {saving.path.name}: {saving.bytes / 1e6:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)"
+            )
 
     def resume(self) -> None:
         """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged."""
@@ -188,6 +206,7 @@ class Trainer:
                 raise first_error
             return
         saved = manifest.config | {"seed": manifest.seed}
+        saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
         for name, mine in (self.about() | {"seed": self.args.seed}).items():
             if saved.get(name) != mine:
                 raise ValueError(f"the checkpoint's {name} is {saved.get(name)}, this run's is {mine}")
@@ -303,6 +322,8 @@ class Trainer:
                 record({"step": step, "val_loss": value})
                 if lead:
                     tqdm.write(f"step {step}: validation loss {value:.4f}")
+            if self.saving is not None:
+                self.tell_saved(self.saving)
             done = step + 1
             leave = self.stopping() or done == args.exit_step
             if leave:
@@ -314,6 +335,7 @@ class Trainer:
         bar.close()
         if self.saving is not None:
             self.saving.wait()
+            self.tell_saved(self.saving)
         self.set_training(False)
         text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
         self.set_training(True)
@@ -331,6 +353,7 @@ class Trainer:
         self.save(step)
         if self.saving is not None:
             self.saving.wait()
+            self.tell_saved(self.saving)
         if self.mesh.world.rank == 0:
             print(f"saved {step_path(self.checkpoints, step)} and left: --resume auto goes on from it", flush=True)
 

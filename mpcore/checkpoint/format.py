@@ -21,7 +21,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,12 +208,15 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 # --- files of tensors ---------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, dict[str, int]]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> tuple[FileRecord, dict[str, int]]:
     """Write tensors to a new safetensors file, one after the other, and sync it to the disk.
 
     Args:
         path: the file; must not exist.
         tensors: by key, on any device; moved to the CPU one at a time.
+        read: gives the tensor of a key when its turn comes; then `tensors` may be on the meta device.
 
     Returns:
         The file's record and each tensor's CRC-32.
@@ -239,7 +242,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord
     with open(path, "xb") as file:
         file.write(head)
         for key in keys:
-            data = raw(tensors[key])
+            data = raw(tensors[key] if read is None else read(key))
             sums[key] = zlib.crc32(data)
             file.write(data)
         file.flush()
@@ -253,24 +256,29 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file of a checkpoint, mapped: only the pages that are used are read.
+    """A safetensors file, mapped: only the pages that are used are read.
 
     Args:
         path: the file.
-        record: what the manifest says of it.
+        record: what the manifest says of it; None: a file of others, of which nothing is known.
+
+    Attributes:
+        header: by key the dtype's name, the shape, and where in the data the tensor lies.
 
     Raises:
-        ValueError: naming the file, if it is missing, has another size, or its header is another one than was written.
+        ValueError: naming the file, if it is missing, has another size, its header is another one than was written, or
+            none that fits the file.
     """
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
+    def __init__(self, path: Path, record: FileRecord | None = None) -> None:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size != record.bytes or size < 8:
-                raise ValueError(f"{path} has {size} bytes, written were {record.bytes}")
+            if size < 8 or (record is not None and size != record.bytes):
+                written = "" if record is None else f", written were {record.bytes}"
+                raise ValueError(f"{path} has {size} bytes{written}")
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(HEADER_LIMIT, size - 8):
                 raise ValueError(
@@ -278,7 +286,7 @@ class TensorFile:
                 )
             text = file.read(length)
             found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
-            if found != record.header_crc32:
+            if record is not None and found != record.header_crc32:
                 raise ValueError(
                     f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
                 )
@@ -286,27 +294,44 @@ class TensorFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = 8 + length
         try:
-            self._header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+            self.header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
         except (ValueError, RecursionError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+        room = size - self._data
+        for key, said in self.header.items():
+            if not _fits(said, room):
+                raise ValueError(f"{path} is damaged: its header says {key} is {str(said)[:200]}, of {room} bytes")
 
     def _span(self, entry: Entry, chunk: Chunk) -> tuple[int, int]:
-        found = self._header.get(chunk.key)
+        found = self.header.get(chunk.key)
         if found is None:
             raise ValueError(f"{self.path} has no tensor {chunk.key!r}")
         want = {"dtype": entry.dtype, "shape": list(chunk.shape)}
         if any(found.get(name) != value for name, value in want.items()):
             raise ValueError(f"{self.path}: {chunk.key} is {found}, expected {want}")
-        start, end = (self._data + offset for offset in found["data_offsets"])
-        if end - start != entry.size(chunk) or start < self._data or end > len(self._map):
-            raise ValueError(f"{self.path}: {chunk.key} lies at bytes {start} to {end} of {len(self._map)}")
-        return start, end
+        start, end = found["data_offsets"]
+        return self._data + start, self._data + end
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """A chunk as it lies in the file: not read until used."""
-        start, _ = self._span(entry, chunk)
-        dtype, count = DTYPES[entry.dtype], math.prod(chunk.shape)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(chunk.shape)
+        self._span(entry, chunk)
+        return self.whole(chunk.key)
+
+    def whole(self, key: str) -> Tensor:
+        """The tensor of a key as it lies in the file: not read until used."""
+        found = self.header[key]
+        dtype, shape = DTYPES[found["dtype"]], found["shape"]
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        start = self._data + found["data_offsets"][0]
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def forget(self, key: str) -> None:
+        """Let go of the memory that reading a tensor took; it can be read again."""
+        start, end = (self._data + offset for offset in self.header[key]["data_offsets"])
+        start -= start % mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def problem(self, entry: Entry, chunk: Chunk) -> str | None:
         """Read a chunk and say what is wrong with its bytes; None: nothing."""
@@ -315,6 +340,16 @@ class TensorFile:
         if found == chunk.crc32:
             return None
         return f"{self.path}: {chunk.key} is damaged: its CRC-32 is {found:08x}, written was {chunk.crc32:08x}"
+
+
+def _fits(found: Any, room: int) -> bool:
+    """Whether what a header says of a tensor makes sense in a file with so many bytes of data."""
+    try:
+        start, end = _sizes(found["data_offsets"])
+        size = math.prod(_sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
+    except (KeyError, TypeError, ValueError):
+        return False
+    return end - start == size and end <= room
 
 
 class Files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,18 +192,28 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
 
 
 @torch.no_grad()
+def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]) -> None:
+    """Fill a tensor with the box of a logical tensor that begins at `start` and has its shape.
+
+    Args:
+        target: what is filled; of the same dtype or not.
+        start: one index for each dimension.
+        entry: the logical tensor.
+        tensor: reads a chunk of it.
+    """
+    for chunk in entry.chunks:
+        common = _overlap(start, tuple(target.shape), chunk)
+        if common is not None:
+            into = tuple(slice(a - b, e - b) for (a, e), b in zip(common, start, strict=True))
+            out_of = tuple(slice(a - b, e - b) for (a, e), b in zip(common, chunk.start, strict=True))
+            target[into].copy_(tensor(entry, chunk)[out_of])
+
+
 def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     for item in plan.held:
         entry = plan.files.manifest.tensors[item.name]
         for box in item.boxes:
-            target = box.of(item.tensor)
-            for chunk in entry.chunks:
-                common = _overlap(box.start, box.shape, chunk)
-                if common is not None:
-                    source = plan.files[chunk.file].tensor(entry, chunk)
-                    into = tuple(slice(a - b, e - b) for (a, e), b in zip(common, box.start, strict=True))
-                    out_of = tuple(slice(a - b, e - b) for (a, e), b in zip(common, chunk.start, strict=True))
-                    target[into].copy_(source[out_of])
+            copy_box(box.of(item.tensor), box.start, entry, lambda e, c: plan.files[c.file].tensor(e, c))
     if optimizer is None or plan.files.manifest.optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):

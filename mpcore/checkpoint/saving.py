@@ -74,11 +74,11 @@ class Saving:
 
     Attributes:
         path: the checkpoint.
-        seconds: how long the writing took; 0 until it is done.
+        seconds, bytes: how long the writing took, and the size of all files; 0 until it is done.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.seconds = path, 0.0
+        self.path, self.seconds, self.bytes = path, 0.0, 0
         self._error: Exception | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -198,7 +198,7 @@ def save_async(
     def work() -> None:
         began = time.perf_counter()
         try:
-            _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every)
+            saving.bytes = _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every)
         except Exception as error:  # told by `wait`
             saving._error = error
         saving.seconds = time.perf_counter() - began
@@ -251,7 +251,7 @@ def _write(
     rank: int,
     keep: int | None,
     keep_every: int | None,
-) -> None:
+) -> int:
     lead = rank == 0
     began = time.perf_counter()
     together(group, lambda: prepare(path) if lead else None)
@@ -262,11 +262,12 @@ def _write(
         if lead:
             discard(path)
         raise
+    size = sum(record.bytes for part in parts for record in part.files.values())
     if lead:
-        size = sum(record.bytes for part in parts for record in part.files.values())
         log.info("saved %s: %.1f MB in %.2f s", path, size / 1e6, time.perf_counter() - began)
     if keep is not None:
         together(group, lambda: prune(path.parent, keep, keep_every, spare=path) if lead else None)
+    return size
 
 
 def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:

@@ -26,6 +26,7 @@ class ParallelAttention(torch.nn.Module):
         num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
         head_dim: K; None: D / H.
         bias: biases of the projections.
+        output_bias: that of the output projection; None: as `bias`.
         rope: the rotary table; None: no rotation.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         norm_eps: of that norm.
@@ -48,6 +49,7 @@ class ParallelAttention(torch.nn.Module):
         head_dim: int | None = None,
         *,
         bias: bool = True,
+        output_bias: bool | None = None,
         rope: RotaryEmbedding | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
@@ -75,8 +77,9 @@ class ParallelAttention(torch.nn.Module):
         self.qkv = QKVParallelLinear(
             dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
         )
+        output_bias = bias if output_bias is None else output_bias
         self.output = RowParallelLinear(
-            num_heads * head_dim, dim, bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
+            num_heads * head_dim, dim, output_bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
         )
         if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
             self.q_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)

@@ -1,0 +1,784 @@
+"""Hugging Face models both ways: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, or `--from`, `--to-hf`.
+
+GPT-2, Llama, Mistral, Qwen2 and Qwen3, as `AutoModelForCausalLM` reads and writes them. A folder of theirs is seen as one
+of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it loads straight into any
+layout, and converts tensor by tensor. What the config has that this model hasn't is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples.gpt.model import GPT, GPTConfig
+from mpcore import Mesh
+from mpcore.checkpoint import inspect
+from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
+from mpcore.checkpoint.format import (
+    DTYPES,
+    Chunk,
+    Entry,
+    FileRecord,
+    Files,
+    Manifest,
+    TensorFile,
+    dtype_name,
+    raw,
+    sync_folder,
+    tiles,
+    write_manifest,
+    write_tensors,
+)
+from mpcore.checkpoint.loading import copy_box
+from mpcore.checkpoint.pieces import held_by_model, reshard
+from mpcore.checkpoint.ranks import together, world_group
+from mpcore.layers.rope import rope_frequencies
+
+SHARD_BYTES = 5 * 10**9  # of a file that is written
+JSON_LIMIT = 100 * 2**20  # bytes
+INDEX = "model.safetensors.index.json"
+CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+FOLDER = "hugging_face"  # of a checkpoint: what is carried along
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+# What doesn't change the numbers of a trained model: it is passed over, and what is no description of weights and
+# layers comes back in an export.
+_TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"}
+_HARMLESS = _TOKENS | {
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+    "dtype", "gradient_checkpointing", "id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id",
+    "max_window_layers", "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states",
+    "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+_GPT2_HARMLESS = _HARMLESS | {
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+}  # fmt: skip
+# Defaults of each family where its config.json leaves a field out; `heads`: the number of attention heads.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": "heads", "head_dim": None, "attention_bias": False, "mlp_bias": False},
+    "mistral": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": "heads"},
+    "qwen3": {"num_key_value_heads": "heads", "head_dim": 128, "attention_bias": False},
+}
+RESERVED = ("mixtral", "qwen3_moe")
+
+
+class _Fields:
+    """A config.json that knows which of its fields nobody has asked for."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.left, self.where = dict(values), where
+
+    def take(self, name: str, *default: Any) -> Any:
+        """A field, or its default; without one it must be there."""
+        if name not in self.left and not default:
+            raise ValueError(f"{self.where} has no {name}")
+        return self.left.pop(name, *default)
+
+    def expect(self, name: str, wanted: Any) -> None:
+        """Refuse any other value than the one that this model has."""
+        found = self.take(name, wanted)
+        if found != wanted:
+            raise ValueError(f"{self.where} has {name} {found!r}: this model has only {wanted!r}")
+
+    def finish(self, harmless: set[str]) -> None:
+        """Refuse what is left and may change the numbers."""
+        unknown = {name: value for name, value in self.left.items() if name not in harmless}
+        unknown = {name: value for name, value in unknown.items() if value not in (None, False, "", [], {})}
+        if unknown:
+            raise ValueError(
+                f"{self.where} has fields that this model does not, which may change its numbers: {unknown}"
+            )
+
+
+def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPTConfig:
+    """Our config from one of theirs. Dropout is left at 0: it is the run's choice.
+
+    Args:
+        values: what their config.json holds.
+        where: its name, for messages.
+
+    Raises:
+        ValueError: naming what this model can't be: the family, an activation, a kind of rotary scaling, a window on
+            some layers only, or any field that is not known to be harmless.
+    """
+    c, family = _Fields(values, where), values.get("model_type")
+    if family in RESERVED:
+        raise ValueError(f"{where} is of the family {family!r}, whose names are reserved: it can't be read yet")
+    if family == "gpt2":
+        return _gpt2_from_hf(c)
+    if family not in _DEFAULTS:
+        raise ValueError(f"{where} is of the family {family!r}: it is one of {['gpt2', *_DEFAULTS]}")
+    defaults = _DEFAULTS[family]
+    heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
+    kv_heads = c.take("num_key_value_heads", None) or defaults["num_key_value_heads"]
+    d_model = c.take("hidden_size")
+    head_dim = c.take("head_dim", defaults.get("head_dim")) or d_model // heads
+    attention_bias = bool(c.take("attention_bias", False)) if "attention_bias" in defaults else family == "qwen2"
+    activation = c.take("hidden_act")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{where} has hidden_act {activation!r}: it is one of {sorted(_ACTIVATIONS)}")
+    length = c.take("max_position_embeddings")
+    base, scaling = _rope_from_hf(c, length)
+    config = GPTConfig(
+        vocab_size=c.take("vocab_size"),
+        seq_len=length,
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        kv_heads=heads if kv_heads == "heads" else kv_heads,
+        head_dim=None if head_dim * heads == d_model else head_dim,
+        d_ff=c.take("intermediate_size"),
+        activation=_ACTIVATIONS[activation],
+        norm_eps=c.take("rms_norm_eps", 1e-6),
+        qk_norm=family == "qwen3",
+        rope_base=base,
+        rope_scaling=scaling,
+        window=_window_from_hf(c, family, layers),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias and family != "qwen2",
+        mlp_bias=bool(c.take("mlp_bias", False)) if "mlp_bias" in defaults else False,
+        tie_embeddings=c.take("tie_word_embeddings", False),
+        init_std=c.take("initializer_range", 0.02),
+    )
+    c.finish(_HARMLESS)
+    return config
+
+
+def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
+    """Our config of the model in a folder of theirs; see `config_from_hf`."""
+    path = Path(folder) / "config.json"
+    return config_from_hf(read_json(path), str(path))
+
+
+def _gpt2_from_hf(c: _Fields) -> GPTConfig:
+    activation = c.take("activation_function", "gelu_new")
+    if activation not in _GPT2_ACTIVATIONS:
+        raise ValueError(f"{c.where} has activation_function {activation!r}: it is one of {sorted(_GPT2_ACTIVATIONS)}")
+    c.expect("scale_attn_weights", True)
+    d_model = c.take("n_embd")
+    config = GPTConfig(
+        vocab_size=c.take("vocab_size"),
+        seq_len=c.take("n_positions"),
+        layers=c.take("n_layer"),
+        d_model=d_model,
+        heads=c.take("n_head"),
+        d_ff=c.take("n_inner", None) or 4 * d_model,
+        activation="gelu",
+        norm="layer",
+        norm_eps=c.take("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        bias=True,
+        tie_embeddings=c.take("tie_word_embeddings", True),
+        init_std=c.take("initializer_range", 0.02),
+    )
+    c.finish(_GPT2_HARMLESS)
+    return config
+
+
+def _rope_from_hf(c: _Fields, length: int) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
+    old, new = c.take("rope_scaling", None), c.take("rope_parameters", None)
+    rope = {name: value for name, value in (old or new or {}).items() if value is not None}
+    base = c.take("rope_theta", None)
+    base = rope.pop("rope_theta", base) or 10000.0
+    for fraction in (rope.pop("partial_rotary_factor", 1.0), c.take("partial_rotary_factor", 1.0)):
+        if fraction not in (None, 1.0):
+            raise ValueError(f"{c.where} has partial_rotary_factor {fraction}: this model has only 1.0")
+    older_name = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older_name)
+    if kind in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", length)
+    scaling = {"rope_type": kind, **rope}
+    try:
+        rope_frequencies(2, base, scaling)
+    except ValueError as error:
+        raise ValueError(f"{c.where}: {error}") from None
+    return float(base), None if kind == "default" else scaling
+
+
+def _window_from_hf(c: _Fields, family: str, layers: int) -> int | None:
+    window, types = c.take("sliding_window", _DEFAULTS[family].get("sliding_window")), c.take("layer_types", None)
+    if family.startswith("qwen"):
+        on = bool(c.take("use_sliding_window", False)) and window is not None
+        full = c.take("max_window_layers", 28)
+        if types is None:
+            types = ["sliding_attention" if on and i >= full else "full_attention" for i in range(layers)]
+        window = window if "sliding_attention" in types else None
+    if types and set(types) != {"full_attention" if window is None else "sliding_attention"}:
+        raise ValueError(f"{c.where} has layer_types {types}: this model has one kind of attention in all layers")
+    return window
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their config.json of one of our configs.
+
+    Raises:
+        ValueError: if no family of theirs is such a model.
+    """
+    c, family = config, family_of(config)
+    names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    values: dict[str, Any] = {"architectures": [names[family]], "model_type": family, "vocab_size": c.vocab_size}
+    values |= {"tie_word_embeddings": c.tie_embeddings, "initializer_range": c.init_std}
+    if family == "gpt2":
+        return values | {
+            "n_positions": c.seq_len, "n_embd": c.d_model, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.hidden,
+            "activation_function": "gelu_new", "layer_norm_epsilon": c.eps, "resid_pdrop": c.dropout,
+            "embd_pdrop": c.dropout, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == c.activation)
+    values |= {
+        "max_position_embeddings": c.seq_len, "hidden_size": c.d_model, "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads or c.heads, "intermediate_size": c.hidden,
+        "hidden_act": activation, "rms_norm_eps": c.eps, "rope_theta": c.rope_base, "rope_scaling": c.rope_scaling,
+    }  # fmt: skip
+    head_dim = {"head_dim": c.head_dim or c.d_model // c.heads}
+    window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "max_window_layers": 0}
+    bias = {"attention_bias": c.biases[0]}
+    return (
+        values
+        | {
+            "llama": {**head_dim, **bias, "mlp_bias": c.biases[2]},
+            "mistral": {**head_dim, "sliding_window": c.window},
+            "qwen2": window,
+            "qwen3": {**head_dim, **bias, **window},
+        }[family]
+    )
+
+
+def family_of(config: GPTConfig) -> str:
+    """Which family of theirs a model is, by what it is made of.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    c = config
+    qkv, output, mlp = c.biases
+    plain = c.head_dim in (None, c.d_model / c.heads)
+    if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":
+        if qkv and output and mlp and plain and c.kv_heads in (None, c.heads) and not c.qk_norm and c.window is None:
+            return "gpt2"
+    elif c.norm == "rms" and c.positions == "rope" and c.activation in _ACTIVATIONS.values():
+        if c.qk_norm and qkv == output and not mlp:
+            return "qwen3"
+        if not c.qk_norm and qkv and not output and not mlp and plain:
+            return "qwen2"
+        if not c.qk_norm and c.window is not None and not (qkv or output or mlp):
+            return "mistral"
+        if not c.qk_norm and c.window is None and qkv == output:
+            return "llama"
+    raise ValueError(f"no Hugging Face family is made as this model is: {c}")
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+_LLAMA = {
+    "embedding": ("model.embed_tokens",),
+    "blocks.{}.attention_norm": ("model.layers.{}.input_layernorm",),
+    "blocks.{}.attention.qkv": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+    "blocks.{}.attention.q_norm": ("model.layers.{}.self_attn.q_norm",),
+    "blocks.{}.attention.k_norm": ("model.layers.{}.self_attn.k_norm",),
+    "blocks.{}.attention.output": ("model.layers.{}.self_attn.o_proj",),
+    "blocks.{}.mlp_norm": ("model.layers.{}.post_attention_layernorm",),
+    "blocks.{}.mlp.up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+    "blocks.{}.mlp.down": ("model.layers.{}.mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+_GPT2 = {
+    "embedding": ("transformer.wte",),
+    "position": ("transformer.wpe",),
+    "blocks.{}.attention_norm": ("transformer.h.{}.ln_1",),
+    "blocks.{}.attention.qkv": ("transformer.h.{}.attn.c_attn",),
+    "blocks.{}.attention.output": ("transformer.h.{}.attn.c_proj",),
+    "blocks.{}.mlp_norm": ("transformer.h.{}.ln_2",),
+    "blocks.{}.mlp.up": ("transformer.h.{}.mlp.c_fc",),
+    "blocks.{}.mlp.down": ("transformer.h.{}.mlp.c_proj",),
+    "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+}
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps these as [in, out]
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # tables that old files hold
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of theirs, as a box of one of ours: its key, where it begins, its shape there."""
+
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether their file has rows and columns exchanged."""
+        return self.key.endswith(_CONV1D) and self.key.startswith("transformer.")
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape in their file."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+    """For each of our tensors its logical shape, and the tensors of theirs that it is made of, first rows first."""
+    table = _GPT2 if family_of(config) == "gpt2" else _LLAMA
+    K, kv_heads = config.head_dim or config.d_model // config.heads, config.kv_heads or config.heads
+    rows = {"qkv": (config.heads * K, kv_heads * K, kv_heads * K), "up": (config.hidden,) * 2}
+    found = {}
+    for name, parameter in GPT(config, device="meta").named_parameters():
+        module, _, leaf = name.rpartition(".")
+        number = next((piece for piece in module.split(".") if piece.isdigit()), "")
+        theirs = table[module.replace(f".{number}.", ".{}.", 1) if number else module]
+        shape, start, parts = tuple(parameter.shape), 0, []
+        sizes = rows[module.rpartition(".")[2]] if len(theirs) > 1 else shape[:1]
+        for key, size in zip(theirs, sizes, strict=True):
+            key = f"{key.format(number)}.{leaf}"
+            parts.append(Part(key, (start, *(0 for _ in shape[1:])), (size, *shape[1:])))
+            start += size
+        found[name] = shape, parts
+    return found
+
+
+# --- a folder of theirs -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """A folder of theirs, seen as one of our checkpoints: open it with `open_hf`.
+
+    Attributes:
+        config: of the model.
+        values: what config.json holds.
+        entries: by our name, where each box of each of our tensors lies.
+    """
+
+    folder: Path
+    config: GPTConfig
+    values: dict[str, Any]
+    entries: dict[str, Entry]
+    _files: dict[str, TensorFile] = field(default_factory=dict)
+    _parts: dict[str, Part] = field(default_factory=dict)
+
+    def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
+        """One of their tensors as it lies in ours: not read until used."""
+        found = self._files[chunk.file].whole(chunk.key)
+        return found.t() if self._parts[chunk.key].transposed else found
+
+    def forget(self, chunk: Chunk) -> None:
+        """Let go of the memory that reading it took."""
+        self._files[chunk.file].forget(chunk.key)
+
+
+def open_hf(folder: str | os.PathLike[str]) -> Source:
+    """Look into a folder as `save_pretrained` writes it: config.json and safetensors files. Reads no tensor.
+
+    Raises:
+        ValueError: if there are pickles only, or a file, key or field is missing, unknown, damaged or of another shape.
+    """
+    folder = Path(folder)
+    values, config = read_json(folder / "config.json"), read_config(folder)
+    files, where = _open_files(folder)
+    parts = parts_of(config)
+    known = {part.key: part for _, found in parts.values() for part in found}
+    prefix = "transformer." if values["model_type"] == "gpt2" else "model."
+    bare = not any(key.startswith(prefix) for key in where)  # as the base model is saved, without a head
+    stored_as = {key: key.removeprefix(prefix) if bare else key for key in known}
+    source = Source(folder, config, values, {}, files, {stored_as[key]: part for key, part in known.items()})
+    for name, (shape, found) in parts.items():
+        chunks, dtypes = [], {}
+        for part in found:
+            key = stored_as[part.key]
+            if key not in where:
+                raise ValueError(f"{folder} has no tensor {key!r}, of which {name} is made")
+            header = files[where[key]].header[key]
+            if tuple(header["shape"]) != part.stored:
+                raise ValueError(
+                    f"{folder / where[key]}: {key} has shape {tuple(header['shape'])}, config.json makes it {part.stored}"
+                )
+            dtypes[key] = header["dtype"]
+            chunks.append(Chunk(where[key], key, part.start, part.shape, 0))
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(f"{folder}: {name} would be made of several dtypes: {dtypes}")
+        source.entries[name] = Entry(shape, next(iter(dtypes.values())), tuple(chunks))
+    left = {key for key in where if key not in stored_as.values() and not key.endswith(_BUFFERS)}
+    if config.tie_embeddings and "lm_head.weight" in left:
+        _check_tie(source, where["lm_head.weight"])
+        left.discard("lm_head.weight")
+    if left:
+        raise ValueError(f"{folder} has tensors that the model of its config.json does not: {sorted(left)[:20]}")
+    return source
+
+
+def _check_tie(source: Source, file: str) -> None:
+    (chunk,) = source.entries["embedding.weight"].chunks
+    head, table = source._files[file].whole("lm_head.weight"), source._files[chunk.file].whole(chunk.key)
+    if head.shape != table.shape or head.dtype != table.dtype or zlib.crc32(raw(head)) != zlib.crc32(raw(table)):
+        raise ValueError(f"{source.folder} has an lm_head of its own, but its config.json ties it to the embedding")
+    source._files[file].forget("lm_head.weight")
+    source.forget(chunk)
+
+
+def _open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
+    """The folder's safetensors files, and which one holds each key."""
+    names = ["model.safetensors"]
+    index: dict[str, str] = {}
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX).get("weight_map", {})
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            raise ValueError(f"{folder / INDEX} has no weight_map of file names")
+        names = sorted(set(index.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # never a way out of the folder
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+    if not (folder / names[0]).is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise ValueError(
+                f"{folder} holds its weights as pickles ({pickles[0]}), which run code when they are read: convert them "
+                f"to safetensors where you trust them, with save_pretrained of transformers"
+            )
+        raise ValueError(f"{folder / names[0]} is missing")
+    files = {name: TensorFile(folder / name) for name in names}
+    where = {key: name for name, file in files.items() for key in file.header}
+    for key, name in index.items():
+        if where.get(key) != name:
+            raise ValueError(f"{folder / INDEX} says that {key} is in {name}, which does not hold it")
+    return files, where
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file.
+
+    Raises:
+        ValueError: naming the file, if it is missing, too large or something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    if path.stat().st_size > JSON_LIMIT:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {JSON_LIMIT}")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return values
+
+
+def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh()) -> Source:
+    """Read a Hugging Face model straight into ours, on any layout: a collective on all ranks of the mesh.
+
+    Each rank reads the ranges that it holds, and casts them to its parameters' dtype.
+
+    Args:
+        folder: with config.json and safetensors files.
+        model: a `GPT` of `open_hf(folder).config`, or this rank's stages of it, sharded over data or not.
+        mesh: the mesh it lies on.
+
+    Raises:
+        ValueError: on every rank and with nothing changed, if the folder can't be read or the model is another one.
+    """
+    group = world_group(mesh)
+    reshard(model)
+
+    def plan() -> tuple[Source, list]:
+        source, held = open_hf(folder), held_by_model(model, mesh)
+        for item in held:
+            entry = source.entries.get(item.name.removeprefix("model/"))
+            if entry is None or entry.shape != item.shape:
+                found = "nothing" if entry is None else f"shape {entry.shape}"
+                raise ValueError(f"{item.name}: expected shape {item.shape}, found {found} in {folder}")
+        return source, held
+
+    source, held = together(group, plan)
+
+    @torch.no_grad()
+    def read() -> None:
+        for item in held:
+            entry = source.entries[item.name.removeprefix("model/")]
+            for box in item.boxes:
+                copy_box(box.of(item.tensor), box.start, entry, source.tensor)
+
+    together(group, read)
+    return source
+
+
+# --- conversion ---------------------------------------------------------------------------------------------------
+
+
+def import_hf(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint of ours from a folder of theirs, holding one tensor at a time.
+
+    Args:
+        folder: theirs.
+        path: the checkpoint to make; step 0, no optimizer.
+        dtype: of the tensors written; None: as they are.
+        shard_bytes: of a file, unless one tensor is larger.
+
+    Raises:
+        ValueError: if `folder` can't be read. OSError if `path` can't be written. Nothing partial is left.
+    """
+    source, path = open_hf(folder), Path(path)
+    pieces = {}
+    for name, entry in source.entries.items():
+        for chunk in entry.chunks:
+            key = name if chunk.shape == entry.shape else f"{name}@{','.join(map(str, chunk.start))}"
+            like = torch.empty(chunk.shape, dtype=dtype or DTYPES[entry.dtype], device="meta")
+            pieces[key] = name, entry, chunk, like
+    prepare(path)
+    try:
+        files: dict[str, FileRecord] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        for number, keys in enumerate(_shards({key: piece[3].nbytes for key, piece in pieces.items()}, shard_bytes)):
+            file = f"model-{number:05d}.safetensors"
+
+            def read(key: str) -> tuple[Tensor, Callable[[], None]]:
+                _, entry, chunk, like = pieces[key]
+                found = source.tensor(entry, chunk)
+                if found.dtype != like.dtype or not found.is_contiguous():
+                    found = torch.empty(like.shape, dtype=like.dtype).copy_(found)
+                return found, lambda: source.forget(chunk)
+
+            files[file], sums = _write_each(temporary(path) / file, {key: pieces[key][3] for key in keys}, read)
+            for key, crc32 in sums.items():
+                name, _, chunk, _ = pieces[key]
+                chunks.setdefault(name, []).append(Chunk(file, key, chunk.start, chunk.shape, crc32))
+        tensors = {
+            f"model/{name}": Entry(entry.shape, dtype_name(dtype) if dtype else entry.dtype, tuple(chunks[name]))
+            for name, entry in sorted(source.entries.items())
+        }
+        carried = {k: v for k, v in source.values.items() if k in _TOKENS}
+        extra = {FOLDER: {"config": carried, "files": _carry(source.folder, temporary(path) / FOLDER)}}
+        config = {"model": dataclasses.asdict(source.config)}
+        write_manifest(temporary(path), Manifest(0, config=config, extra=extra, files=files, tensors=tensors))
+        publish(path)
+    except BaseException:
+        discard(path)
+        raise
+    return path
+
+
+def export_hf(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a folder of theirs from a checkpoint of ours, of any layout, holding one tensor at a time.
+
+    Args:
+        path: the checkpoint, checked as it is read; of training or of `import_hf`.
+        folder: what to make.
+        dtype: of the tensors written; None: as they are.
+        tokenizer: a folder whose tokenizer files go along; None: those that came with an import.
+        shard_bytes: of a file, unless one tensor is larger; an index is written where there are several.
+
+    Raises:
+        ValueError: if the checkpoint is damaged or no family of theirs is such a model, or `folder` is there and holds
+            something. OSError if it can't be written. Nothing partial is left.
+    """
+    folder = Path(folder)
+    manifest, files, config = open_checkpoint(path)
+    parts = parts_of(config)
+    pieces: dict[str, tuple[Entry, Part, Tensor]] = {}
+    for name, (shape, found) in parts.items():
+        entry = manifest.tensors.get(f"model/{name}")
+        if entry is None or entry.shape != shape:
+            raise ValueError(f"{path}: model/{name} has shape {entry and entry.shape}, its config makes it {shape}")
+        for part in found:
+            like = torch.empty(part.stored, dtype=dtype or DTYPES[entry.dtype], device="meta")
+            pieces[part.key] = entry, part, like
+    left = {name for name in manifest.tensors if name.startswith("model/") and name[6:] not in parts}
+    if left:
+        raise ValueError(f"{path} has tensors that the model of its config does not: {sorted(left)[:20]}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there: it is not overwritten")
+    _verify(manifest, files)
+    carried = manifest.extra.get(FOLDER, {})
+    new = temporary(folder)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+
+        def read(key: str) -> tuple[Tensor, Callable[[], None]]:
+            entry, part, like = pieces[key]
+            stored = torch.empty(part.stored, dtype=like.dtype)
+            box = stored.t() if part.transposed else stored
+            copy_box(box, part.start, entry, lambda e, c: files[c.file].tensor(e, c))
+            return stored, lambda: [files[c.file].forget(c.key) for c in entry.chunks] and None
+
+        shards = list(_shards({key: piece[2].nbytes for key, piece in pieces.items()}, shard_bytes))
+        index: dict[str, str] = {}
+        for number, keys in enumerate(shards, 1):
+            one = len(shards) == 1
+            file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_each(new / file, {key: pieces[key][2] for key in keys}, read)
+            index |= dict.fromkeys(keys, file)
+        if len(shards) > 1:
+            size = sum(piece[2].nbytes for piece in pieces.values())
+            _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))})
+        written = next(iter(pieces.values()))[2].dtype
+        values = {
+            **carried.get("config", {}),
+            **config_to_hf(config),
+            "torch_dtype": str(written).removeprefix("torch."),
+        }
+        _write_json(new / "config.json", values)
+        if tokenizer is None:
+            _carry(resolve(path) / FOLDER, new, carried.get("files", {}))
+        else:
+            _carry(Path(tokenizer), new)
+        sync_folder(new)
+        if folder.exists():
+            folder.rmdir()
+        os.rename(new, folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return folder
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Manifest, Files, GPTConfig]:
+    """A checkpoint of ours, and the config of the GPT in it.
+
+    Raises:
+        ValueError: if it is none, or is incomplete.
+    """
+    manifest = inspect(path)
+    check_sizes(resolve(path), manifest)
+    try:
+        config = GPTConfig(**manifest.config["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no GPT of this example: {error}") from None
+    return manifest, Files(resolve(path), manifest), config
+
+
+def _write_each(
+    file: Path, like: Mapping[str, Tensor], read: Callable[[str], tuple[Tensor, Callable[[], None]]]
+) -> tuple[FileRecord, dict[str, int]]:
+    """As `write_tensors`; of each tensor that is read the memory is let go before the next one."""
+    forget: list[Callable[[], None]] = []
+
+    def one(key: str) -> Tensor:
+        while forget:
+            forget.pop()()
+        tensor, after = read(key)
+        forget.append(after)
+        return tensor
+
+    result = write_tensors(file, like, one)
+    while forget:
+        forget.pop()()
+    return result
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Keys of each file, in their order."""
+    keys: list[str] = []
+    total = 0
+    for key, size in sizes.items():
+        if keys and total + size > limit:
+            yield keys
+            keys, total = [], 0
+        keys.append(key)
+        total += size
+    yield keys
+
+
+def _verify(manifest: Manifest, files: Files) -> None:
+    for name, entry in manifest.tensors.items():
+        for chunk in entry.chunks if name.startswith("model/") else ():
+            for problem in files.problems([(name, entry, chunk)]):
+                raise ValueError(problem)
+            files[chunk.file].forget(chunk.key)
+
+
+def _carry(source: Path, to: Path, sums: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Copy the tokenizer's files, and give or check the CRC-32 of each."""
+    found = {}
+    for name in CARRIED:
+        if not (source / name).is_file():
+            if sums and name in sums:
+                raise ValueError(f"{source / name} is missing")
+            continue
+        to.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, to / name)
+        found[name] = zlib.crc32((to / name).read_bytes())
+        if sums is not None and sums.get(name) != found[name]:
+            raise ValueError(
+                f"{source / name} is damaged: its CRC-32 is {found[name]:08x}, written was {sums.get(name)}"
+            )
+    return found
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    with open(path, "w") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        0: done; 2: it can't be.
+    """
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.hf", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
+    convert.add_argument("--from-hf", metavar="DIR", help="with config.json and safetensors files")
+    convert.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
+    convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
+    convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
+    convert.add_argument("--tokenizer", metavar="DIR", help="with --to-hf: whose tokenizer files go along")
+    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: as it is)")
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    try:
+        if args.from_hf and args.to and not (args.source or args.to_hf):
+            print(f"wrote {import_hf(args.from_hf, args.to, dtype=dtype)}")
+        elif args.source and args.to_hf and not (args.from_hf or args.to):
+            print(f"wrote {export_hf(args.source, args.to_hf, dtype=dtype, tokenizer=args.tokenizer)}")
+        else:
+            parser.error("give --from-hf and --to, or --from and --to-hf")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
