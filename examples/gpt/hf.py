@@ -1,8 +1,8 @@
 """Hugging Face models both ways: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, or `--from`, `--to-hf`.
 
-GPT-2, Llama, Mistral, Qwen2 and Qwen3, as `AutoModelForCausalLM` reads and writes them. A folder of theirs is seen as one
-of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it loads straight into any
-layout, and converts tensor by tensor. What the config has that this model hasn't is refused by name.
+GPT-2, Llama, Mistral, Qwen2 and Qwen3, as `AutoModelForCausalLM` reads and writes them. A folder of theirs is seen as
+one of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it loads straight into
+any layout, and converts tensor by tensor. What the config has that this model hasn't is refused by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from mpcore.checkpoint.format import (
     dtype_name,
     raw,
     sync_folder,
-    tiles,
     write_manifest,
     write_tensors,
 )
@@ -77,8 +76,8 @@ _GPT2_HARMLESS = _HARMLESS | {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": "heads", "head_dim": None, "attention_bias": False, "mlp_bias": False},
     "mistral": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": "heads"},
-    "qwen3": {"num_key_value_heads": "heads", "head_dim": 128, "attention_bias": False},
+    "qwen2": {"num_key_value_heads": "heads", "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": "heads", "head_dim": 128, "attention_bias": False, "sliding_window": 4096},
 }
 RESERVED = ("mixtral", "qwen3_moe")
 
@@ -106,9 +105,7 @@ class _Fields:
         unknown = {name: value for name, value in self.left.items() if name not in harmless}
         unknown = {name: value for name, value in unknown.items() if value not in (None, False, "", [], {})}
         if unknown:
-            raise ValueError(
-                f"{self.where} has fields that this model does not, which may change its numbers: {unknown}"
-            )
+            raise ValueError(f"{self.where} has fields that may change the model, and that it has not: {unknown}")
 
 
 def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPTConfig:
@@ -218,6 +215,8 @@ def _rope_from_hf(c: _Fields, length: int) -> tuple[float, dict[str, Any] | None
 
 
 def _window_from_hf(c: _Fields, family: str, layers: int) -> int | None:
+    if family == "llama":
+        return None
     window, types = c.take("sliding_window", _DEFAULTS[family].get("sliding_window")), c.take("layer_types", None)
     if family.startswith("qwen"):
         on = bool(c.take("use_sliding_window", False)) and window is not None
@@ -415,7 +414,8 @@ def open_hf(folder: str | os.PathLike[str]) -> Source:
             header = files[where[key]].header[key]
             if tuple(header["shape"]) != part.stored:
                 raise ValueError(
-                    f"{folder / where[key]}: {key} has shape {tuple(header['shape'])}, config.json makes it {part.stored}"
+                    f"{folder / where[key]}: {key} has shape {tuple(header['shape'])}, "
+                    f"config.json makes it {part.stored}"
                 )
             dtypes[key] = header["dtype"]
             chunks.append(Chunk(where[key], key, part.start, part.shape, 0))
@@ -456,8 +456,8 @@ def _open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
             raise ValueError(
-                f"{folder} holds its weights as pickles ({pickles[0]}), which run code when they are read: convert them "
-                f"to safetensors where you trust them, with save_pretrained of transformers"
+                f"{folder} holds its weights as pickles ({pickles[0]}), which run code when they are read: where you "
+                f"trust them, convert them to safetensors with save_pretrained of transformers"
             )
         raise ValueError(f"{folder / names[0]} is missing")
     files = {name: TensorFile(folder / name) for name in names}

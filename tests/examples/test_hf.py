@@ -21,13 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.gpt import hf
-from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf
+from examples.gpt.generate import main as generate_main
+from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf, read_json
 from examples.gpt.model import GPT, GPTConfig
-from mpcore import Mesh, full_state_dict, materialize
-from mpcore.checkpoint import diff, inspect, load, save, verify
+from mpcore import Mesh, materialize
+from mpcore.checkpoint import inspect, load, save, verify
 from mpcore.collectives import gather
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.pipeline import Pipeline
+from tests.examples.test_pretrain import trainer
 from tests.pool import mesh
 
 SIZES = {
@@ -119,3 +121,417 @@ def test_pitfall_15_16_17_an_import_has_the_same_logits_on_every_layout(ranks, f
         for name in want:
             error = (got[name] - want[name]).abs().max() / want[name].abs().max()
             assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+# --- and back -----------------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+def same_tensors(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert got[key].dtype == tensor.dtype, key
+        assert torch.equal(got[key], tensor), key
+
+
+@torch.no_grad()
+def greedy(model: GPT, count: int) -> list[int]:
+    ids = IDS[:1]
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_the_same_model_to_transformers(folders, tmp_path, name):
+    """Show 3: the bits come back, the logits are ours, and 50 greedy tokens agree; the checkpoint is sound."""
+    import_hf(folders[name], tmp_path / "step", shard_bytes=8000)
+    assert not verify(tmp_path / "step")
+    assert len(inspect(tmp_path / "step").files) > 3
+    back = export_hf(tmp_path / "step", tmp_path / "back", shard_bytes=8000)
+    same_tensors(tensors_of(back), tensors_of(folders[name]))
+    assert (back / "tokenizer.json").read_bytes() == (folders[name] / "tokenizer.json").read_bytes()
+    assert (back / hf.INDEX).is_file()
+    config = open_hf(back).config
+    assert config == open_hf(folders[name]).config == GPTConfig(**inspect(tmp_path / "step").config["model"])
+    model, other = build(config), theirs(back)
+    load(tmp_path / "step", model, mesh=Mesh())
+    with torch.no_grad():
+        want, got = model(IDS), other(IDS).logits
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    with torch.no_grad():
+        continued = other.generate(IDS[:1], do_sample=False, max_new_tokens=50, min_new_tokens=50, pad_token_id=0)
+    assert continued[0].tolist() == greedy(model, 50)
+
+
+def check_saved_wide(folder: str, path: str) -> None:
+    on = mesh(tp=2, pp=2)
+    model = build(open_hf(folder).config, on)
+    load_hf(folder, model, on)
+    save(path, model, mesh=on, step=3, config={"model": asdict(model.config), "corpus": {}})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3"])
+def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_path, name):
+    """Chunks of tp 2 x pp 2, the fused projections cut across theirs; one file, cast on the way if asked."""
+    ranks(4, check_saved_wide, str(folders[name]), str(tmp_path / "step"))
+    back = export_hf(tmp_path / "step", tmp_path / "back", tokenizer=folders[name])
+    same_tensors(tensors_of(back), tensors_of(folders[name]))
+    assert sorted(p.name for p in back.iterdir()) == ["config.json", "generation_config.json", "model.safetensors",
+                                                      "tokenizer.json"]  # fmt: skip
+    half = export_hf(tmp_path / "step", tmp_path / "half", dtype=torch.bfloat16)
+    same_tensors(tensors_of(half), {key: t.bfloat16() for key, t in tensors_of(back).items()})
+    assert read_json(half / "config.json")["torch_dtype"] == "bfloat16"
+    whole = import_hf(half, tmp_path / "whole", dtype=torch.float32)
+    same_tensors(tensors_of(export_hf(whole, tmp_path / "again")), {k: t.float() for k, t in tensors_of(half).items()})
+
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_comes_back_and_older_ones_read_alike(folders, name):
+    values = read_json(folders[name] / "config.json")
+    config = config_from_hf(values)
+    written = config_to_hf(config)
+    assert config_from_hf(written) == config
+    assert written["model_type"] == values["model_type"]
+    if config.rope_scaling is not None:
+        older = {**written, "rope_scaling": {"type": config.rope_scaling["rope_type"], **config.rope_scaling}}
+        del older["rope_scaling"]["rope_type"]
+        assert config_from_hf(older) == config
+        assert config.rope_base == 5000.0
+
+
+LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
+REFUSED = [
+    ({**LLAMA, "model_type": "gemma2"}, r"family 'gemma2'"),
+    ({**LLAMA, "model_type": "mixtral"}, r"'mixtral', whose names are reserved"),
+    ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
+    ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
+    ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
+    ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
+    ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, r"rope_type 'longrope' is unknown"),
+    ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5"),
+    ({n: v for n, v in LLAMA.items() if n != "hidden_size"}, r"config.json has no hidden_size"),
+    ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, r"layer_types \['full_att"),
+    ({**LLAMA, "model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, r"layer_types"),
+    ({"model_type": "gpt2", **GPT2, "activation_function": "gelu"}, r"activation_function 'gelu'"),
+    ({"model_type": "gpt2", **GPT2, "scale_attn_weights": False}, r"scale_attn_weights False"),
+    ({"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx"),
+    ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, r"add_cross_attention"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_would_be_a_silently_different_model_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(values)
+
+
+def test_a_model_of_no_family_is_not_exported(tmp_path):
+    config = GPTConfig(vocab_size=53, layers=1, d_model=8, heads=2, activation="relu_squared")
+    save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
+    with pytest.raises(ValueError, match="no Hugging Face family is made as this model"):
+        export_hf(tmp_path / "step", tmp_path / "back")
+    save(tmp_path / "other", build(config), mesh=Mesh(), step=0)
+    with pytest.raises(ValueError, match="holds no GPT of this example"):
+        export_hf(tmp_path / "other", tmp_path / "back")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "step"]
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    def __init__(self, canary: str) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (self.canary,)
+
+
+def one_file(folder: Path) -> Path:
+    """All tensors in model.safetensors, no index."""
+    tensors = tensors_of(folder)
+    for file in (*folder.glob("*.safetensors"), folder / hf.INDEX):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def pickles_only(folder: Path) -> str:
+    one_file(folder).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(str(folder / "ran"))))
+    return r"pickles \(pytorch_model.bin\), which run code .* convert them to safetensors"
+
+
+def pickled_safetensors(folder: Path) -> str:
+    one_file(folder).write_bytes(pickle.dumps(Payload(str(folder / "ran"))))
+    return r"model.safetensors is damaged: a header of \d+ bytes"
+
+
+def giant_header(folder: Path) -> str:
+    file = one_file(folder)
+    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
+    return r"model.safetensors is damaged: a header of 1099511627776 bytes"
+
+
+def truncated(folder: Path) -> str:
+    file = one_file(folder)
+    os.truncate(file, file.stat().st_size - 1)
+    return r"model.safetensors is damaged: its header says \S+ is"
+
+
+def change_header(folder: Path, change: Callable[[dict], None]) -> None:
+    file = one_file(folder)
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def beyond_the_end(folder: Path) -> str:
+    change_header(folder, lambda h: h["lm_head.weight"].update(data_offsets=[2**40, 2**40 + 53 * 24 * 4]))
+    return r"damaged: its header says lm_head.weight is"
+
+
+def unknown_dtype(folder: Path) -> str:
+    change_header(folder, lambda h: h["lm_head.weight"].update(dtype="F6"))
+    return r"damaged: its header says lm_head.weight is .*F6"
+
+
+def way_out(folder: Path) -> str:
+    index = read_json(folder / hf.INDEX)
+    index["weight_map"]["lm_head.weight"] = "../other/model.safetensors"
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    return r"names '../other/model.safetensors', which is no safetensors file of this folder"
+
+
+def wrong_index(folder: Path) -> str:
+    index = read_json(folder / hf.INDEX)
+    first = next(iter(index["weight_map"].values()))
+    index["weight_map"] = dict.fromkeys(index["weight_map"], first)
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    return rf"says that \S+ is in {first}, which does not hold it"
+
+
+def missing_shard(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.unlink()
+    return f"{file.name} is missing"
+
+
+def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
+    file = one_file(folder)
+    tensors = load_file(file)
+    change(tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+
+
+def missing_tensor(folder: Path) -> str:
+    change_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.v_proj.weight"))
+    return r"no tensor 'model.layers.1.self_attn.v_proj.weight', of which blocks.1.attention.qkv.weight is made"
+
+
+def extra_tensor(folder: Path) -> str:
+    change_tensors(folder, lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(24)}))
+    return r"does not: \['model.layers.1.self_attn.q_proj.bias'\]"
+
+
+def another_shape(folder: Path) -> str:
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(54, 24)}))
+    return r"lm_head.weight has shape \(54, 24\), config.json makes it \(53, 24\)"
+
+
+def mixed_dtypes(folder: Path) -> str:
+    change_tensors(folder, lambda t: t.update({k: v.half() for k, v in t.items() if "v_proj" in k}))
+    return r"blocks.0.attention.qkv.weight would be made of several dtypes"
+
+
+def tie_that_is_none(folder: Path) -> str:
+    one_file(folder)
+    values = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    return r"an lm_head of its own, but its config.json ties it"
+
+
+def no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return r"config.json is missing"
+
+
+def broken_config(folder: Path) -> str:
+    (folder / "config.json").write_text("[" * 100_000)
+    return r"config.json is no JSON"
+
+
+DAMAGES = [
+    pickles_only, pickled_safetensors, giant_header, truncated, beyond_the_end, unknown_dtype, way_out, wrong_index,
+    missing_shard, missing_tensor, extra_tensor, another_shape, mixed_dtypes, tie_that_is_none, no_config,
+    broken_config,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_what_can_not_be_read_is_refused_by_name_and_changes_nothing(folders, tmp_path, damage):
+    model = build(open_hf(folders["mistral"]).config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    folder = tmp_path / "hf"
+    shutil.copytree(folders["mistral"], folder)
+    message = damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_hf(folder, model)
+    with pytest.raises(ValueError, match=message):
+        import_hf(folder, tmp_path / "step")
+    assert not (folder / "ran").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_the_payload_of_these_tests_would_run(tmp_path):
+    pickle.loads(pickle.dumps(Payload(str(tmp_path / "ran"))))
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_base_model_and_the_tables_of_old_files_are_read(folders, tmp_path):
+    """GPT-2 as it was first published: no prefix, masks among the tensors; a head that is the table again."""
+    folder = tmp_path / "hf"
+    shutil.copytree(folders["gpt2"], folder)
+    file = one_file(folder)
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
+    save_file(tensors | {"lm_head.weight": tensors["wte.weight"].clone()}, file)
+    first, second = build(open_hf(folders["gpt2"]).config), build(open_hf(folder).config)
+    load_hf(folders["gpt2"], first)
+    load_hf(folder, second)
+    assert torch.equal(logits_of(first), logits_of(second))
+
+
+def test_another_model_is_refused_before_it_changes(folders):
+    model = build(replace(open_hf(folders["qwen2"]).config, d_ff=20))
+    with pytest.raises(ValueError, match=r"mlp.up.weight: expected shape \(40, 24\), found shape \(42, 24\)"):
+        load_hf(folders["qwen2"], model)
+
+
+def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path):
+    path = import_hf(folders["qwen2"], tmp_path / "step")
+    export_hf(path, tmp_path / "back")
+    with pytest.raises(ValueError, match="back is there"):
+        export_hf(path, tmp_path / "back")
+    (path / hf.FOLDER / "tokenizer.json").write_text('{"made": "anew"}')
+    with pytest.raises(ValueError, match="is damaged: its CRC-32"):
+        export_hf(path, tmp_path / "more")
+    data = bytearray((path / "model-00000.safetensors").read_bytes())
+    data[-5] ^= 1
+    (path / "model-00000.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="damaged: its CRC-32"):
+        export_hf(path, tmp_path / "more")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
+
+
+MEASURE = """
+import resource, sys
+from examples.gpt.hf import export_hf, import_hf
+import torch
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.ones(10).sum()
+base = peak()
+import_hf(sys.argv[1], sys.argv[2], shard_bytes=2**26)
+middle = peak()
+export_hf(sys.argv[2], sys.argv[3], shard_bytes=2**26)
+print(middle - base, peak() - base)
+"""
+
+
+def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
+    """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB."""
+    d, layers = 1024, 3
+    values = {**GPT2, "model_type": "gpt2", "n_embd": d, "n_head": 16, "n_layer": layers, "vocab_size": 4096}
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    parts = hf.parts_of(config_from_hf(values))
+    tensors = {p.key: torch.ones(p.stored) for _, found in parts.values() for p in found}
+    save_file(tensors, folder / "model.safetensors")
+    total, largest = (f(t.nbytes for t in tensors.values()) for f in (sum, max))
+    command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "step"), str(tmp_path / "back")]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    constant = 16 * 2**20
+    assert total > 2 * (2 * largest + constant)
+    for used in map(int, run.stdout.split()):
+        assert used < 2 * largest + constant, f"{used / 2**20:.0f} MiB for a largest tensor of {largest / 2**20:.0f}"
+    same_tensors(tensors_of(tmp_path / "back"), tensors)
+
+
+def test_the_command_converts_both_ways(folders, tmp_path, capsys):
+    step, back = str(tmp_path / "step"), str(tmp_path / "back")
+    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 0
+    assert main(["convert", "--from", step, "--to-hf", back, "--dtype", "bfloat16"]) == 0
+    assert tensors_of(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
+    assert main(["convert", "--from", step, "--to-hf", back]) == 2
+    assert "is there: it is not overwritten" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["convert", "--from-hf", step])
+
+
+# --- in training, and from a checkpoint ---------------------------------------------------------------------------
+
+
+def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
+    t = trainer("--init-from-hf", folder, "--out", out, "--lr", "1e-3", *flags, **sizes)
+    value = t.evaluate()
+    losses = [t.step(i)["loss"] for i in range(2)]
+    if not sizes:
+        t.save(2)
+    return value, losses
+
+
+def check_training_refused(folder: str, out: str) -> None:
+    for flags, message in (
+        (["--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
+        (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer("--init-from-hf", folder, "--out", out, *flags, tp=2)
+
+
+def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, capsys):
+    """`--init-from-hf`: the first loss is theirs, the next ones those of one process; then it exports and generates."""
+    config = transformers.Qwen2Config(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    folder, out = str(tmp_path / "hf"), str(tmp_path / "out")
+    model.save_pretrained(folder)
+    ((value, want),) = ranks(1, check_training, folder, out, {}, [])
+    for sizes, flags in (({"tp": 2, "dp": 2}, []), ({"pp": 2, "tp": 2}, ["--sequence-parallel"])):
+        for found, losses in ranks(4, check_training, folder, out, sizes, flags):
+            assert found == pytest.approx(value, rel=1e-5)
+            assert losses == pytest.approx(want, rel=1e-5)
+    ranks(2, check_training_refused, folder, out)
+    step = tmp_path / "out" / "checkpoints" / "step-00000002"
+    export_hf(step, tmp_path / "trained", tokenizer=folder)
+    trained = theirs(tmp_path / "trained")
+    sample = IDS[:1]
+    ours = build(hf.open_checkpoint(step)[2])
+    load(step, ours, mesh=Mesh())
+    with torch.no_grad():
+        assert (trained(sample).logits - ours(sample)).abs().max() < 1e-5
+        assert not torch.allclose(trained(sample).logits, model.eval()(sample).logits, atol=1e-4)
+    assert generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+    assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
+    assert "is no complete checkpoint" in capsys.readouterr().err
