@@ -40,7 +40,7 @@ from mpcore.checkpoint.format import (
     write_manifest,
     write_tensors,
 )
-from mpcore.checkpoint.loading import copy_box
+from mpcore.checkpoint.loading import copy_box, fill
 from mpcore.checkpoint.pieces import held_by_model, reshard
 from mpcore.checkpoint.ranks import together, world_group
 from mpcore.layers.rope import rope_frequencies
@@ -514,14 +514,8 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     source, held = together(group, plan)
 
-    @torch.no_grad()
-    def read() -> None:
-        for item in held:
-            entry = source.entries[item.name.removeprefix("model/")]
-            for box in item.boxes:
-                copy_box(box.of(item.tensor), box.start, entry, source.tensor)
-
-    together(group, read)
+    items = [(item, source.entries[item.name.removeprefix("model/")]) for item in held]
+    together(group, lambda: fill(items, source.tensor))
     return source
 
 
@@ -635,7 +629,12 @@ def export_hf(
             stored = torch.empty(part.stored, dtype=like.dtype)
             box = stored.t() if part.transposed else stored
             copy_box(box, part.start, entry, lambda e, c: files[c.file].tensor(e, c))
-            return stored, lambda: [files[c.file].forget(c.key) for c in entry.chunks] and None
+
+            def forget() -> None:
+                for chunk in entry.chunks:
+                    files[chunk.file].forget(chunk.key)
+
+            return stored, forget
 
         shards = list(_shards({key: piece[2].nbytes for key, piece in pieces.items()}, shard_bytes))
         index: dict[str, str] = {}

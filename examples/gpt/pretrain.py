@@ -205,7 +205,7 @@ class Trainer:
             if first_error is not None:
                 raise first_error
             return
-        saved = manifest.config | {"seed": manifest.seed}
+        saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
         for name, mine in (self.about() | {"seed": self.args.seed}).items():
             if saved.get(name) != mine:

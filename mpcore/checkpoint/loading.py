@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import check_sizes, resolve
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Files, Manifest, dtype_name, read_manifest
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Files, Manifest, dtype_name, in_threads, read_manifest
 from mpcore.checkpoint.pieces import (
     Held,
     held_by_model,
@@ -191,6 +191,22 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
     return mine
 
 
+def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
+    """Copy what a rank holds out of the chunks of its logical tensors, by several threads.
+
+    Args:
+        items: tensors, each with the entry that it is read from.
+        tensor: reads a chunk of an entry.
+    """
+
+    def one(item: tuple[Held, Entry]) -> None:
+        held, entry = item
+        for box in held.boxes:
+            copy_box(box.of(held.tensor), box.start, entry, tensor)
+
+    in_threads(one, items)
+
+
 @torch.no_grad()
 def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]) -> None:
     """Fill a tensor with the box of a logical tensor that begins at `start` and has its shape.
@@ -210,10 +226,8 @@ def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Calla
 
 
 def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    for item in plan.held:
-        entry = plan.files.manifest.tensors[item.name]
-        for box in item.boxes:
-            copy_box(box.of(item.tensor), box.start, entry, lambda e, c: plan.files[c.file].tensor(e, c))
+    tensors = plan.files.manifest.tensors
+    fill([(item, tensors[item.name]) for item in plan.held], lambda e, c: plan.files[c.file].tensor(e, c))
     if optimizer is None or plan.files.manifest.optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):
