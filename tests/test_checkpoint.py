@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import logging
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -911,6 +914,19 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     for (step, got), (same, want) in zip(losses_of(tmp_path / "dp"), losses_of(whole), strict=True):
         assert step == same
         assert got == pytest.approx(want, rel=1e-5 if dtype == "float32" else 2e-3)
+
+
+def check_told(out: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        check_run({}, out, "--save-every", "2", "--async-save", "--exit-step", "5")
+    return printed.getvalue()
+
+
+def test_a_save_in_the_background_says_when_it_begins_and_how_it_went(ranks, tmp_path):
+    (told,) = ranks(1, check_told, str(tmp_path / "out"))
+    assert re.findall(r"saving step-0000000(\d) in the background, copied in \d\.\d\d s", told) == ["2", "4", "5"]
+    assert re.findall(r"saved step-0000000(\d): \d\.\d MB in \d+\.\d\d s \(\d+ MB/s\)", told) == ["2", "4", "5"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

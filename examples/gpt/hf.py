@@ -273,6 +273,8 @@ def family_of(config: GPTConfig) -> str:
         ValueError: if it is none of them.
     """
     c = config
+    if getattr(c, "moe", None) is not None:
+        raise ValueError(f"the names of experts are reserved ({', '.join(RESERVED)}): this model can't be written yet")
     qkv, output, mlp = c.biases
     plain = c.head_dim in (None, c.d_model / c.heads)
     if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":

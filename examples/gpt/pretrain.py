@@ -177,7 +177,7 @@ class Trainer:
 
     def tell_saved(self, saving: Saving) -> None:
         """Say once, when a save in the background has ended, how it went."""
-        if self.mesh.world.rank == 0 and saving.done and saving is not self.told and not saving.failed:
+        if self.mesh.world.rank == 0 and saving.done and saving.bytes and saving is not self.told:
             self.told = saving
             rate = saving.bytes / 1e6 / max(saving.seconds, 1e-9)
             tqdm.write(
@@ -349,6 +349,7 @@ class Trainer:
         """Save and leave. Here a save that fails is an error: nothing comes after it."""
         if self.saving is not None:
             self._try(self.saving.wait)
+            self.tell_saved(self.saving)
             self.saving = None
         self.save(step)
         if self.saving is not None:
