@@ -165,7 +165,10 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
 def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
     """Our config of the model in a folder of theirs; see `config_from_hf`."""
     path = Path(folder) / "config.json"
-    return config_from_hf(read_json(path), str(path))
+    try:
+        return config_from_hf(read_json(path), str(path))
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} describes no model: {error}") from None
 
 
 def _gpt2_from_hf(c: _Fields) -> GPTConfig:
@@ -419,6 +422,8 @@ def open_hf(folder: str | os.PathLike[str]) -> Source:
                     f"{folder / where[key]}: {key} has shape {tuple(header['shape'])}, "
                     f"config.json makes it {part.stored}"
                 )
+            if not DTYPES[header["dtype"]].is_floating_point:
+                raise ValueError(f"{folder / where[key]}: {key} holds {header['dtype']}, which are no weights")
             dtypes[key] = header["dtype"]
             chunks.append(Chunk(where[key], key, part.start, part.shape, 0))
         if len(set(dtypes.values())) > 1:
@@ -448,7 +453,7 @@ def _open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     index: dict[str, str] = {}
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map", {})
-        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(f"{folder / INDEX} has no weight_map of file names")
         names = sorted(set(index.values()))
     for name in names:
@@ -515,7 +520,6 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
         return source, held
 
     source, held = together(group, plan)
-
     items = [(item, source.entries[item.name.removeprefix("model/")]) for item in held]
     together(group, lambda: fill(items, source.tensor))
     return source

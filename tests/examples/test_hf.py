@@ -356,6 +356,22 @@ def mixed_dtypes(folder: Path) -> str:
     return r"blocks.0.attention.qkv.weight would be made of several dtypes"
 
 
+def integers(folder: Path) -> str:
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(53, 24, dtype=torch.int8)}))
+    return r"lm_head.weight holds I8, which are no weights"
+
+
+def empty_index(folder: Path) -> str:
+    (folder / hf.INDEX).write_text('{"weight_map": {}}')
+    return r"index.json has no weight_map of file names"
+
+
+def wrong_type(folder: Path) -> str:
+    values = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps({**values, "num_attention_heads": None, "head_dim": None}))
+    return r"config.json describes no model"
+
+
 def tie_that_is_none(folder: Path) -> str:
     one_file(folder)
     values = read_json(folder / "config.json")
@@ -376,7 +392,7 @@ def broken_config(folder: Path) -> str:
 DAMAGES = [
     pickles_only, pickled_safetensors, giant_header, truncated, beyond_the_end, unknown_dtype, way_out, wrong_index,
     missing_shard, missing_tensor, extra_tensor, another_shape, mixed_dtypes, tie_that_is_none, no_config,
-    broken_config,
+    broken_config, integers, empty_index, wrong_type,
 ]  # fmt: skip
 
 
