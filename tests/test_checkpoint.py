@@ -616,6 +616,18 @@ def test_tiles_accepts_what_covers_a_shape_once_and_nothing_else():
         assert not tiles(boxes, shape), boxes
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_fails_in_a_thread_fails_here(threads):
+    def work(number: int) -> int:
+        if number == 2:
+            raise OSError("the third")
+        return -number
+
+    assert checkpoint_format.in_threads(work, [5, 4, 3, 1], threads) == [-5, -4, -3, -1]
+    with pytest.raises(OSError, match="the third"):
+        checkpoint_format.in_threads(work, range(5), threads)
+
+
 # --- crashes and full disks ---------------------------------------------------------------------------------------
 
 
