@@ -24,26 +24,27 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
-def runs_triton(impl: str | None, x: Tensor) -> bool:
+def runs_triton(impl: str | None, x: Tensor, any_dtype: bool = False) -> bool:
     """Say whether the Triton kernel runs for `x`; if not, the reference does.
 
     Args:
         impl: `None` takes Triton for a CUDA tensor of a dtype the kernels know, and the reference elsewhere.
             `"triton"` and `"reference"` are explicit requests.
         x: the kernel's main input.
+        any_dtype: the kernel reads bits, and knows all dtypes.
 
     Raises:
         ValueError: `impl` is unknown, or is `"triton"` where Triton can't run; the message says why.
     """
     if impl is None:
-        return HAS_TRITON and x.is_cuda and x.dtype in KERNEL_DTYPES
+        return HAS_TRITON and x.is_cuda and (any_dtype or x.dtype in KERNEL_DTYPES)
     if impl == "reference":
         return False
     if impl != "triton":
         raise ValueError(f"impl {impl!r} is none of None, 'triton' and 'reference'")
     if not HAS_TRITON:
         raise ValueError("impl='triton', but the triton package can't be imported; use impl='reference'")
-    if x.dtype not in KERNEL_DTYPES:
+    if not any_dtype and x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"impl='triton' has no {x.dtype} kernel; cast to float32, or use impl='reference'")
     if not (x.is_cuda or (INTERPRETING and x.device.type == "cpu")):
         raise ValueError(

@@ -30,7 +30,7 @@ def launch(
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, scalars, constants, num_warps)
     pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    numbers = [type(s) is int and (s == 1, s % 16 == 0) for s in scalars]
+    numbers = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in scalars]
     key = (id(kernel), device.index, num_warps, constants, *pointers, *numbers)  # kernels live as long as modules
     compiled = _compiled.get(key)
     if compiled is not None:

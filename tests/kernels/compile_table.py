@@ -21,6 +21,7 @@ from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
     cross_entropy,
+    cross_replica_hash,
     geglu,
     gelu,
     layer_norm,
@@ -70,6 +71,10 @@ def run_cross_entropy(
     ops.cross_entropy_backward(logits, target, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
 
 
+def run_cross_replica_hash(size: int) -> None:
+    ops.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
+
+
 def run_column_sum(D: int) -> None:
     sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
 
@@ -102,6 +107,7 @@ CASES: dict[str, Callable[[], None]] = {
     "cross_entropy V=50257 fp32 outputs": lambda: run_cross_entropy(50257, torch.float32, every=True),
     "cross_entropy V=16032 fp32": lambda: run_cross_entropy(16032, torch.float32),
     "cross_entropy V=128256 bf16 two rows": lambda: run_cross_entropy(128256, rows=2),
+    "cross_replica_hash of 10007 bf16": lambda: run_cross_replica_hash(10007),
 }
 
 Facts = dict[str, Any]

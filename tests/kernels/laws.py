@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 GUARD = 16384  # elements of NaN on either side of a tensor: more than any program's tile reaches
+HOLE = 0x5EA  # the NaN of integers
 FAR = 2**30 + 8  # elements between rows, so that the offset of the third needs more than 32 bits
 MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.12 on
 
@@ -117,7 +118,7 @@ def guarded_memory() -> Iterator[None]:
     plain_new_empty = Tensor.new_empty
 
     def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        sea = torch.full((2 * GUARD + shape.numel(),), math.nan, dtype=dtype)
+        sea = torch.full((2 * GUARD + shape.numel(),), math.nan if dtype.is_floating_point else HOLE, dtype=dtype)
         seas.append((sea, shape.numel()))
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return torch.Tensor().to(dtype).set_(sea.untyped_storage(), GUARD, shape, strides)
@@ -138,5 +139,6 @@ def guarded_memory() -> Iterator[None]:
     ):
         yield
     for sea, size in seas:
-        assert sea[:GUARD].isnan().all(), "a kernel wrote before the start of an output"
-        assert sea[GUARD + size :].isnan().all(), "a kernel wrote past the end of an output"
+        whole = sea.isnan() if sea.is_floating_point() else sea == HOLE
+        assert whole[:GUARD].all(), "a kernel wrote before the start of an output"
+        assert whole[GUARD + size :].all(), "a kernel wrote past the end of an output"

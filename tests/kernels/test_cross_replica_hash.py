@@ -1,0 +1,88 @@
+"""cross_replica_hash without a GPU: the reference, what it tells apart, and what would be launched."""
+
+import itertools
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+
+from mpcore.kernels import cross_replica_hash as module
+from mpcore.kernels.cross_replica_hash import cross_replica_hash
+
+WORD = 2**64
+
+
+def plain_hash(data):
+    """The formula in Python's integers."""
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    total = 0
+    for i, word in enumerate([*words, len(data)]):
+        z = (word + i * 0x9E3779B97F4A7C15) % WORD
+        for _ in range(2):
+            z = (z ^ z >> 32) * 0xD6E8FEB86659FD93 % WORD
+        total += z ^ z >> 32
+    return (total + WORD // 2) % WORD - WORD // 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1001])
+def test_the_reference_is_the_formula(size):
+    data = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size)).to(torch.uint8)
+    found = cross_replica_hash(data)
+    assert (found.dtype, found.shape) == (torch.int64, ())
+    assert int(found) == plain_hash(bytes(data.tolist()))
+
+
+def test_each_single_change_shows():
+    """Every flipped bit, exchanged pair, dropped end and appended zero of a small tensor has a hash of its own."""
+    x = torch.arange(1, 25).bfloat16()
+    bits = x.view(torch.int16)
+    changed = [x, x[:-1], torch.cat([x, x.new_zeros(1)]), -x]
+    for i, bit in itertools.product(range(24), range(16)):
+        flipped = bits.clone()
+        flipped[i] ^= 1 << bit if bit < 15 else -(2**15)
+        changed.append(flipped.view(torch.bfloat16))
+    for i, j in itertools.combinations(range(24), 2):
+        order = list(range(24))
+        order[i], order[j] = j, i
+        changed.append(x[order])
+    assert len({int(cross_replica_hash(t)) for t in changed}) == len(changed)
+
+
+def test_all_bits_of_the_hash_are_used():
+    hashes = torch.stack([cross_replica_hash(torch.tensor(i)) for i in range(2000)])
+    for bit in range(64):
+        assert abs((hashes >> bit & 1).double().mean().item() - 0.5) < 5 * 0.5 / 2000**0.5, bit
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"x is torch\.sparse_coo; only dense bits can be hashed"):
+        cross_replica_hash(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="impl='triton', but x is on cpu"):
+        cross_replica_hash(torch.ones(3), impl="triton")
+
+
+def test_parameters_may_be_hashed():
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert torch.equal(cross_replica_hash(weight), cross_replica_hash(weight.detach()))
+    assert not cross_replica_hash(weight).requires_grad
+
+
+def test_launches(monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    with fake_gpu() as launches:
+        for size in (2**24 + 1, 5, 0):
+            torch.ops.mpcore.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
+    assert [launch.grid for launch in launches[::2]] == [(1056, 1, 1), (1, 1, 1), (1, 1, 1)]
+    assert [launch.grid for launch in launches[1::2]] == [(1, 1, 1)] * 3
+    assert (launches[0].arguments["PAIRS"], launches[0].arguments["SIZE"]) == (2**21, 2**25 + 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [0, 5, 2**20 + 3, 2**31 + 5])
+def test_a_gpu_gives_the_same_bits(size):
+    x = torch.arange(size, device="cuda", dtype=torch.int64).to(torch.uint8)
+    found = cross_replica_hash(x)
+    assert torch.equal(found, cross_replica_hash(x))
+    if size < 2**24:
+        assert torch.equal(found.cpu(), cross_replica_hash(x.cpu()))
