@@ -17,7 +17,7 @@ try:
     # Read by Triton when it decorates a kernel, so it cannot change once the kernels are imported.
     INTERPRETING = knobs.runtime.interpret
 except ImportError:  # the kernels below still import; only their references can run
-    triton, tl = SimpleNamespace(jit=lambda fn: fn), None
+    triton, tl = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda later: later)), None
     HAS_TRITON = INTERPRETING = False
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

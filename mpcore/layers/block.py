@@ -46,5 +46,5 @@ class TransformerBlock(nn.Module):
             samples: [B] global sample index of each row, for dropout in training.
             attention_arguments: passed on, such as `rotary` or `cu_seqlens`.
         """
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), **attention_arguments), samples)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
+        x = self.attention_dropout(self.attention(self.attention_norm(x), **attention_arguments), samples, residual=x)
+        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples, residual=x)

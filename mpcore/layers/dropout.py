@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mpcore.kernels.dropout_add import dropout_add
 from mpcore.mesh import Axis
-from mpcore.random import dropout, stream_key
+from mpcore.random import stream_key
 
 
 class Dropout(nn.Module):
@@ -39,17 +40,18 @@ class Dropout(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         self.key: int | None = None
 
-    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """[B, T, D] (or [T, B, D] with `sequence_dim` 0) -> the same; `x` itself in eval mode or with p = 0.
 
         Args:
             samples: [B] int64, the global index of the sample in each row.
+            residual: of the shape of `x`, added to the result in the same pass.
 
         Raises:
             ValueError: in training, if the module isn't seeded or `samples` is missing.
         """
         if not self.training or self.p == 0:
-            return x
+            return x if residual is None else residual + x
         if self.key is None:
             raise ValueError("dropout has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
         if samples is None:
@@ -57,11 +59,11 @@ class Dropout(nn.Module):
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
                 "the mask depends on it, and not on which rank computes the row"
             )
-        first = self.tp.rank * x.shape[self.sequence_dim] if self.sequence_parallel else 0
-        tokens = torch.arange(first, first + x.shape[self.sequence_dim], device=x.device)
-        if self.sequence_dim == 0:
-            return dropout(x.transpose(0, 1), self.p, key=self.key, samples=samples, tokens=tokens).transpose(0, 1)
-        return dropout(x, self.p, key=self.key, samples=samples, tokens=tokens)
+        length, tokens = x.shape[self.sequence_dim], None
+        if self.sequence_parallel:
+            tokens = torch.arange(self.tp.rank * length, (self.tp.rank + 1) * length, device=x.device)
+        where = {"samples": samples, "tokens": tokens, "sequence_dim": self.sequence_dim}
+        return dropout_add(x, residual, self.p, key=self.key, **where)
 
     def extra_repr(self) -> str:
         """The probability."""

@@ -22,6 +22,7 @@ from fake_gpu import TARGETS, Launch, fake_gpu
 from mpcore.kernels import (  # noqa: F401, they define operators
     cross_entropy,
     cross_replica_hash,
+    dropout_add,
     geglu,
     gelu,
     layer_norm,
@@ -71,6 +72,13 @@ def run_cross_entropy(
     ops.cross_entropy_backward(logits, target, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
 
 
+def run_dropout_add(D: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False, first_feature: int = 0) -> None:
+    x, samples = torch.empty(4, ROWS // 4, D, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    added = torch.empty(D, dtype=dtype) if bias else None
+    y = ops.dropout_add_forward(x, x, added, samples, None, 0.1, 12345, first_feature, 1)
+    ops.dropout_add_backward(y, added, samples, None, 0.1, 12345, first_feature, 1, dtype)
+
+
 def run_cross_replica_hash(size: int) -> None:
     ops.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
 
@@ -107,6 +115,9 @@ CASES: dict[str, Callable[[], None]] = {
     "cross_entropy V=50257 fp32 outputs": lambda: run_cross_entropy(50257, torch.float32, every=True),
     "cross_entropy V=16032 fp32": lambda: run_cross_entropy(16032, torch.float32),
     "cross_entropy V=128256 bf16 two rows": lambda: run_cross_entropy(128256, rows=2),
+    "dropout_add D=4096 bf16": lambda: run_dropout_add(4096),
+    "dropout_add D=4096 bf16 bias": lambda: run_dropout_add(4096, bias=True),
+    "dropout_add D=1000 fp32 bias from feature 2": lambda: run_dropout_add(1000, torch.float32, True, 2),
     "cross_replica_hash of 10007 bf16": lambda: run_cross_replica_hash(10007),
 }
 

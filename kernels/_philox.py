@@ -1,0 +1,85 @@
+"""Random words that depend on the place of an element alone: in torch, and as Triton kernels draw them.
+
+Source: Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._dispatch import tl, triton
+
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 of a 64-bit key and a counter of four words.
+
+    Args:
+        key: 64 bits, the low word first.
+        c0, c1, c2, c3: int64 tensors with values in [0, 2^32), shapes that broadcast.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, uniform in [0, 2^32).
+    """
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # int64 wraps, and the low 64 bits are right
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
+    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
+
+
+def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> Tensor:
+    """One random word for each element of an activation, from the element's global place alone.
+
+    Feature d is word d % 4 of the counter (d // 4, token, low word of sample, high word of sample).
+
+    Args:
+        key: as `stream_key` gives it.
+        samples: [B] int64, global sample index of each row of the batch.
+        tokens: [T] int64, index in the sequence of each token.
+        features: the run of feature indices.
+
+    Returns:
+        [B, T, len(features)] int64 in [0, 2^32).
+    """
+    first, last = features.start // 4, (features.stop + 3) // 4
+    c0 = torch.arange(first, last, device=samples.device)
+    words = philox(key, c0, tokens[:, None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
+    flat = torch.stack(words, dim=-1).flatten(-2)
+    return flat[..., features.start - 4 * first : features.stop - 4 * first]
+
+
+def threshold_of(p: float) -> int:
+    """The word below which an element is dropped with probability `p`."""
+    return int(p * 2**32)
+
+
+def as_int32(word: int) -> int:
+    """The signed number with the same low 32 bits, so that kernels get each word in one and the same type."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+@triton.jit
+def keep_mask(key_low, key_high, threshold, sample, token, counter):
+    """[M, 4 C] booleans, true where an element stays, for samples (int64) and tokens [M, 1] and counters [1, C].
+
+    Element 4 j + i has word i of counter j. The key and the threshold come as signed words of 32 bits.
+    """
+    key = (key_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | key_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    c0, c1, c2 = counter.to(tl.uint32), token.to(tl.uint32), sample.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(key, c0, c1, c2, (sample >> 32).to(tl.uint32))  # pyright: ignore
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    words = tl.reshape(words, (words.shape[0], words.shape[1] * 4))
+    return words >= threshold.to(tl.uint32, bitcast=True)
