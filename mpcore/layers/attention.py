@@ -6,14 +6,17 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.layers.norm import RMSNorm
-from mpcore.layers.rope import RotaryEmbedding, apply_rope
+from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh import Axis
 
 
@@ -109,13 +112,17 @@ class ParallelAttention(torch.nn.Module):
         if cu_seqlens is not None and B != 1:
             raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
         heads, kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
-        q, k, v = qkv.view(B, T, heads + 2 * kv_heads, self.head_dim).split([heads, kv_heads, kv_heads], dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             where = document_positions(cu_seqlens, T, x.device) if positions is None and rotary is None else positions
-            cos, sin = rotary or self.rope(where, torch.promote_types(q.dtype, torch.float32))
-            q, k = (apply_rope(t, cos, sin, self.rope.interleaved) for t in (q, k))
+            cos, sin = rotary or self.rope(where, torch.promote_types(qkv.dtype, torch.float32))
+            norm: dict[str, Any] = {}
+            if self.q_norm is not None and self.k_norm is not None:
+                norm = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+            q, k, v = rope_qkv(qkv, heads, kv_heads, cos, sin, interleaved=self.rope.interleaved, **norm)
+        else:
+            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
         y = self.core(q, k, v, cu_seqlens)  # [B, T, H/tp, K]
         y = y.flatten(2)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)

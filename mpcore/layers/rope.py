@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore.kernels.rope import rope
+
 
 class RotaryEmbedding(nn.Module):
     """The table of angles: `cos, sin = rope(positions)`, which `apply_rope` turns queries and keys by.
@@ -87,16 +89,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
         cos, sin: [T, R/2] or [B, T, R/2] with R <= K.
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
     """
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    else:
-        a, b = turning[..., :half], turning[..., half:]
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
+    return rope(x, None, cos, sin, interleaved=interleaved)[0]
 
 
 _NEEDED = {

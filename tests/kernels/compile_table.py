@@ -28,6 +28,7 @@ from mpcore.kernels import (  # noqa: F401, they define operators
     layer_norm,
     relu_squared,
     rms_norm,
+    rope,
     swiglu,
 )
 from mpcore.kernels._rows import sum_partials
@@ -79,6 +80,16 @@ def run_dropout_add(D: int, dtype: torch.dtype = torch.bfloat16, bias: bool = Fa
     ops.dropout_add_backward(y, added, samples, None, 0.1, 12345, first_feature, 1, dtype)
 
 
+def run_rope(
+    H: int, KV: int, K: int, R: int, norm: bool = False, interleaved: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    qkv, table = torch.empty(2, ROWS // 2, H + 2 * KV, K, dtype=dtype), torch.empty(ROWS // 2, R // 2)
+    q, k, v = qkv.split([H, KV, KV], 2)
+    weights, inputs = (table.new_empty(K),) * 2 if norm else (None, None), (q, k) if norm else (None, None)
+    ops.rope_forward(q, k, table, table, None, *weights, 1e-6, False, interleaved)
+    ops.rope_backward(q, k, v, *inputs, table, table, None, *weights, 1e-6, False, interleaved)
+
+
 def run_cross_replica_hash(size: int) -> None:
     ops.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
 
@@ -118,6 +129,11 @@ CASES: dict[str, Callable[[], None]] = {
     "dropout_add D=4096 bf16": lambda: run_dropout_add(4096),
     "dropout_add D=4096 bf16 bias": lambda: run_dropout_add(4096, bias=True),
     "dropout_add D=1000 fp32 bias from feature 2": lambda: run_dropout_add(1000, torch.float32, True, 2),
+    "rope 32+8 heads of 128 bf16": lambda: run_rope(32, 8, 128, 128),
+    "rope 32+8 heads of 128 bf16 interleaved": lambda: run_rope(32, 8, 128, 128, interleaved=True),
+    "rope 32+8 heads of 128 bf16 norm": lambda: run_rope(32, 8, 128, 128, norm=True),
+    "rope 12+12 heads of 64 bf16 norm interleaved": lambda: run_rope(12, 12, 64, 64, norm=True, interleaved=True),
+    "rope 25+1 heads of 80 fp32 partial 32 norm": lambda: run_rope(25, 1, 80, 32, norm=True, dtype=torch.float32),
     "cross_replica_hash of 10007 bf16": lambda: run_cross_replica_hash(10007),
 }
 
