@@ -93,22 +93,25 @@ def row_tile(D: int, elements_per_thread: int) -> RowTile:
     return RowTile(main, tail, block_m, num_warps)
 
 
-def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, accumulate: bool = False) -> None:
     """Second stage of one or two column sums: write `partials.sum(1)`, always added in the same order.
 
     Args:
         partials: `[1, P, D]` or `[2, P, D]` float32, one row per program of the first stage.
         first: `[D]` of any kernel dtype, takes `partials[0].sum(0)`.
         second: the same for `partials[1]`.
+        accumulate: add to what `first` and `second` hold.
     """
     S, P, D = partials.shape
-    launch(_sum_partials_kernel, (ceil_div(D, 32), S, 1), (partials, first, second), (P,), (D, 64, 32), num_warps=4)
+    grid, constants = (ceil_div(D, 32), S, 1), (D, accumulate, 64, 32)
+    launch(_sum_partials_kernel, grid, (partials, first, second), (P,), constants, num_warps=4)
 
 
 @triton.jit
 def _sum_partials_kernel(
-    partials_ptr, first_ptr, second_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    partials_ptr, first_ptr, second_ptr, P,
+    D: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     which = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     partials_ptr += which.to(tl.int64) * P * D
@@ -118,6 +121,10 @@ def _sum_partials_kernel(
         total += tl.load(partials_ptr + rows * D + cols[None, :], mask=(rows < P) & (cols < D)[None, :], other=0.0)
     column = tl.sum(total, 0)
     if which == 0:
+        if ACCUMULATE:
+            column += tl.load(first_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
         tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < D)
     elif second_ptr is not None:
+        if ACCUMULATE:
+            column += tl.load(second_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
         tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < D)

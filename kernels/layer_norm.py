@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
+from ._main_grad import remember_main_grad, take_main_grad
 from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
@@ -66,7 +67,8 @@ def layer_norm(
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
         weight: gain, `[D]`; its dtype may differ from that of `x`.
-        bias: shift, `[D]`, of any such dtype, or `None`.
+        bias: shift, `[D]`, of any such dtype, or `None`. The kernel adds the gradients of weight and bias to their
+            `main_grad`, float32, where both have one.
         eps: added to the variance.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         zero_centered: the gain is `1 + weight`.
@@ -110,7 +112,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, eps, zero_centered):
         y, residual_out, stats = _forward_op(x, weight, bias, residual, eps, zero_centered)
         ctx.set_materialize_grads(False)
-        ctx.zero_centered = zero_centered
+        ctx.zero_centered, ctx.main = zero_centered, remember_main_grad(weight, bias)
         if residual is None:
             ctx.dtypes = x.dtype, None
             ctx.save_for_backward(x, weight, bias, stats)
@@ -126,8 +128,10 @@ class _LayerNorm(torch.autograd.Function):
         dh, dweight, dbias = dresidual_out, None, None
         if dy is not None:
             h, weight, bias, stats = ctx.saved_tensors
-            dh, dweight, dbias = _backward_op(dy, dresidual_out, h, weight, bias, stats, ctx.zero_centered)
-            dbias = None if bias is None else dbias
+            main = take_main_grad(ctx.main)
+            how = (ctx.zero_centered, *(main or ()))
+            dh, dweight, dbias = _backward_op(dy, dresidual_out, h, weight, bias, stats, *how)
+            dweight, dbias = (None, None) if main else (dweight, None if bias is None else dbias)
         if dh is None or residual_dtype is None:
             return dh, dweight, dbias, None, None, None
         return dh.to(x_dtype), dweight, dbias, dh.to(residual_dtype), None, None
@@ -152,8 +156,12 @@ def _empty_backward(
     bias: Tensor | None,
     stats: Tensor,
     zero_centered: bool,
+    main_grad: Tensor | None = None,
+    bias_main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if main_grad is not None:
+        return dh, weight.new_empty(0), weight.new_empty(0)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if bias is None:
         return dh, dweight, weight.new_empty(0)
@@ -167,7 +175,8 @@ _forward_op = define(
 )
 _backward_op = define(
     "layer_norm_backward(Tensor dy, Tensor? dresidual_out, Tensor h, Tensor weight, Tensor? bias, Tensor stats,"
-    " bool zero_centered) -> (Tensor dh, Tensor dweight, Tensor dbias)",
+    " bool zero_centered, Tensor(a!)? main_grad=None, Tensor(b!)? bias_main_grad=None)"
+    " -> (Tensor dh, Tensor dweight, Tensor dbias)",
     _empty_backward,
 )
 
@@ -203,8 +212,12 @@ def _launch_backward(
     bias: Tensor | None,
     stats: Tensor,
     zero_centered: bool,
+    main_grad: Tensor | None = None,
+    bias_main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dh, dweight, dbias = outs = _empty_backward(dy, dresidual_out, h, weight, bias, stats, zero_centered)
+    dh, dweight, dbias = outs = _empty_backward(
+        dy, dresidual_out, h, weight, bias, stats, zero_centered, main_grad, bias_main_grad
+    )
     if dh.numel() == 0:
         dweight.zero_()
         dbias.zero_()
@@ -214,7 +227,8 @@ def _launch_backward(
     dy, dy_stride = as_rows(dy)
     dresidual_out, dresidual_stride = (None, 0) if dresidual_out is None else as_rows(dresidual_out)
     weight = weight.contiguous()
-    sums = (dweight,) if bias is None else (dweight, dbias)
+    sums = (dweight, dbias) if main_grad is None else (main_grad, bias_main_grad)
+    sums = sums[:1] if bias is None else sums
     constants = (dy_stride, dresidual_stride, h_stride, D, zero_centered, bias is not None)
     if D <= WIDEST_BACKWARD:
         *tile, num_warps = row_tile(D, elements_per_thread=16)
@@ -231,7 +245,7 @@ def _launch_backward(
         partials = h.new_empty((len(sums), groups, D), dtype=torch.float32)
         tensors = (dy, dresidual_out, h, weight, stats, means, dh, partials)
         launch(_backward_columns_kernel, (columns, groups, 1), tensors, (M,), (*constants, 4, 1024), num_warps=8)
-    sum_partials(partials, *sums)
+    sum_partials(partials, *sums, accumulate=main_grad is not None)  # pyright: ignore[reportArgumentType]
     return outs
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
+from ._main_grad import remember_main_grad, take_main_grad
 from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
@@ -60,7 +61,8 @@ def rms_norm(
 
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        weight: gain, `[D]`; its dtype may differ from that of `x`.
+        weight: gain, `[D]`; its dtype may differ from that of `x`. The kernel adds its gradient to `weight.main_grad`,
+            float32, where there is one.
         eps: added to the mean square.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         zero_centered: the gain is `1 + weight`.
@@ -103,7 +105,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, residual, eps, zero_centered):
         y, residual_out, rstd = _forward_op(x, weight, residual, eps, zero_centered)
         ctx.set_materialize_grads(False)
-        ctx.zero_centered = zero_centered
+        ctx.zero_centered, ctx.main = zero_centered, remember_main_grad(weight)
         if residual is None:
             ctx.dtypes = x.dtype, None
             ctx.save_for_backward(x, weight, rstd)
@@ -118,7 +120,9 @@ class _RMSNorm(torch.autograd.Function):
         x_dtype, residual_dtype = ctx.dtypes
         dh, dweight = dresidual_out, None
         if dy is not None:
-            dh, dweight = _backward_op(dy, dresidual_out, *ctx.saved_tensors, ctx.zero_centered)
+            main = take_main_grad(ctx.main)
+            dh, dweight = _backward_op(dy, dresidual_out, *ctx.saved_tensors, ctx.zero_centered, *(main or ()))
+            dweight = dweight if main is None else None
         if dh is None or residual_dtype is None:
             return dh, dweight, None, None, None
         return dh.to(x_dtype), dweight, dh.to(residual_dtype), None, None
@@ -136,9 +140,17 @@ def _empty_forward(
 
 
 def _empty_backward(
-    dy: Tensor, dresidual_out: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if main_grad is not None:
+        return dh, weight.new_empty(0)
     return dh, torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
@@ -148,8 +160,8 @@ _forward_op = define(
     _empty_forward,
 )
 _backward_op = define(
-    "rms_norm_backward(Tensor dy, Tensor? dresidual_out, Tensor h, Tensor weight, Tensor rstd, bool zero_centered)"
-    " -> (Tensor dh, Tensor dweight)",
+    "rms_norm_backward(Tensor dy, Tensor? dresidual_out, Tensor h, Tensor weight, Tensor rstd, bool zero_centered,"
+    " Tensor(a!)? main_grad=None) -> (Tensor dh, Tensor dweight)",
     _empty_backward,
 )
 
@@ -177,9 +189,15 @@ def _launch_forward(
 
 @launches(_backward_op)
 def _launch_backward(
-    dy: Tensor, dresidual_out: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    dh, dweight = outs = _empty_backward(dy, dresidual_out, h, weight, rstd, zero_centered)
+    dh, dweight = outs = _empty_backward(dy, dresidual_out, h, weight, rstd, zero_centered, main_grad)
     if dh.numel() == 0:
         dweight.zero_()
         return outs
@@ -204,7 +222,7 @@ def _launch_backward(
         partials = h.new_empty((1, groups, D), dtype=torch.float32)
         tensors = (dy, dresidual_out, h, weight, rstd, dot, dh, partials)
         launch(_backward_columns_kernel, (columns, groups, 1), tensors, (M,), (*constants, 4, 1024), num_warps=8)
-    sum_partials(partials, dweight)
+    sum_partials(partials, dweight if main_grad is None else main_grad, accumulate=main_grad is not None)
     return outs
 
 

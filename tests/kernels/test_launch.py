@@ -13,7 +13,7 @@ from mpcore.kernels._rows import _sum_partials_kernel
 
 def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
     partials, out = torch.empty(P * D + offset)[offset:], torch.empty(D, dtype=dtype)
-    launch(_sum_partials_kernel, (2, 1, 1), (partials, out, None), (P,), (D, 64, 32), num_warps=4)
+    launch(_sum_partials_kernel, (2, 1, 1), (partials, out, None), (P,), (D, False, 64, 32), num_warps=4)
 
 
 def test_a_second_launch_does_not_ask_triton(monkeypatch):
