@@ -40,6 +40,7 @@ def judge(tree: Path, mutation: Mutation) -> tuple[str, float]:
         return f"STALE: its text is there {text.count(mutation.old)} times", 0.0
     start = time.monotonic()
     file.write_text(text.replace(mutation.old, mutation.new))
+    interpreter = {"TRITON_INTERPRET": "1"} if "/interpret/" in mutation.tests else {}
     command = [sys.executable, "-m", "pytest", mutation.tests, "-x", "-q", "-p", "no:cacheprovider", "--timeout=60"]
     try:
         run = subprocess.run(
@@ -48,7 +49,7 @@ def judge(tree: Path, mutation: Mutation) -> tuple[str, float]:
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), **interpreter},
         )
         verdict = {0: "SURVIVED", 1: "caught"}.get(run.returncode, f"caught (exit {run.returncode})")
         failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
