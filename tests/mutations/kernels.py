@@ -6,7 +6,7 @@ CROSS_ENTROPY = "tests/kernels/interpret/test_cross_entropy.py"
 DROPOUT = "tests/kernels/interpret/test_dropout_add.py"
 GPT = "tests/kernels/interpret/test_gpt.py"
 HASH = "tests/kernels/interpret/test_cross_replica_hash.py"
-NORMS = "tests/kernels/interpret/test_norms.py"
+MAIN_GRAD = "tests/kernels/interpret/test_main_grad.py"
 ROPE = "tests/kernels/interpret/test_rope.py"
 LAUNCHES = "tests/kernels/test_dropout_add.py"
 BYTES = "tests/kernels/test_bytes.py"
@@ -41,12 +41,12 @@ MUTATIONS = [
              "mask=place * 8 + byte < size, other=0", "mask=place * 8 + byte < size - 1, other=0", HASH),
     Mutation("32 kernel: autograd's gradient besides", "kernels/rms_norm.py",
              "            dweight = dweight if main is None else None\n",
-             "            dweight = dweight if main is None else main[0].to(dh.dtype)\n", NORMS),
+             "            dweight = dweight if main is None else main[0].to(dh.dtype)\n", MAIN_GRAD),
     Mutation("32 kernel: the sum replaces the main gradient", "kernels/rms_norm.py",
-             "accumulate=main_grad is not None", "accumulate=False", NORMS),
+             "accumulate=main_grad is not None", "accumulate=False", MAIN_GRAD),
     Mutation("32 kernel: gradients asked for aren't returned", "kernels/_main_grad.py",
              "    except RuntimeError:  # a node of torch.autograd.grad, or a frozen parameter\n        return None\n",
-             "    except RuntimeError:\n        pass\n", NORMS),
+             "    except RuntimeError:\n        pass\n", MAIN_GRAD),
     Mutation("4 kernel: logits are overwritten unasked", "kernels/cross_entropy.py",
              "    dlogits = _empty_backward(logits)\n    _run", "    dlogits = logits\n    _run", CROSS_ENTROPY),
     Mutation("5 kernel: smoothing sums the logits of one shard", "kernels/cross_entropy.py",
