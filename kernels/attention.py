@@ -22,12 +22,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, refuse_second_derivative, runs_triton
+from ._dispatch import REFERENCE_DTYPES, define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._launch import launch
+from ._rows import MAX_ROWS, ceil_div, next_power_of_2
+from .cross_entropy import _tanh as tanh_and_slope
 
 Bounds = tuple[Tensor, Tensor]
 
@@ -211,7 +215,7 @@ def _bounds(
                 there = f"{bound.dtype} {tuple(bound.shape)} on {bound.device}"
                 raise ValueError(f"bound {name} is {there}; it must be torch.int32 ({T},) on {query.device}")
         return bounds
-    if T != keys and (causal or cu_seqlens is not None):
+    if keys != T and (causal or cu_seqlens is not None):
         raise ValueError(f"{T} queries of {keys} keys have no diagonal: give bounds, or causal=False")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
@@ -286,13 +290,100 @@ def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch
 
 
 @launches(_forward_op)
-def _run_forward(query, key, value, low, high, causal, scale, softcap, triton):
-    return _forward_reference(query, key, value, low, high, causal, scale, softcap)
+def _run_forward(
+    query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float,
+    softcap: float, triton: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not triton:
+        return _forward_reference(query, key, value, low, high, causal, scale, softcap)
+    output, lse = outs = _empty_forward(query, key, value)
+    if output.numel() == 0:
+        return outs
+    B, T, H, _ = query.shape
+    tile = _tile("forward", query, value)
+    q, k, v = _views(query), _views(key), _views(value)
+    low, high = _whole(low), _whole(high)
+    tensors = (q.x, k.x, v.x, low, high, output, lse)
+    scalars = (T, key.shape[1], H, H // key.shape[2], scale, *q.strides, *k.strides, *v.strides)
+    constants = (*_constants(query, value, low, causal, softcap), *tile.blocks, tile.stages)
+    launch(_forward_kernel, (_programs(T, tile.blocks[0], B * H), 1, 1), tensors, scalars, constants, tile.warps)
+    return outs
 
 
 @launches(_backward_op)
-def _run_backward(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap, triton):
-    return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
+def _run_backward(
+    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not triton:
+        return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
+    dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value)
+    if dq.numel() == 0 or dk.numel() == 0:
+        for gradient in outs:
+            gradient.zero_()
+        return outs
+    B, T, H, _ = query.shape
+    keys, groups = key.shape[1:3]
+    lse, dlse = lse.contiguous(), _whole(dlse)
+    do, o = _views(grad), _views(output)
+    rows = lse.new_empty((2, B, H, T))  # log2 of the softmax's denominator, and delta
+    constants = (value.shape[3], next_power_of_2(value.shape[3]), 32)
+    scalars = (T, H, B * H * T, *do.strides, *o.strides)
+    launch(_rows_kernel, (_programs(T, 32, B * H), 1, 1), (do.x, o.x, lse, dlse, rows), scalars, constants, num_warps=4)
+
+    q, k, v = _views(query), _views(key), _views(value)
+    scalars = (T, keys, H, H // groups, scale, B * H * T, *q.strides, *k.strides, *v.strides, *do.strides)
+    options = _constants(query, value, low, causal, softcap)
+    low, high = _whole(low), _whole(high)
+    for name, kernel, written, count, heads in (
+        ("dkdv", _backward_keys_kernel, (dk, dv), keys, groups),
+        ("dq", _backward_queries_kernel, (dq,), T, H),
+    ):
+        tile = _tile(name, query, value)
+        tensors = (q.x, k.x, v.x, do.x, rows, low, high, *written)
+        grid = (_programs(count, tile.blocks[name == "dkdv"], B * heads), 1, 1)
+        launch(kernel, grid, tensors, scalars, (*options, *tile.blocks, tile.stages), tile.warps)
+    return outs
+
+
+class _View(NamedTuple):
+    x: Tensor
+    strides: tuple[int, int, int]  # of batch, tokens and heads
+
+
+def _views(x: Tensor) -> _View:
+    x = x if x.stride(3) == 1 else x.contiguous()
+    return _View(x, x.stride()[:3])
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _constants(query: Tensor, value: Tensor, low: Tensor | None, causal: bool, softcap: float) -> tuple:
+    K, V = query.shape[3], value.shape[3]
+    mask = "bounds" if low is not None else "causal" if causal else "full"
+    return K, V, next_power_of_2(K), next_power_of_2(V), mask, softcap
+
+
+def _programs(tokens: int, block: int, heads: int) -> int:
+    programs = ceil_div(tokens, block) * heads
+    if programs > MAX_ROWS:
+        raise ValueError(f"{programs} blocks of tokens are more than the {MAX_ROWS} that a launch can count")
+    return programs
+
+
+class _Tile(NamedTuple):
+    """Queries and keys of a program's block, stages of its pipeline, warps."""
+
+    blocks: tuple[int, int]
+    stages: int
+    warps: int
+
+
+def _tile(kernel: str, query: Tensor, value: Tensor) -> _Tile:
+    width = next_power_of_2(max(query.shape[3], value.shape[3]))
+    return _Tile((64, 64), 2, 4)
 
 
 def _forward_reference(
@@ -302,10 +393,10 @@ def _forward_reference(
     output, lse = outs = _empty_forward(query, key, value)
     if lse.numel() == 0:
         return outs
-    q, k, v = _grouped(query, key), _grouped(key, key), _grouped(value, key)
+    q, k, v = _grouped(query, key).mul(scale), _grouped(key, key), _grouped(value, key)
     by_group, rows_lse = q.new_zeros((*q.shape[:3], v.shape[3])), lse.view(q.shape[:3]).fill_(-math.inf)
     for some, rows, keys, hidden in _chunks(q, k, low, high, causal):
-        z, _ = _scores(q[some, :, rows], k[some, :, keys], scale, softcap)
+        z, _ = _scores(q[some, :, rows], k[some, :, keys], softcap)
         _hide(z, hidden)
         largest = z.amax(-1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)  # of a query that sees nothing, -inf
         p = z.sub_(largest).exp_()
@@ -320,7 +411,7 @@ def _backward_reference(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = _grouped(query, key), _grouped(key, key), _grouped(value, key)
+    q, k, v = _grouped(query, key).mul(scale), _grouped(key, key), _grouped(value, key)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     if dq.numel() > 0 and dk.numel() > 0:
         do = _grouped(grad, key)
@@ -332,7 +423,7 @@ def _backward_reference(
         rows_lse, delta = rows_lse.masked_fill(nothing, math.inf), delta.masked_fill(nothing, 0)
         for some, rows, keys, hidden in _chunks(q, k, low, high, causal):
             queries, dout, part = q[some, :, rows], do[some, :, rows], k[some, :, keys]
-            z, slope = _scores(queries, part, scale, softcap)
+            z, slope = _scores(queries, part, softcap)
             _hide(z, hidden)
             p = z.sub_(rows_lse[some, :, rows]).exp_()
             dv[some, :, keys] += _sum_product(p, dout)
@@ -340,7 +431,7 @@ def _backward_reference(
             ds = ds if slope is None else ds.mul_(slope)
             dq[some, :, rows] = _product(ds, part)
             dk[some, :, keys] += _sum_product(ds, queries)
-    dq, dk = dq.mul_(scale), dk.mul_(scale)
+    dq *= scale
     outs = _empty_backward(grad, dlse, query, key, value)
     for out, by_group in zip(outs, (dq, dk, dv), strict=True):
         out.copy_(_ungrouped(by_group, out))
@@ -397,9 +488,9 @@ def _chunks(
             yield slice(n, n + step), rows, slice(start, end), hidden
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """z `[N, G, rows, keys]`, and with a soft cap its slope by s = scale q k^T."""
-    z = _product(q, k.mT).mul_(scale)
+def _scores(q: Tensor, k: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """z `[N, G, rows, keys]` of scaled queries, and with a soft cap its slope by their product with the keys."""
+    z = _product(q, k.mT)
     if not softcap:
         return z, None
     tanh = z.div_(softcap).tanh_()
@@ -420,3 +511,325 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 def _sum_product(x: Tensor, y: Tensor) -> Tensor:
     """`[N, G, I, J], [N, G, I, L] -> [N, 1, J, L]`, x^T y summed over G."""
     return torch.bmm(x.flatten(1, 2).mT, y.reshape(x.shape[0], -1, y.shape[3])).unsqueeze(1)
+
+
+@triton.jit
+def _first(bound_ptr, T, limit):
+    """The first query whose bound is no less than `limit`, or T: by halves, as bounds don't fall."""
+    first, last = 0, T
+    while first < last:
+        middle = (first + last) // 2
+        if tl.load(bound_ptr + middle) < limit:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@triton.jit
+def _whole_blocks(begin, inner, outer, end, BLOCK: tl.constexpr):
+    """From begin to end, with a part inside in which nothing is hidden: all but the last in whole blocks."""
+    begin = begin // BLOCK * BLOCK
+    inner = tl.maximum(begin, tl.minimum(tl.cdiv(inner, BLOCK), tl.cdiv(end, BLOCK)) * BLOCK)
+    return begin, inner, tl.maximum(inner, outer // BLOCK * BLOCK), end
+
+
+@triton.jit
+def _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The keys that the queries from `start` on see: some of them, all, and some."""
+    if MASK == "bounds":
+        last = tl.minimum(start + BLOCK_M, T) - 1
+        begin, inner = tl.maximum(tl.load(low_ptr + start), 0), tl.maximum(tl.load(low_ptr + last), 0)
+        end, outer = tl.minimum(tl.load(high_ptr + last), KEYS), tl.minimum(tl.load(high_ptr + start), KEYS)
+        return _whole_blocks(begin, inner, tl.maximum(outer, 0), tl.maximum(end, 0), BLOCK_N)
+    elif MASK == "causal":
+        return _whole_blocks(0, 0, start, tl.minimum(start + BLOCK_M, KEYS), BLOCK_N)
+    else:
+        return _whole_blocks(0, 0, KEYS, KEYS, BLOCK_N)
+
+
+@triton.jit
+def _spans_of_queries(
+    low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The queries that see the keys from `start` on: some of these, all, and some. Past the last query all is 0."""
+    stop = tl.minimum(start + BLOCK_N, KEYS)
+    if MASK == "bounds":
+        begin, inner = _first(high_ptr, T, start + 1), _first(high_ptr, T, stop)
+        outer, end = _first(low_ptr, T, start + 1), _first(low_ptr, T, stop)
+    elif MASK == "causal":
+        begin, inner, outer, end = start, stop, T, T
+    else:
+        begin, inner, outer, end = 0, 0, T, T
+    return _whole_blocks(begin, inner, tl.where(outer == T, T + BLOCK_M - 1, outer), end, BLOCK_M)
+
+
+@triton.jit
+def _sees(queries, keys, low, high, KEYS, MASK: tl.constexpr):
+    if MASK == "bounds":
+        return (keys >= low) & (keys < high) & (keys < KEYS)
+    elif MASK == "causal":
+        return keys <= queries
+    else:
+        return keys < KEYS
+
+
+@triton.jit
+def _load_bounds(low_ptr, high_ptr, queries, T, MASK: tl.constexpr):
+    """Bounds of each query; without any, what costs nothing."""
+    if MASK == "bounds":
+        low = tl.load(low_ptr + queries, mask=queries < T, other=0)
+        return low, tl.load(high_ptr + queries, mask=queries < T, other=0)
+    else:
+        return queries, queries
+
+
+@triton.jit
+def _load_rows(x_ptr, tokens, stride, count, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
+    """`[tokens, BLOCK_D]` of one head, with 0 past D, and where tokens are checked past the last of them."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = x_ptr + tokens[:, None].to(tl.int64) * stride + cols
+    if CHECK and D != BLOCK_D:
+        return tl.load(ptrs, mask=(tokens[:, None] < count) & (cols < D), other=0.0)
+    elif CHECK:
+        return tl.load(ptrs, mask=tokens[:, None] < count, other=0.0)
+    elif D != BLOCK_D:
+        return tl.load(ptrs, mask=cols < D, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _store_rows(x_ptr, tokens, stride, count, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = (tokens[:, None] < count) & (cols < D)
+    tl.store(x_ptr + tokens[:, None].to(tl.int64) * stride + cols, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores_of(products, scale, SOFTCAP: tl.constexpr):
+    """Scores in a positive unit, the unit in powers of two, and the slope of the soft cap."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if SOFTCAP != 0.0:
+        tanh, slope = tanh_and_slope(products * (scale / SOFTCAP))
+        return tanh, SOFTCAP * LOG2_E, slope
+    else:
+        return products, scale * LOG2_E, 1.0
+
+
+@triton.jit
+def _attend(
+    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, end, KEYS, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, HIDDEN)
+        z, unit, _ = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+        if HIDDEN:
+            sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
+            z = tl.where(sees, z, float("-inf"))
+        larger = tl.maximum(largest, tl.max(z, 1) * unit)
+        base = tl.where(larger == float("-inf"), 0.0, larger) if HIDDEN else larger
+        p = tl.exp2(z * unit - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, HIDDEN)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        largest = larger
+    return acc, total, largest
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, output_ptr, lse_ptr,
+    T, KEYS, H, GROUP, scale, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # of a causal mask, the longest first
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    k_ptr += batch * k_batch + head // GROUP * k_head
+    v_ptr += batch * v_batch + head // GROUP * v_head
+    queries = start + tl.arange(0, BLOCK_M)
+    q = _load_rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+    low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
+    begin, inner, outer, end = _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if MASK == "bounds":
+        acc, total, largest = _attend(
+            acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, KEYS, scale,
+            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+        )  # fmt: skip
+    acc, total, largest = _attend(
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, inner, outer, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, False,
+    )  # fmt: skip
+    acc, total, largest = _attend(
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, outer, end, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+    )  # fmt: skip
+    LN_2: tl.constexpr = 0.6931471805599453
+    total = tl.where(total == 0.0, 1.0, total)  # of a query that sees nothing: output 0, lse -inf
+    output_ptr += batch * T * H * V + head * V
+    _store_rows(output_ptr, queries, H * V, T, acc / total[:, None], V, BLOCK_V)
+    tl.store(lse_ptr + heads.to(tl.int64) * T + queries, largest * LN_2 + tl.log(total), mask=queries < T)
+
+
+@triton.jit
+def _rows_kernel(
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, rows_ptr, T, H, size, do_batch, do_token, do_head, o_batch, o_token, o_head,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """lse log2 e, but inf for a query that sees nothing, whose p is then 0; and delta."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    do = _load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+    o = _load_rows(o_ptr + batch * o_batch + head * o_head, queries, o_token, T, V, BLOCK_V, True)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    at = heads.to(tl.int64) * T + queries
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=queries < T, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + at, mask=queries < T, other=0.0)
+    nothing = lse == float("-inf")
+    tl.store(rows_ptr + at, tl.where(nothing, float("inf"), lse * LOG2_E), mask=queries < T)
+    tl.store(rows_ptr + size + at, tl.where(nothing, 0.0, delta), mask=queries < T)
+
+
+@triton.jit
+def _add_to_keys(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, low_ptr, high_ptr, q_stride, do_stride, keys, begin, end,
+    T, KEYS, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+        queries = start + tl.arange(0, BLOCK_M)
+        q = _load_rows(q_ptr, queries, q_stride, T, K, BLOCK_K, True)
+        lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
+        z, unit, slope = _scores_of(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
+        log2_p = z * unit - lse[None, :]
+        if HIDDEN:
+            low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
+            sees = _sees(queries[None, :], keys[:, None], low[None, :], high[None, :], KEYS, MASK)
+            log2_p = tl.where(sees, log2_p, float("-inf"))
+        p = tl.exp2(log2_p)
+        do = _load_rows(do_ptr, queries, do_stride, T, V, BLOCK_V, True)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        delta = tl.load(delta_ptr + queries, mask=queries < T, other=0.0)
+        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def _backward_keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dk_ptr, dv_ptr, T, KEYS, H, GROUP, scale, size,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(KEYS, BLOCK_N)
+    start = tl.program_id(0) % blocks * BLOCK_N  # of a causal mask, the longest first
+    groups = H // GROUP
+    batch, group = (tl.program_id(0) // blocks // groups).to(tl.int64), (tl.program_id(0) // blocks % groups)
+    keys = start + tl.arange(0, BLOCK_N)
+    k = _load_rows(k_ptr + batch * k_batch + group.to(tl.int64) * k_head, keys, k_token, KEYS, K, BLOCK_K, True)
+    v = _load_rows(v_ptr + batch * v_batch + group.to(tl.int64) * v_head, keys, v_token, KEYS, V, BLOCK_V, True)
+    begin, inner, outer, end = _spans_of_queries(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for member in range(GROUP):
+        head = (group * GROUP + member).to(tl.int64)
+        lse_ptr = rows_ptr + (batch * H + head) * T
+        head_q, head_do = q_ptr + batch * q_batch + head * q_head, do_ptr + batch * do_batch + head * do_head
+        if MASK != "full":
+            dk, dv = _add_to_keys(
+                dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
+                begin, inner, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, True,
+            )  # fmt: skip
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
+            inner, outer, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, False,
+        )  # fmt: skip
+        if MASK == "bounds":
+            dk, dv = _add_to_keys(
+                dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
+                outer, end, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, True,
+            )  # fmt: skip
+    at = batch * KEYS * groups + group
+    _store_rows(dk_ptr + at * K, keys, groups * K, KEYS, dk * scale, K, BLOCK_K)
+    _store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, BLOCK_V)
+
+
+@triton.jit
+def _add_to_queries(
+    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, end, KEYS, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, HIDDEN)
+        z, unit, slope = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+        log2_p = z * unit - lse[:, None]
+        if HIDDEN:
+            sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
+            log2_p = tl.where(sees, log2_p, float("-inf"))
+        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, HIDDEN)
+        ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _backward_queries_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dq_ptr, T, KEYS, H, GROUP, scale, size,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    k_ptr += batch * k_batch + head // GROUP * k_head
+    v_ptr += batch * v_batch + head // GROUP * v_head
+    queries = start + tl.arange(0, BLOCK_M)
+    q = _load_rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+    do = _load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+    rows_ptr += heads.to(tl.int64) * T
+    lse = tl.load(rows_ptr + queries, mask=queries < T, other=float("inf"))
+    delta = tl.load(rows_ptr + size + queries, mask=queries < T, other=0.0)
+    low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
+    begin, inner, outer, end = _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dq = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if MASK == "bounds":
+        dq = _add_to_queries(
+            dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, KEYS, scale,
+            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+        )  # fmt: skip
+    dq = _add_to_queries(
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, inner, outer, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, False,
+    )  # fmt: skip
+    dq = _add_to_queries(
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, outer, end, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+    )  # fmt: skip
+    _store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, BLOCK_K)
