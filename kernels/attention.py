@@ -20,6 +20,7 @@ o = e^(lse1 - m) o1 + e^(lse2 - m) o2, in float32) make each block's dq, dk and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +29,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._dispatch import (
+    INTERPRETING,
+    REFERENCE_DTYPES,
+    define,
+    launches,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
 from ._launch import launch
 from ._rows import MAX_ROWS, ceil_div, next_power_of_2
 from .cross_entropy import _tanh as tanh_and_slope
@@ -120,8 +130,8 @@ def attention_backward(
             there = f"{tuple(given.shape)} on {given.device}"
             raise ValueError(f"{name} is {there}, but goes with a query on {query.device} as {shapes[name]}")
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    triton = _runs_triton(impl, query, value)
-    return _backward_op(grad, dlse, query, key, value, output, lse, low, high, causal, scale, cap, triton)
+    fused = _runs_triton(impl, query, value)
+    return _backward_op(grad, dlse, query, key, value, output, lse, low, high, causal, scale, cap, fused)
 
 
 def attention_reference(
@@ -234,11 +244,11 @@ def _runs_triton(impl: str | None, query: Tensor, value: Tensor) -> bool:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, low, high, causal, scale, softcap, triton):
-        output, lse = _forward_op(query, key, value, low, high, causal, scale, softcap, triton)
+    def forward(ctx, query, key, value, low, high, causal, scale, softcap, fused):
+        output, lse = _forward_op(query, key, value, low, high, causal, scale, softcap, fused)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, output, lse, low, high)
-        ctx.options = causal, scale, softcap, triton
+        ctx.options = causal, scale, softcap, fused
         return output, lse
 
     @staticmethod
@@ -263,7 +273,7 @@ def _empty_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, bool triton"
+_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, bool fused"
 _forward_op = define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor output, Tensor lse)",
     _empty_forward,
@@ -292,15 +302,15 @@ def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch
 @launches(_forward_op)
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float,
-    softcap: float, triton: bool,
+    softcap: float, fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not triton:
+    if not fused:
         return _forward_reference(query, key, value, low, high, causal, scale, softcap)
     output, lse = outs = _empty_forward(query, key, value)
     if output.numel() == 0:
         return outs
     B, T, H, _ = query.shape
-    tile = _tile("forward", query, value)
+    tile = _tile("forward", query, value, low, softcap)
     q, k, v = _views(query), _views(key), _views(value)
     low, high = _whole(low), _whole(high)
     tensors = (q.x, k.x, v.x, low, high, output, lse)
@@ -313,9 +323,9 @@ def _run_forward(
 @launches(_backward_op)
 def _run_backward(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, triton: bool,
+    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not triton:
+    if not fused:
         return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
     dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value)
     if dq.numel() == 0 or dk.numel() == 0:
@@ -339,7 +349,7 @@ def _run_backward(
         ("dkdv", _backward_keys_kernel, (dk, dv), keys, groups),
         ("dq", _backward_queries_kernel, (dq,), T, H),
     ):
-        tile = _tile(name, query, value)
+        tile = _tile(name, query, value, low, softcap)
         tensors = (q.x, k.x, v.x, do.x, rows, low, high, *written)
         grid = (_programs(count, tile.blocks[name == "dkdv"], B * heads), 1, 1)
         launch(kernel, grid, tensors, scalars, (*options, *tile.blocks, tile.stages), tile.warps)
@@ -381,9 +391,40 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(kernel: str, query: Tensor, value: Tensor) -> _Tile:
-    width = next_power_of_2(max(query.shape[3], value.shape[3]))
-    return _Tile((64, 64), 2, 4)
+# Blocks by head dimension, the largest that spill no register: plain, and with bounds or a soft cap. Not yet timed.
+_LARGE = {  # 227 KiB of shared memory: H100, B200
+    "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
+    "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (64, 64)), 256: ((32, 32), (32, 32))},
+    "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
+}
+_SMALL = {  # 99 KiB and more: other GPUs of Nvidia
+    "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
+    "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
+    "dq": {64: ((64, 64), (64, 32)), 128: ((64, 64), (64, 32)), 256: ((32, 32), (32, 32))},
+}
+_AMD = {  # 64 KiB
+    "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 32)), 256: ((64, 32), (32, 32))},
+    "dkdv": {64: ((64, 64), (32, 32)), 128: ((32, 32), (32, 32)), 256: ((32, 32), (16, 32))},
+    "dq": {64: ((64, 64), (32, 32)), 128: ((64, 32), (32, 32)), 256: ((32, 32), (32, 16))},
+}
+
+
+def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap: float) -> _Tile:
+    width = max(64, next_power_of_2(max(query.shape[3], value.shape[3])))
+    if query.dtype == torch.float32:  # no matrix instruction computes it exactly
+        return _Tile((16, 16) if width > 128 else (32, 32), 1, 4)
+    table = _SMALL if INTERPRETING else _tiles_of(triton.runtime.driver.active.get_current_device())
+    blocks = table[kernel][width][low is not None or softcap > 0]
+    return _Tile(blocks, 1, 4) if table is _AMD else _Tile(blocks, 2, 8)
+
+
+@functools.cache
+def _tiles_of(device: object) -> dict:
+    driver = triton.runtime.driver.active
+    if driver.get_current_target().backend != "cuda":
+        return _AMD
+    large = driver.utils.get_device_properties(device)["max_shared_mem"] >= 200 * 1024
+    return _LARGE if large else _SMALL
 
 
 def _forward_reference(
@@ -543,9 +584,9 @@ def _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_
         end, outer = tl.minimum(tl.load(high_ptr + last), KEYS), tl.minimum(tl.load(high_ptr + start), KEYS)
         return _whole_blocks(begin, inner, tl.maximum(outer, 0), tl.maximum(end, 0), BLOCK_N)
     elif MASK == "causal":
-        return _whole_blocks(0, 0, start, tl.minimum(start + BLOCK_M, KEYS), BLOCK_N)
+        return 0, 0, start // BLOCK_N * BLOCK_N, tl.minimum(start + BLOCK_M, KEYS)
     else:
-        return _whole_blocks(0, 0, KEYS, KEYS, BLOCK_N)
+        return 0, 0, KEYS // BLOCK_N * BLOCK_N, KEYS
 
 
 @triton.jit
@@ -565,6 +606,32 @@ def _spans_of_queries(
 
 
 @triton.jit
+def _blocks(begin, inner, outer, end, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    """Blocks on the left, and all blocks, of the side that is asked for: "left", "right", "both" or "within"."""
+    left, right = tl.cdiv(inner - begin, BLOCK), tl.cdiv(tl.maximum(end - outer, 0), BLOCK)
+    if SIDE == "left":
+        return left, left
+    elif SIDE == "right":
+        return left, right
+    elif SIDE == "both":
+        return left, left + right
+    else:
+        return left, (outer - inner) // BLOCK
+
+
+@triton.jit
+def _start(block, left, begin, inner, outer, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    if SIDE == "left":
+        return begin + block * BLOCK
+    elif SIDE == "right":
+        return outer + block * BLOCK
+    elif SIDE == "both":
+        return tl.where(block < left, begin, outer - left * BLOCK) + block * BLOCK
+    else:
+        return inner + block * BLOCK
+
+
+@triton.jit
 def _sees(queries, keys, low, high, KEYS, MASK: tl.constexpr):
     if MASK == "bounds":
         return (keys >= low) & (keys < high) & (keys < KEYS)
@@ -578,8 +645,8 @@ def _sees(queries, keys, low, high, KEYS, MASK: tl.constexpr):
 def _load_bounds(low_ptr, high_ptr, queries, T, MASK: tl.constexpr):
     """Bounds of each query; without any, what costs nothing."""
     if MASK == "bounds":
-        low = tl.load(low_ptr + queries, mask=queries < T, other=0)
-        return low, tl.load(high_ptr + queries, mask=queries < T, other=0)
+        queries = tl.minimum(queries, T - 1)
+        return tl.load(low_ptr + queries), tl.load(high_ptr + queries)
     else:
         return queries, queries
 
@@ -619,23 +686,24 @@ def _scores_of(products, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, end, KEYS, scale,
+    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, inner, outer, end, KEYS, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, HIDDEN)
+    left, blocks = _blocks(begin, inner, outer, end, BLOCK_N, SIDE)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        keys = _start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
         z, unit, _ = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
-        if HIDDEN:
+        if SIDE != "within":
             sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
             z = tl.where(sees, z, float("-inf"))
         larger = tl.maximum(largest, tl.max(z, 1) * unit)
-        base = tl.where(larger == float("-inf"), 0.0, larger) if HIDDEN else larger
+        base = tl.where(larger == float("-inf"), 0.0, larger) if SIDE != "within" else larger
         p = tl.exp2(z * unit - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(p, 1)
-        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, HIDDEN)
+        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         largest = larger
     return acc, total, largest
@@ -662,18 +730,13 @@ def _forward_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if MASK == "bounds":
-        acc, total, largest = _attend(
-            acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, KEYS, scale,
-            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
-        )  # fmt: skip
     acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, inner, outer, KEYS, scale,
-        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, False,
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
     )  # fmt: skip
     acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, outer, end, KEYS, scale,
-        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
     )  # fmt: skip
     LN_2: tl.constexpr = 0.6931471805599453
     total = tl.where(total == 0.0, 1.0, total)  # of a query that sees nothing: output 0, lse -inf
@@ -707,25 +770,28 @@ def _rows_kernel(
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, low_ptr, high_ptr, q_stride, do_stride, keys, begin, end,
-    T, KEYS, scale,
+    dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+    begin, inner, outer, end, GROUP, T, KEYS, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
-        queries = start + tl.arange(0, BLOCK_M)
-        q = _load_rows(q_ptr, queries, q_stride, T, K, BLOCK_K, True)
+    left, blocks = _blocks(begin, inner, outer, end, BLOCK_M, SIDE)
+    for turn in tl.range(0, GROUP * blocks, num_stages=STAGES):  # of all heads, as nested loops take more registers
+        head, block = (turn // blocks).to(tl.int64), turn % blocks
+        queries = _start(block, left, begin, inner, outer, BLOCK_M, SIDE) + tl.arange(0, BLOCK_M)
+        q = _load_rows(q_ptr + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+        lse_ptr = rows_ptr + head * T
         lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
         z, unit, slope = _scores_of(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
         log2_p = z * unit - lse[None, :]
-        if HIDDEN:
+        if SIDE != "within":
             low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
             sees = _sees(queries[None, :], keys[:, None], low[None, :], high[None, :], KEYS, MASK)
             log2_p = tl.where(sees, log2_p, float("-inf"))
         p = tl.exp2(log2_p)
-        do = _load_rows(do_ptr, queries, do_stride, T, V, BLOCK_V, True)
+        do = _load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        delta = tl.load(delta_ptr + queries, mask=queries < T, other=0.0)
+        delta = tl.load(lse_ptr + size + queries, mask=queries < T, other=0.0)
         ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
         if SOFTCAP != 0.0:
             ds *= slope
@@ -751,24 +817,22 @@ def _backward_keys_kernel(
 
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    for member in range(GROUP):
-        head = (group * GROUP + member).to(tl.int64)
-        lse_ptr = rows_ptr + (batch * H + head) * T
-        head_q, head_do = q_ptr + batch * q_batch + head * q_head, do_ptr + batch * do_batch + head * do_head
-        if MASK != "full":
-            dk, dv = _add_to_keys(
-                dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
-                begin, inner, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, True,
-            )  # fmt: skip
+    first = group.to(tl.int64) * GROUP
+    rows_ptr += (batch * H + first) * T
+    q_ptr += batch * q_batch + first * q_head
+    do_ptr += batch * do_batch + first * do_head
+    dk, dv = _add_to_keys(
+        dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+        begin, inner, outer, end, GROUP, T, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, "within",
+    )  # fmt: skip
+    if MASK != "full":
+        HIDDEN_STAGES: tl.constexpr = 1 if MASK == "bounds" else STAGES  # Triton can't pipeline the loads of bounds
         dk, dv = _add_to_keys(
-            dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
-            inner, outer, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, False,
+            dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+            begin, inner, outer, end, GROUP, T, KEYS, scale,
+            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, HIDDEN_STAGES, "both" if MASK == "bounds" else "left",
         )  # fmt: skip
-        if MASK == "bounds":
-            dk, dv = _add_to_keys(
-                dk, dv, k, v, head_q, head_do, lse_ptr, lse_ptr + size, low_ptr, high_ptr, q_token, do_token, keys,
-                outer, end, T, KEYS, scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, True,
-            )  # fmt: skip
     at = batch * KEYS * groups + group
     _store_rows(dk_ptr + at * K, keys, groups * K, KEYS, dk * scale, K, BLOCK_K)
     _store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, BLOCK_V)
@@ -776,19 +840,20 @@ def _backward_keys_kernel(
 
 @triton.jit
 def _add_to_queries(
-    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, end, KEYS, scale,
+    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, inner, outer, end, KEYS, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HIDDEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, HIDDEN)
+    left, blocks = _blocks(begin, inner, outer, end, BLOCK_N, SIDE)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        keys = _start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
         z, unit, slope = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
         log2_p = z * unit - lse[:, None]
-        if HIDDEN:
+        if SIDE != "within":
             sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
             log2_p = tl.where(sees, log2_p, float("-inf"))
-        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, HIDDEN)
+        v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
         ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
         if SOFTCAP != 0.0:
             ds *= slope
@@ -819,17 +884,12 @@ def _backward_queries_kernel(
     begin, inner, outer, end = _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     dq = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    if MASK == "bounds":
-        dq = _add_to_queries(
-            dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, KEYS, scale,
-            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
-        )  # fmt: skip
     dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, inner, outer, KEYS, scale,
-        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, False,
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
     )  # fmt: skip
     dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, outer, end, KEYS, scale,
-        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, True,
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
     )  # fmt: skip
     _store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, BLOCK_K)

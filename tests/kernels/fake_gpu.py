@@ -32,12 +32,18 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
 
+SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
+
+
 class _Utils:
+    def __init__(self, target: str) -> None:
+        self.target = target
+
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+        return {"max_shared_mem": SHARED_MEMORY[self.target], "multiprocessor_count": 132, "warpSize": 32}
 
     def unload_module(self, *args: Any) -> None:
         pass
@@ -52,11 +58,10 @@ class _Launcher:
 
 
 class _Driver:
-    utils = _Utils()
     launcher_cls = _Launcher
 
     def __init__(self, target: str) -> None:
-        self.target = target
+        self.target, self.utils = target, _Utils(target)
 
     def get_current_target(self) -> GPUTarget:
         return TARGETS[self.target]
