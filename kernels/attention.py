@@ -394,7 +394,7 @@ class _Tile(NamedTuple):
 # Blocks by head dimension, the largest that spill no register: plain, and with bounds or a soft cap. Not yet timed.
 _LARGE = {  # 227 KiB of shared memory: H100, B200
     "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
-    "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (64, 64)), 256: ((32, 32), (32, 32))},
+    "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
     "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
 }
 _SMALL = {  # 99 KiB and more: other GPUs of Nvidia
@@ -403,16 +403,16 @@ _SMALL = {  # 99 KiB and more: other GPUs of Nvidia
     "dq": {64: ((64, 64), (64, 32)), 128: ((64, 64), (64, 32)), 256: ((32, 32), (32, 32))},
 }
 _AMD = {  # 64 KiB
-    "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 32)), 256: ((64, 32), (32, 32))},
-    "dkdv": {64: ((64, 64), (32, 32)), 128: ((32, 32), (32, 32)), 256: ((32, 32), (16, 32))},
-    "dq": {64: ((64, 64), (32, 32)), 128: ((64, 32), (32, 32)), 256: ((32, 32), (32, 16))},
+    "forward": {64: ((128, 64), (64, 32)), 128: ((128, 64), (32, 32)), 256: ((64, 32), (32, 32))},
+    "dkdv": {64: ((64, 64), (16, 32)), 128: ((32, 32), (16, 32)), 256: ((32, 32), (16, 32))},
+    "dq": {64: ((64, 32), (32, 32)), 128: ((64, 32), (32, 16)), 256: ((32, 32), (32, 16))},
 }
 
 
 def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap: float) -> _Tile:
     width = max(64, next_power_of_2(max(query.shape[3], value.shape[3])))
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
-        return _Tile((16, 16) if width > 128 else (32, 32), 1, 4)
+        return _Tile((16, 16) if width > 128 else (32, 32), 1, 8)
     table = _SMALL if INTERPRETING else _tiles_of(triton.runtime.driver.active.get_current_device())
     blocks = table[kernel][width][low is not None or softcap > 0]
     return _Tile(blocks, 1, 4) if table is _AMD else _Tile(blocks, 2, 8)
@@ -632,23 +632,24 @@ def _start(block, left, begin, inner, outer, BLOCK: tl.constexpr, SIDE: tl.const
 
 
 @triton.jit
-def _sees(queries, keys, low, high, KEYS, MASK: tl.constexpr):
+def _load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK: tl.constexpr):
+    """The first key that each query sees, and how many it sees; without bounds, what costs nothing."""
     if MASK == "bounds":
-        return (keys >= low) & (keys < high) & (keys < KEYS)
+        queries = tl.minimum(queries, T - 1)
+        low, high = tl.load(low_ptr + queries), tl.load(high_ptr + queries)
+        return low, tl.maximum(tl.minimum(high, KEYS) - low, 0)
+    else:
+        return queries, queries
+
+
+@triton.jit
+def _sees(queries, keys, low, count, KEYS, MASK: tl.constexpr):
+    if MASK == "bounds":
+        return (keys - low).to(tl.uint32) < count.to(tl.uint32)  # one comparison for both bounds
     elif MASK == "causal":
         return keys <= queries
     else:
         return keys < KEYS
-
-
-@triton.jit
-def _load_bounds(low_ptr, high_ptr, queries, T, MASK: tl.constexpr):
-    """Bounds of each query; without any, what costs nothing."""
-    if MASK == "bounds":
-        queries = tl.minimum(queries, T - 1)
-        return tl.load(low_ptr + queries), tl.load(high_ptr + queries)
-    else:
-        return queries, queries
 
 
 @triton.jit
@@ -686,7 +687,8 @@ def _scores_of(products, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, inner, outer, end, KEYS, scale,
+    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, count, begin, inner, outer, end, KEYS,
+    scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -696,11 +698,11 @@ def _attend(
         k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
         z, unit, _ = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
         if SIDE != "within":
-            sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
+            sees = _sees(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
             z = tl.where(sees, z, float("-inf"))
         larger = tl.maximum(largest, tl.max(z, 1) * unit)
         base = tl.where(larger == float("-inf"), 0.0, larger) if SIDE != "within" else larger
-        p = tl.exp2(z * unit - base[:, None])
+        p = tl.exp2(tl.fma(z, unit, -base[:, None]))  # rounded once, so that p near 1 is exact
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(p, 1)
         v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
@@ -724,18 +726,18 @@ def _forward_kernel(
     v_ptr += batch * v_batch + head // GROUP * v_head
     queries = start + tl.arange(0, BLOCK_M)
     q = _load_rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, T, K, BLOCK_K, True)
-    low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
+    low, count = _load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
     begin, inner, outer, end = _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
         scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
     )  # fmt: skip
     acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
         scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
     )  # fmt: skip
     LN_2: tl.constexpr = 0.6931471805599453
@@ -783,10 +785,10 @@ def _add_to_keys(
         lse_ptr = rows_ptr + head * T
         lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
         z, unit, slope = _scores_of(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
-        log2_p = z * unit - lse[None, :]
+        log2_p = tl.fma(z, unit, -lse[None, :])
         if SIDE != "within":
-            low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
-            sees = _sees(queries[None, :], keys[:, None], low[None, :], high[None, :], KEYS, MASK)
+            low, count = _load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
+            sees = _sees(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
             log2_p = tl.where(sees, log2_p, float("-inf"))
         p = tl.exp2(log2_p)
         do = _load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
@@ -840,7 +842,8 @@ def _backward_keys_kernel(
 
 @triton.jit
 def _add_to_queries(
-    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, high, begin, inner, outer, end, KEYS, scale,
+    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, count, begin, inner, outer, end, KEYS,
+    scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -849,9 +852,9 @@ def _add_to_queries(
         keys = _start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
         z, unit, slope = _scores_of(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
-        log2_p = z * unit - lse[:, None]
+        log2_p = tl.fma(z, unit, -lse[:, None])
         if SIDE != "within":
-            sees = _sees(queries[:, None], keys[None, :], low[:, None], high[:, None], KEYS, MASK)
+            sees = _sees(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
             log2_p = tl.where(sees, log2_p, float("-inf"))
         v = _load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
         ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
@@ -880,16 +883,16 @@ def _backward_queries_kernel(
     rows_ptr += heads.to(tl.int64) * T
     lse = tl.load(rows_ptr + queries, mask=queries < T, other=float("inf"))
     delta = tl.load(rows_ptr + size + queries, mask=queries < T, other=0.0)
-    low, high = _load_bounds(low_ptr, high_ptr, queries, T, MASK)
+    low, count = _load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
     begin, inner, outer, end = _spans_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     dq = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
         scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
     )  # fmt: skip
     dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, high, begin, inner, outer, end, KEYS,
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
         scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
     )  # fmt: skip
     _store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, BLOCK_K)

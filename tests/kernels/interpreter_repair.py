@@ -8,11 +8,12 @@ Without this the interpreter, in the versions named below,
 5. fails on `range(n)` of a run-time `n` under numpy 2.4 (Triton 3.6);
 6. copies every tensor of a launch onto itself;
 7. lets NaN through `tl.maximum` and `tl.minimum`, where a GPU takes the other operand;
-8. reads and writes any address, where a GPU may stop with an illegal memory access.
+8. reads and writes any address, where a GPU may stop with an illegal memory access;
+9. rounds the product in `tl.fma`, where a GPU rounds the sum alone.
 
 The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
 must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing;
-7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors.
+7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors; 9 computes in float64.
 `interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
 """
 
@@ -49,6 +50,7 @@ def install() -> None:
     builder.create_masked_store = _create_masked_store
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_fma = _create_fma
     for name in _ARITHMETIC:
         setattr(builder, name, _refuse_bfloat16(name, getattr(builder, name)))
     _stock_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -79,6 +81,11 @@ def _to_float32(handle: Any) -> Any:
 
 def _create_dot(self: Any, a: Any, b: Any, acc: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     return _stock_dot(self, _to_float32(a), _to_float32(b), acc, input_precision, max_num_imprecise_acc)
+
+
+def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    total = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
 
 _extents: list[tuple[int, int]] = []  # first byte of, and first byte after, each tensor of the running launch

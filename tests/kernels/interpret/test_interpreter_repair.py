@@ -57,6 +57,12 @@ def test_every_bfloat16_widens_exactly():
     torch.testing.assert_close(y, x.float(), rtol=0, atol=0, equal_nan=True)
 
 
+@triton.jit
+def _fma_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.arange(0, BLOCK), tl.fma(x, x, tl.full((BLOCK,), -1.0, tl.float32)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dot(dtype):
     a, b = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -96,3 +102,10 @@ def test_a_loop_may_count_to_a_run_time_number():
     y = torch.empty(1, dtype=torch.int32)
     _count_kernel[(1,)](y, 10)
     assert y.item() == 45
+
+
+def test_fma_rounds_once():
+    x = torch.tensor([1 + 2**-12] * 16)  # its square is 1 + 2^-11 + 2^-24, of which float32 has no last digit
+    y = torch.empty(16)
+    _fma_kernel[(1,)](x, y, BLOCK=16)
+    assert y.eq(2**-11 + 2**-24).all()
