@@ -84,6 +84,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, a mask has no meaning, or `impl` can't run here.
     """
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention
+        query, key, value = (_autocast(t) for t in (query, key, value))
     scale, cap = _check(query, key, value, scale, softcap)
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
     return _Attention.apply(query, key, value, low, high, causal, scale, cap, _runs_triton(impl, query, value))
@@ -183,6 +185,10 @@ def check_documents(cu_seqlens: Tensor, T: int) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != T or bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}")
+
+
+def _autocast(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check(
@@ -305,7 +311,8 @@ def _run_forward(
     softcap: float, fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not fused:
-        return _forward_reference(query, key, value, low, high, causal, scale, softcap)
+        with torch.autocast(query.device.type, enabled=False):
+            return _forward_reference(query, key, value, low, high, causal, scale, softcap)
     output, lse = outs = _empty_forward(query, key, value)
     if output.numel() == 0:
         return outs
@@ -326,7 +333,8 @@ def _run_backward(
     low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not fused:
-        return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
+        with torch.autocast(query.device.type, enabled=False):
+            return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
     dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value)
     if dq.numel() == 0 or dk.numel() == 0:
         for gradient in outs:

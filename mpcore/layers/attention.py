@@ -7,17 +7,23 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped 
 from __future__ import annotations
 
 from typing import Any
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mpcore.kernels.rope import rope_qkv
+from mpcore.kernels.attention import attention, check_documents
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.layers.norm import RMSNorm
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh import Axis
+
+# (device name, dtype, head_dim) of causal and full masks where our kernel was measured to beat the best SDPA backend.
+# Empty, because nothing has been timed on a GPU yet: SDPA runs unless `impl` or an option says otherwise.
+FASTER_THAN_SDPA: frozenset[tuple[str, torch.dtype, int]] = frozenset()
 
 
 class ParallelAttention(torch.nn.Module):
@@ -35,6 +41,9 @@ class ParallelAttention(torch.nn.Module):
         norm_eps: of that norm.
         causal: each token sees itself and what is before it; False: all of its document.
         window: with causal, the number of tokens each one sees, itself counted; None: all.
+        softcap: c of scores c tanh(s / c); None: scores as they are.
+        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's `scaled_dot_product_attention`
+            for causal and full masks, where it isn't measured to be slower, and else the kernel that the device has.
         tp: the axis.
         sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
         init, output_init: fill the logical weights of the input and output projections; None: as `torch.nn.Linear`.
@@ -58,6 +67,8 @@ class ParallelAttention(torch.nn.Module):
         norm_eps: float = 1e-6,
         causal: bool = True,
         window: int | None = None,
+        softcap: float | None = None,
+        impl: str | None = None,
         tp: Axis = Axis(name="tp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
@@ -73,7 +84,10 @@ class ParallelAttention(torch.nn.Module):
             head_dim = dim // num_heads
         if window is not None and (not causal or window < 1):
             raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap {softcap} is not a positive number; None is none")
         self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
+        self.softcap, self.impl = softcap, impl
         self.rope = rope
         like = {"device": device, "dtype": dtype}
         sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
@@ -81,6 +95,8 @@ class ParallelAttention(torch.nn.Module):
             dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
         )
         output_bias = bias if output_bias is None else output_bias
+        sizes = [len(list(same)) for _, same in groupby(self.qkv.kv_head_of)]  # query heads of each KV head
+        self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
         self.output = RowParallelLinear(
             num_heads * head_dim, dim, output_bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
         )
@@ -129,19 +145,25 @@ class ParallelAttention(torch.nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """softmax(q k^T / sqrt(K)) v over this rank's heads: [B, T, H/tp, K] and KV heads -> [B, T, H/tp, K]."""
-        kv_head_of, kv_heads = self.qkv.kv_head_of, self.qkv.local_kv_heads
-        group = len(kv_head_of) // kv_heads
-        if kv_head_of != [h // group for h in range(group * kv_heads)]:  # uneven shards: groups of unequal sizes
-            k, v = (t[:, :, kv_head_of] for t in (k, v))
-            group = 1
+        if self.kv_repeats is not None:
+            k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
+        if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
+            return self._kernel(q, k, v, cu_seqlens)
+        if FASTER_THAN_SDPA and (torch.cuda.get_device_name(q.device), q.dtype, self.head_dim) in FASTER_THAN_SDPA:
+            return self._kernel(q, k, v, cu_seqlens)
+        grouped = q.shape[2] > k.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        T = q.shape[2]
-        if cu_seqlens is None and self.window is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=group > 1)
-        else:
-            mask = attention_mask(T, self.causal, self.window, cu_seqlens, q.device)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=group > 1)
-        return y.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped).transpose(1, 2)
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
+        return attention(q, k, v, **mask, softcap=self.softcap, impl=self.impl)[0]
+
+
+def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:
+    """[B, T, Hkv, K] -> [B, T, H, K], head i `repeats[i]` times; without an index, which would go to the GPU anew."""
+    heads = zip(x.split(1, dim=2), repeats, strict=True)
+    return torch.cat([head.expand(-1, -1, n, -1) for head, n in heads], dim=2)
 
 
 def document_positions(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor:
@@ -151,28 +173,3 @@ def document_positions(cu_seqlens: Tensor | None, T: int, device: torch.device) 
         return index
     check_documents(cu_seqlens, T)
     return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
-
-
-def attention_mask(T: int, causal: bool, window: int | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """[T, T] booleans: True where the query (row) sees the key (column)."""
-    index = torch.arange(T, device=device)
-    distance = index[:, None] - index
-    sees = torch.ones(T, T, dtype=torch.bool, device=device)
-    if causal:
-        sees &= distance >= 0
-    if window is not None:
-        sees &= distance < window
-    if cu_seqlens is not None:
-        check_documents(cu_seqlens, T)
-        document = torch.searchsorted(cu_seqlens, index, right=True)
-        sees &= document[:, None] == document
-    return sees
-
-
-def check_documents(cu_seqlens: Tensor, T: int) -> None:
-    """Refuse document ends that don't rise from 0 to T; on a GPU, and while compiling, not: it would stall."""
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != T or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}")

@@ -9,7 +9,10 @@ import triton
 GOLDEN = json.loads(compile_table.GOLDEN.read_text())
 
 
-@pytest.mark.parametrize("case", compile_table.CASES)
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in compile_table.SLOW]
+
+
+@pytest.mark.parametrize("case", [*(compile_table.CASES.keys() - compile_table.SLOW), *SLOW])
 @pytest.mark.parametrize("target", compile_table.TARGETS)
 def test_compiles_to_the_golden_facts(target, case):
     kernels = compile_table.compile_case(target, case)
@@ -20,3 +23,12 @@ def test_compiles_to_the_golden_facts(target, case):
 
 def test_the_table_is_the_golden_file():
     assert compile_table.TABLE.read_text() == compile_table.table(GOLDEN)
+
+
+@pytest.mark.parametrize("target", compile_table.TARGETS)
+def test_attention_multiplies_on_tensor_cores(target):
+    for case, kernels in GOLDEN["targets"][target].items():
+        for name, facts in kernels.items():
+            on_cores = case.startswith("attention") and name != "rows_kernel" and "fp32" not in case
+            assert "matrix" in facts or not on_cores, (case, name)
+            assert facts["spills"] == 0, (case, name)
