@@ -84,7 +84,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, a mask has no meaning, or `impl` can't run here.
     """
-    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as torch's own attention
         query, key, value = (_autocast(t) for t in (query, key, value))
     scale, cap = _check(query, key, value, scale, softcap)
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
@@ -399,7 +400,7 @@ class _Tile(NamedTuple):
     warps: int
 
 
-# Blocks by head dimension, the largest that spill no register: plain, and with bounds or a soft cap. Not yet timed.
+# Blocks by head dimension, large without spilling registers: plain, and with bounds, a soft cap or padding. Not timed.
 _LARGE = {  # 227 KiB of shared memory: H100, B200
     "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
     "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
@@ -422,7 +423,8 @@ def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
         return _Tile((16, 16) if width > 128 else (32, 32), 1, 8)
     table = _SMALL if INTERPRETING else _tiles_of(triton.runtime.driver.active.get_current_device())
-    blocks = table[kernel][width][low is not None or softcap > 0]
+    padded = width not in (query.shape[3], value.shape[3])
+    blocks = table[kernel][width][low is not None or softcap > 0 or padded]
     return _Tile(blocks, 1, 4) if table is _AMD else _Tile(blocks, 2, 8)
 
 

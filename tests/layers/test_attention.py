@@ -52,7 +52,20 @@ def sees(T, causal, window, documents):
     )
 
 
-def formula(p, x, heads, kv_heads, *, causal=True, window=None, qk_norm=False, rope=False, documents=None, eps=1e-6):
+def formula(
+    p,
+    x,
+    heads,
+    kv_heads,
+    *,
+    causal=True,
+    window=None,
+    qk_norm=False,
+    rope=False,
+    documents=None,
+    softcap=None,
+    eps=1e-6,
+):
     """Attention one head at a time."""
     B, T, _ = x.shape
     q, k, v = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).split([heads * K, kv_heads * K, kv_heads * K], -1)
@@ -69,8 +82,9 @@ def formula(p, x, heads, kv_heads, *, causal=True, window=None, qk_norm=False, r
     outputs = []
     for head in range(heads):
         keys, values = (t[:, :, head // (heads // kv_heads)] for t in (k, v))
-        scores = (q[:, :, head] @ keys.transpose(1, 2) / K**0.5).masked_fill(~mask, -torch.inf)
-        outputs.append(scores.softmax(-1) @ values)
+        scores = q[:, :, head] @ keys.transpose(1, 2) / K**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        outputs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values)
     return F.linear(torch.cat(outputs, -1), p["output.weight"], p.get("output.bias"))
 
 
@@ -83,6 +97,9 @@ DENSE = [
     {"window": 1},
     {"window": 3, "rope": True},
     {"window": 100},
+    {"softcap": 0.3},
+    {"softcap": 0.3, "causal": False},
+    {"softcap": 0.3, "window": 3, "rope": True},
 ]
 
 
@@ -159,6 +176,7 @@ def check_masks():
         check_attention(heads, {"causal": causal, "rope": True}, 1, shape=(1, T), packed=packed)
     for packed in (True, False):
         check_attention((6, 2), {"window": 3, "rope": True}, 1, shape=(1, T), packed=packed)
+    check_attention((6, 2), {"softcap": 0.3}, 1, shape=(1, T))
     check_attention((6, 2), {"rope": True}, None, shape=(1, 1))
     check_attention((6, 2), {"rope": True}, None, shape=(0, T))
     check_attention((6, 2), {"rope": True, "qk_norm": True}, 1, shape=(0, T))
@@ -267,6 +285,19 @@ def test_positions_and_tables_may_be_given():
     assert not torch.allclose(attention(x, positions=2 * index), plain)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_may_be_asked_for(causal):
+    asked = build_attention(4, 2, causal=causal, impl="reference").double()
+    plain = build_attention(4, 2, causal=causal).double()
+    plain.load_state_dict(asked.state_dict())
+    x, x_plain = (draw(1, B, T, D).requires_grad_() for _ in range(2))
+    for attention, leaf in ((asked, x), (plain, x_plain)):
+        attention(leaf).square().sum().backward()
+    close(x.grad, x_plain.grad, "dx")
+    with pytest.raises(ValueError, match="impl='triton'"):
+        build_attention(4, 2, impl="triton")(draw(1, B, T, D).float())
+
+
 def test_the_future_does_not_leak():
     attention = build_attention(4, 2, rope=True).double()
     x = draw(1, 1, T, D)
@@ -323,6 +354,8 @@ def test_what_does_not_fit_is_refused():
         ParallelAttention(8, 4, causal=False, window=3)
     with pytest.raises(ValueError, match="window 0 needs a causal mask and at least 1 token"):
         ParallelAttention(8, 4, window=0)
+    with pytest.raises(ValueError, match="softcap 0 is not a positive number"):
+        ParallelAttention(8, 4, softcap=0)
     attention = ParallelAttention(8, 4)
     with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))

@@ -1,0 +1,389 @@
+"""attention without a GPU: the reference, bad input, and what would be launched; on a GPU also the kernels."""
+
+import math
+
+import laws
+import pytest
+import torch
+from fake_gpu import fake_gpu
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpcore.kernels import attention as module
+from mpcore.kernels.attention import attention, attention_backward, attention_reference, key_bounds
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
+
+T = 23
+ENDS = torch.tensor([0, 5, 5, 6, T])
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 4},
+    "packed": {"cu_seqlens": ENDS},
+    "packed full": {"cu_seqlens": ENDS, "causal": False},
+    "packed window": {"cu_seqlens": ENDS, "window": 3},
+    "bounds": {"bounds": (torch.arange(T).int() // 4 * 4 - 6, torch.arange(T).int() // 2 * 3 - 4)},
+}
+
+
+def draw(T=T, H=4, groups=2, K=6, V=5, B=1, keys=None, dtype=torch.float64):
+    keys = T if keys is None else keys
+    generator = torch.Generator().manual_seed(T + H)
+    shapes = (B, T, H, K), (B, keys, groups, K), (B, keys, groups, V)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def sees(T, keys, causal=True, window=None, cu_seqlens=None, bounds=None):
+    """The mask, one pair of tokens at a time."""
+    mask = torch.zeros(T, keys, dtype=torch.bool)
+    for i in range(T):
+        for j in range(keys):
+            if bounds is not None:
+                mask[i, j] = bounds[0][i] <= j < bounds[1][i]
+                continue
+            mask[i, j] = (not causal or j <= i) and (window is None or i - j < window)
+            if cu_seqlens is not None:
+                mask[i, j] &= sum(end <= i for end in cu_seqlens.tolist()) == sum(e <= j for e in cu_seqlens.tolist())
+    return mask
+
+
+def dense(query, key, value, scale=None, softcap=None, **mask):
+    """The formula with all scores at once, and lse 0 of what sees nothing."""
+    see = sees(query.shape[1], key.shape[1], **mask)
+    group = query.shape[2] // key.shape[2]
+    key, value = (t.repeat_interleave(group, 2) for t in (key, value))
+    z = torch.einsum("bihk,bjhk->bhij", query, key) * (query.shape[3] ** -0.5 if scale is None else scale)
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    some = see.any(-1)
+    lse = torch.where(some, torch.logsumexp(z.masked_fill(~see, -1e300), -1), 0.0)
+    p = (z - lse.unsqueeze(-1)).masked_fill(~see, -math.inf).exp()
+    return torch.einsum("bhij,bjhk->bihk", p, value), lse
+
+
+def finite(pair):
+    output, lse = pair
+    nothing = lse.detach() == -math.inf
+    return output, torch.where(nothing, 0.0, lse)
+
+
+@pytest.mark.parametrize("chunk", [module.CHUNK_SCORES, 100])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference_is_the_formula(mask, softcap, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_SCORES", chunk)
+    ours, theirs = ([x.requires_grad_() for x in draw(B=1 if "packed" in mask else 2)] for _ in range(2))
+    options = {**MASKS[mask], "softcap": softcap, "scale": 0.9}
+    found, wanted = finite(attention(*ours, **options)), dense(*theirs, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    gradients = [torch.randn_like(y) for y in wanted]
+    torch.autograd.backward(found, gradients)
+    torch.autograd.backward(wanted, gradients)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("H", "groups"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("keys", [1, 9, 60])
+def test_the_reference_of_other_keys_than_queries(H, groups, keys):
+    bounds = (torch.arange(T).int() - 9, torch.arange(T).int() * 2)
+    for options in ({"bounds": bounds}, {"causal": False}):
+        inputs = draw(H=H, groups=groups, keys=keys, B=2)
+        found, wanted = finite(attention(*inputs, **options)), dense(*inputs, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_gradients_of_output_and_lse(softcap):
+    inputs = [x.requires_grad_() for x in draw(5, 2, 1, 3, 2)]
+    for mask in ({}, {"window": 2}, {"causal": False}):
+        torch.autograd.gradcheck(lambda *x: attention(*x, **mask, softcap=softcap), inputs)  # noqa: B023
+    torch.autograd.gradcheck(lambda *x: attention(*x)[1], inputs)
+    torch.autograd.gradcheck(lambda *x: attention(*x)[0], inputs)
+
+
+def test_a_query_that_sees_nothing():
+    inputs = [x.requires_grad_() for x in draw(6)]
+    bounds = (torch.zeros(6, dtype=torch.int32), torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32))
+    output, lse = attention(*inputs, bounds=bounds)
+    assert not output[:, :3].any()
+    assert lse.isneginf().tolist() == [[[True] * 3 + [False] * 3] * 4]
+    torch.autograd.backward((output, lse), [torch.ones_like(output), torch.where(lse.isfinite(), 1.0, math.nan)])
+    assert all(x.grad.isfinite().all() for x in inputs)
+    assert not inputs[0].grad[:, :3].any()
+    assert not any(x.grad[:, 2:].any() for x in inputs[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_pitfall_37_merged_blocks_are_as_near_as_one(blocks, dtype):
+    """Merged in float32, output and gradients of 8 blocks of keys err no more than twice as much as those of one."""
+    length = 32
+    inputs = draw(length, V=6, dtype=dtype)
+    exact = [x.double().requires_grad_() for x in inputs]
+    wanted = dense(*exact)
+    doutput, dlse = (torch.randn_like(y).to(dtype) for y in wanted)
+    torch.autograd.backward(wanted, [doutput.double(), dlse.double()])
+
+    def ring(blocks):
+        size, index = length // blocks, torch.arange(length, dtype=torch.int32)
+        kept = torch.promote_types(dtype, torch.float32)
+        parts = [
+            ([x[:, n * size : (n + 1) * size] for x in inputs[1:]], (torch.zeros_like(index), index + 1 - n * size))
+            for n in range(blocks)
+        ]
+        output, lse = None, None
+        for held, bounds in parts:
+            part, part_lse = attention(inputs[0], *held, bounds=bounds)
+            assert part_lse.dtype == kept
+            if output is None:
+                output, lse = part.to(kept), part_lse
+                continue
+            merged = torch.logaddexp(lse, part_lse)
+            ours, theirs = ((each - merged).exp().transpose(1, 2).unsqueeze(-1) for each in (lse, part_lse))
+            output, lse = ours * output + theirs * part.to(kept), merged
+        found = [
+            attention_backward(doutput, inputs[0], *held, output.to(dtype), lse, dlse=dlse, bounds=bounds)
+            for held, bounds in parts
+        ]
+        dq = sum(part[0].to(kept) for part in found)
+        return output, lse, dq, *(torch.cat([part[i] for part in found], 1) for i in (1, 2))
+
+    truth = [*wanted, *(x.grad for x in exact)]
+    errors = [
+        [(a.double() - b).square().mean().sqrt() for a, b in zip(ring(n), truth, strict=True)] for n in (blocks, 1)
+    ]
+    for several, one in zip(*errors, strict=True):
+        assert several <= max(2 * one, 1e-15)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_a_document_is_as_alone_across_chunks(cap, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_SCORES", 64)
+    inputs = draw(60)
+    ends = torch.tensor([0, 7, 40, 60])
+    whole = attention(*inputs, cu_seqlens=ends, softcap=cap)
+    for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        output, lse = attention(*(x[:, a:b] for x in inputs), softcap=cap)
+        torch.testing.assert_close(whole[0][:, a:b], output)
+        torch.testing.assert_close(whole[1][:, :, a:b], lse)
+
+
+def test_the_reference_never_holds_all_scores(monkeypatch):
+    """Nothing that it makes is larger than a chunk or an input."""
+    monkeypatch.setattr(module, "CHUNK_SCORES", 2**12)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple) else (out,):
+                largest = max(largest, x.numel() if isinstance(x, torch.Tensor) else 0)
+            return out
+
+    q, k, v = draw(256, 4, 2, 8, 8)
+    with Watch():
+        module._forward_reference(q, k, v, None, None, True, 0.3, 0.0)
+        module._backward_reference(q, None, q, k, v, q, torch.zeros(1, 4, 256), None, None, True, 0.3, 0.0)
+    assert 0 < largest <= max(2 * 2**12, q.numel()) < 4 * 256 * 256 / 8
+
+
+def test_autocast_takes_its_dtype():
+    inputs = draw(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, lse = attention(*inputs)
+    wanted = attention(*(x.bfloat16() for x in inputs))
+    assert torch.equal(output, wanted[0])
+    assert torch.equal(lse, wanted[1])
+
+
+def test_second_derivatives_are_refused():
+    inputs = [x.requires_grad_() for x in draw()]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(attention(*inputs)[0].sum(), inputs, create_graph=True)
+
+
+def test_flops_are_those_of_the_products():
+    q, k, v = (x.requires_grad_() for x in draw(8, 4, 2, 6, 5, B=3))
+    with FlopCounterMode(display=False) as counter:
+        output, _ = attention(q, k, v)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    pairs = 3 * 4 * 8 * 8
+    assert forward == 2 * pairs * (6 + 5)
+    assert counter.get_total_flops() - forward == 2 * pairs * (3 * 6 + 2 * 5)
+
+
+def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.int64), torch.ones(6)).backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 9
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"query": (1, 8, 6)}, {}, r"query \(1, 8, 6\).*4 dimensions"),
+        ({"query": (2, 8, 4, 6)}, {}, r"query \(2, 8, 4, 6\), key \(1, 8, 2, 6\).*are not \[B, Tq, H, K\]"),
+        ({"key": (1, 8, 2, 7)}, {}, r"are not \[B, Tq, H, K\]"),
+        ({"value": (1, 9, 2, 6)}, {}, r"are not \[B, Tq, H, K\]"),
+        ({"query": (1, 8, 5, 6)}, {}, "5 query heads are not a multiple of 2 KV heads"),
+        ({"query": (1, 8, 1, 6)}, {}, "1 query heads are not a multiple of 2 KV heads"),
+        ({"query": (1, 7, 4, 6)}, {}, "7 queries of 8 keys have no diagonal: give bounds, or causal=False"),
+        ({}, {"window": 0}, "window 0 needs a causal mask and at least 1 token"),
+        ({}, {"window": 2, "causal": False}, "window 2 needs a causal mask"),
+        ({}, {"scale": 0.0}, "scale 0.0 is not a positive number"),
+        ({}, {"softcap": -1.0}, "softcap -1.0 is not a positive number; None is none"),
+        ({}, {"cu_seqlens": torch.tensor([0, 9])}, "from 0 to the sequence length 8, but runs from 0 to 9"),
+        ({}, {"bounds": (torch.zeros(7).int(),) * 2}, r"bound low is torch.int32 \(7,\) on cpu; it must be .*\(8,\)"),
+        ({}, {"bounds": (torch.zeros(8).int(), torch.zeros(8).long())}, "bound high is torch.int64"),
+        ({}, {"bounds": (torch.zeros(8).int(),) * 2, "window": 2}, "bounds are the whole mask"),
+        ({}, {"bounds": (torch.zeros(8).int(), torch.arange(8).flip(0).int())}, "bounds fall"),
+        ({}, {"impl": "fast"}, "impl 'fast'"),
+        ({}, {"impl": "triton"}, r"no kernel of head dimensions \(6, 6\), only of \(64, 80"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, options, message):
+    shapes = {"query": (1, 8, 4, 6), "key": (1, 8, 2, 6), "value": (1, 8, 2, 6)} | change
+    with pytest.raises(ValueError, match=message):
+        attention(**{name: torch.zeros(shape) for name, shape in shapes.items()}, **options)
+
+
+def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
+    q, k, v = draw(8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"key is torch.float64 on cpu, but query is torch.float32"):
+        attention(q, k.double(), v)
+    with pytest.raises(ValueError, match=r"value is torch.float32 on meta, but query is torch.float32 on cpu"):
+        attention(q, k, v.to("meta"))
+    with pytest.raises(ValueError, match=r"query is torch.int64; it must be"):
+        attention(q.long(), k.long(), v.long())
+    with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+        attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), cu_seqlens=torch.tensor([0, 8]))
+    output, lse = attention(q, k, v)
+    for given in ({"grad": output[:, 1:]}, {"lse": lse[:, 1:]}, {"output": q}, {"dlse": lse.transpose(1, 2)}):
+        arguments = {"grad": output, "output": output, "lse": lse} | given
+        with pytest.raises(ValueError, match=f"{next(iter(given))} is"):
+            attention_backward(query=q, key=k, value=v, **arguments)
+
+
+def test_on_the_meta_device_shapes_come_out():
+    output, lse = attention(*(x.to("meta").requires_grad_() for x in draw(B=2)))
+    assert (output.shape, lse.shape) == ((2, T, 4, 5), (2, 4, T))
+    output.sum().backward()
+
+
+# --- launches -----------------------------------------------------------------------------------------------------
+
+
+def launched(T=300, H=8, groups=2, K=64, V=64, B=2, keys=None, dtype=torch.bfloat16, target="sm_90", **mask):
+    shapes = (B, T, H, K), (B, T if keys is None else keys, groups, K), (B, T if keys is None else keys, groups, V)
+    q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+    low, high = key_bounds(T, **mask) if mask else (None, None)
+    ops, options = torch.ops.mpcore, (low, high, True, 0.1, 0.0, True)
+    with fake_gpu(target) as launches:
+        output, lse = ops.attention_forward(q, k, v, *options)
+        ops.attention_backward(output, None, q, k, v, output, lse, *options)
+    return launches
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 7}], ids=str)
+def test_a_launch_has_a_program_for_each_block_of_each_head(mask):
+    forward, rows, keys, queries = launched(**mask)
+    for launch, tokens, heads in ((forward, "BLOCK_M", 16), (keys, "BLOCK_N", 4), (queries, "BLOCK_M", 16)):
+        assert launch.grid == (-(-300 // launch.arguments[tokens]) * heads, 1, 1)
+        assert launch.arguments["MASK"] == ("bounds" if mask else "causal")
+        assert (launch.arguments["low_ptr"] is None) == (not mask)
+    assert rows.grid == (-(-300 // 32) * 16, 1, 1)
+    assert rows.arguments["rows_ptr"].shape == (2, 2, 8, 300)
+
+
+def test_views_are_not_copied():
+    packed = torch.empty(2, 300, 12, 64, dtype=torch.bfloat16)
+    q, k, v = packed.split([8, 2, 2], 2)
+    with fake_gpu() as launches:
+        torch.ops.mpcore.attention_forward(q, k, v, None, None, True, 0.1, 0.0, True)
+        torch.ops.mpcore.attention_forward(q, k.mT.contiguous().mT, v, None, None, True, 0.1, 0.0, True)
+    plain, copied = (launch.arguments for launch in launches)
+    assert [plain[f"{name}_ptr"].data_ptr() for name in "qkv"] == [x.data_ptr() for x in (q, k, v)]
+    assert (plain["k_batch"], plain["k_token"], plain["k_head"]) == (300 * 12 * 64, 12 * 64, 64)
+    assert (copied["k_batch"], copied["k_token"], copied["k_head"]) == (300 * 2 * 64, 2 * 64, 64)
+
+
+def test_strides_beyond_32_bits_are_another_kernel():
+    """Their type is part of the compiled code; a launch that remembers the last must not take it for these."""
+    near = torch.empty(1, 16, 1, 64, dtype=torch.bfloat16)
+    far = near.as_strided((1, 16, 1, 64), (2**32, 64, 64, 1))
+    with fake_gpu() as launches:
+        for query in (near, far):
+            torch.ops.mpcore.attention_forward(query, near, near, None, None, True, 0.1, 0.0, True)
+    assert [launch.kernel.src.signature["q_batch"] for launch in launches] == ["i32", "i64"]
+
+
+def test_nothing_is_launched_for_nothing():
+    assert launched(T=0) == []
+    assert launched(B=0) == []
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def on_gpu(T, K=128, dtype=torch.bfloat16, **sizes):
+    return {
+        n: x.cuda() for n, x in zip(("query", "key", "value"), draw(T, K=K, V=K, dtype=dtype, **sizes), strict=True)
+    }
+
+
+def moved(mask):
+    return {
+        name: tuple(t.cuda() for t in value) if name == "bounds" else value.cuda() if name == "cu_seqlens" else value
+        for name, value in mask.items()
+    }
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("K", [64, 80, 128, 256])
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("softcap", [None, 5.0])
+    def test_errors(self, mask, K, dtype, softcap):
+        options = {**moved(MASKS[mask]), "softcap": softcap}
+        inputs = on_gpu(T, K, dtype, H=32, groups=16)
+        found, plain, exact = (
+            laws.results(lambda **x: finite(how(**x)), given, **options)  # noqa: B023
+            for how, given in (
+                (lambda **x: attention(**x, impl="triton"), inputs),
+                (attention_reference, inputs),
+                (attention_reference, {name: x.double() for name, x in inputs.items()}),
+            )
+        )
+        for name, want in exact.items():
+            granted = torch.finfo(found[name].dtype).eps * want.abs().max()
+            error, bound = (found[name] - want).abs().max(), (plain[name] - want).abs().max()
+            assert error <= 2 * max(bound, granted), name
+
+    @pytest.mark.parametrize("length", [1000, 4096])
+    def test_gradients_repeat_bit_for_bit(self, length):
+        inputs = on_gpu(length, H=8)
+        first, second = (laws.results(attention, inputs, window=300) for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_a_cuda_graph_captures_it(self):
+        q, k, v = (x.requires_grad_() for x in on_gpu(512).values())
+        output, lse = attention(q, k, v)
+        grad = torch.randn_like(output)
+        wanted = attention_backward(grad, q, k, v, output, lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            again = attention(q, k, v)
+            found = attention_backward(grad, q, k, v, *again)
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
