@@ -406,6 +406,7 @@ _LARGE = {  # 227 KiB of shared memory: H100, B200
     "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
     "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
 }
+_BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64))}}
 _SMALL = {  # 99 KiB and more: other GPUs of Nvidia
     "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
     "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
@@ -431,10 +432,12 @@ def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap
 @functools.cache
 def _tiles_of(device: object) -> dict:
     driver = triton.runtime.driver.active
-    if driver.get_current_target().backend != "cuda":
+    target = driver.get_current_target()
+    if target.backend != "cuda":
         return _AMD
-    large = driver.utils.get_device_properties(device)["max_shared_mem"] >= 200 * 1024
-    return _LARGE if large else _SMALL
+    if driver.utils.get_device_properties(device)["max_shared_mem"] < 200 * 1024:
+        return _SMALL
+    return _BLACKWELL if target.arch >= 100 else _LARGE
 
 
 def _forward_reference(
