@@ -18,12 +18,14 @@ The backward pass takes (output, lse) as given: those merged over several blocks
 o = e^(lse1 - m) o1 + e^(lse2 - m) o2, in float32) make each block's dq, dk and dv its terms of the whole gradient.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,13 +210,12 @@ def _check(
             raise ValueError(f"{name} is {t.dtype} on {t.device}, but query is {query.dtype} on {query.device}")
     if query.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"query is {query.dtype}; it must be float64, float32, bfloat16 or float16")
-    if scale is None:
-        scale = max(query.shape[3], 1) ** -0.5
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale {scale} is not a positive number")
+    factor = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+    if not 0 < factor < math.inf:
+        raise ValueError(f"scale {factor} is not a positive number")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap {softcap} is not a positive number; None is none")
-    return scale, softcap or 0.0
+    return factor, softcap or 0.0
 
 
 def _bounds(
@@ -372,7 +373,7 @@ class _View(NamedTuple):
 
 def _views(x: Tensor) -> _View:
     x = x if x.stride(3) == 1 else x.contiguous()
-    return _View(x, x.stride()[:3])
+    return _View(x, (x.stride(0), x.stride(1), x.stride(2)))
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
@@ -423,15 +424,19 @@ def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap
     width = max(64, next_power_of_2(max(query.shape[3], value.shape[3])))
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
         return _Tile((16, 16) if width > 128 else (32, 32), 1, 8)
-    table = _SMALL if INTERPRETING else _tiles_of(triton.runtime.driver.active.get_current_device())
+    table = _SMALL if INTERPRETING else _tiles_of(_driver().get_current_device())
     padded = width not in (query.shape[3], value.shape[3])
     blocks = table[kernel][width][low is not None or softcap > 0 or padded]
     return _Tile(blocks, 1, 4) if table is _AMD else _Tile(blocks, 2, 8)
 
 
+def _driver() -> Any:
+    return triton.runtime.driver.active
+
+
 @functools.cache
 def _tiles_of(device: object) -> dict:
-    driver = triton.runtime.driver.active
+    driver = _driver()
     target = driver.get_current_target()
     if target.backend != "cuda":
         return _AMD
