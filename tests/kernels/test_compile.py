@@ -18,7 +18,9 @@ CASES = [
 @pytest.mark.parametrize("target", compile_table.TARGETS)
 def test_compiles_to_the_golden_facts(target, case):
     kernels = compile_table.compile_case(target, case)
-    assert {name: facts["spills"] for name, facts in kernels.items()} == dict.fromkeys(kernels, 0)
+    assert {name for name, facts in kernels.items() if facts["spills"]} <= compile_table.SPILLS.get(
+        (target, case), set()
+    )
     if triton.__version__ == GOLDEN["triton"]:  # another compiler allocates other registers
         assert kernels == GOLDEN["targets"][target][case], f"regenerate by: python {compile_table.__file__}"
 
@@ -33,4 +35,4 @@ def test_attention_multiplies_on_tensor_cores(target):
         for name, facts in kernels.items():
             on_cores = case.startswith("attention") and name != "rows_kernel" and "fp32" not in case
             assert "matrix" in facts or not on_cores, (case, name)
-            assert facts["spills"] == 0, (case, name)
+            assert not facts["spills"] or name in compile_table.SPILLS.get((target, case), ()), (case, name)
