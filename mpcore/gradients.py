@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def reduce_gradients(model: nn.Module, *over: Axis) -> None:
+def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
     """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
@@ -32,14 +32,15 @@ def reduce_gradients(model: nn.Module, *over: Axis) -> None:
     Args:
         model: the model, or this rank's stage of it.
         over: axes over which every parameter is replicated with other data on each rank, and which nothing else
-            reduces: `mesh.data` for plain data parallelism without `fully_shard`.
+            reduces; a mesh stands for each parameter's own (`Sharding.data_axis`): plain data parallelism.
     """
     pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
     for name, module, leaf, parameter in owners(model):
         if not parameter.requires_grad:
             continue
         sharding = sharding_of(module, leaf, parameter)
-        wanted = [(axis, None) for axis in (*sharding.partial, *over) if axis.size > 1]
+        axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
+        wanted = [(axis, None) for axis in (*sharding.partial, *axes) if axis.size > 1]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
@@ -139,7 +140,7 @@ def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
         sharded_over = [shard.axis.group for shard in sharding.shards]  # the group, not the name, says which ranks
         replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.group not in sharded_over]
         if not is_dtensor(parameter.grad):
-            replicated_over.append(mesh.data)
+            replicated_over.append(sharding.data_axis(mesh))
         if any(axis.rank > 0 for axis in replicated_over):
             continue
         grad = local_tensor(parameter.grad)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import shard_sizes, start_all_gather, wait
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -89,6 +89,13 @@ class Sharding:
             shape[shard.dim] = shard.size(shard.axis.rank)
         return tuple(shape)
 
+    def data_axis(self, mesh: Mesh) -> Axis:
+        """The axis on which the tensor is replicated while its ranks see other data: their gradients are to be summed.
+
+        That is `mesh.edp` for what is sharded over the experts' axis, and `mesh.data` for all else.
+        """
+        return mesh.edp if any(_same_axis(shard.axis, mesh.ep) for shard in self.shards) else mesh.data
+
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""
         if tuple(full.shape) != self.shape:
@@ -115,6 +122,10 @@ class Sharding:
                     offset += end - start
             local = full.movedim(0, shard.dim)
         return local.contiguous()
+
+
+def _same_axis(a: Axis, b: Axis) -> bool:
+    return a.group is b.group and (a.group is not None or a.name == b.name)  # the group says which ranks they are
 
 
 def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:

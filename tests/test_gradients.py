@@ -162,6 +162,45 @@ def test_replicas_on_other_data_are_summed_with_the_pending_ones(ranks):
     ranks(4, check_data)
 
 
+class OwnExperts(ParallelModule):
+    """Six experts dealt out over ep, and a router that all ranks hold."""
+
+    def __init__(self, ep=Axis(name="ep")):
+        super().__init__()
+        like = {"dtype": torch.float64}
+        self.declare("experts", (6, 2, 3), constant(0.0), shard=cut(6, ep, 0), **like)
+        self.declare("router", (6, 3), constant(0.0), **like)
+
+
+def check_experts(sizes):
+    """Each rank has its own terms: experts are summed over the ranks that hold them, the router over all."""
+    m = mesh(**sizes)
+    model = OwnExperts(m.ep)
+    whole = OwnExperts()
+    for name, p in model.named_parameters():
+        terms = [draw(10 * hash_of(name) + r, *model.shardings[name].shape) for r in range(m.world.size)]
+        p.grad = model.shardings[name].take(terms[m.world.rank]).clone()
+        dict(whole.named_parameters())[name].grad = sum(terms)
+    assert model.shardings["experts"].data_axis(m).group is m.edp.group
+    assert model.shardings["router"].data_axis(m) is m.data
+    if m.ep.size > 1:  # terms of experts exist on the ranks of one ep coordinate alone
+        owned = model.shardings["experts"].shards[0].mine[0]
+        terms = [draw(10 * hash_of("experts") + r, 6, 2, 3) for r in range(m.world.size)]
+        holders = [r for r in range(m.world.size) if r % m.ep.size == m.ep.rank]
+        whole.experts.grad[slice(*owned)] = sum(terms[r] for r in holders)[slice(*owned)]
+    reduce_gradients(model, m)
+    for name, p in model.named_parameters():
+        close(p.grad, model.shardings[name].take(dict(whole.named_parameters())[name].grad), name)
+    whole.experts.grad = model.shardings["experts"].assemble(model.experts.grad)
+    for p in NORMS:
+        close(grad_norm(model, m, p), grad_norm(whole, Mesh(), p), f"the {p}-norm")
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2}], ids=str)
+def test_pitfall_28_30_experts_are_summed_over_those_that_hold_them_and_counted_once(ranks, sizes):
+    ranks(sizes["dp"], check_experts, sizes)
+
+
 class Experts(nn.Module):
     """Layers of which a batch uses some: the others get no gradient."""
 

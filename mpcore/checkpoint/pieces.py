@@ -155,7 +155,7 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
     if is_dtensor(placed):
         dims, first = _over_data(name, placed, dims)
     else:
-        replicas.append(mesh.edp if "ep" in cut_over else mesh.data)
+        replicas.append(sharding.data_axis(mesh))
     first = first and all(axis.rank == 0 for axis in replicas)
     boxes = []
     for segments in itertools.product(*dims):
