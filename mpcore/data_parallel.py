@@ -1,42 +1,399 @@
-"""Floor 4: data parallelism over plain local shards, by torch's `fully_shard`."""
+"""Floor 4: data parallelism over plain local shards: ZeRO-0 to 3 and HSDP, by torch's `fully_shard`.
+
+What is exchanged over data a step, in units of a rank's parameters, with M micro-batches:
+
+    zero  parameters gathered  gradients summed                    lies whole on each data rank
+    0     -                    once, all-reduced (2)               parameters, gradients, optimizer state
+    1     once (1)             once, reduce-scattered (1)          parameters, gradients
+    2     once (1)             each micro-batch (M)                parameters
+    3     twice a micro-batch  each micro-batch (M)                nothing
+          (2 M)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Replicate
 
-from mpcore.mesh import Mesh
+from mpcore.mesh import Axis, Mesh, check_same
+from mpcore.sharding import Sharding, add_partial, is_dtensor, owners, sharding_of
 
 
-def shard_data_parallel(model: nn.Module, mesh: Mesh, blocks: Iterable[nn.Module] = ()) -> nn.Module:
-    """Shard parameters, gradients and optimizer state over the data axis; gradients are summed, never averaged.
+@dataclass(frozen=True)
+class DataParallel:
+    """How a stage is sharded over data: `stage.data_parallel`.
 
-    The loss is divided once by the global number of tokens, so nothing here divides again. With one data rank the model
-    stays as it is.
+    Attributes:
+        zero: what is sharded, see `shard_data_parallel`.
+        replicate: over how many groups of ranks the shards are replicated.
+        shared: units of the parameters that several stages of this rank share.
+    """
+
+    zero: int
+    replicate: int = 1
+    shared: tuple[SharedUnit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies over data.
+
+    Attributes:
+        axis: the axis that its gradient is summed over.
+        parameter, gradient, state: in how many shards it, its gradient between micro-batches, and its optimizer state
+            lie; 1: whole on each rank of the axis.
+    """
+
+    axis: Axis
+    parameter: int
+    gradient: int
+    state: int
+
+
+def shard_data_parallel(
+    model: nn.Module | Sequence[nn.Module],
+    mesh: Mesh,
+    blocks: Iterable[nn.Module] = (),
+    *,
+    zero: int = 1,
+    replicate: int = 1,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> nn.Module | Sequence[nn.Module]:
+    """Lay a model out over the data ranks. Gradients are summed, never averaged: who makes the loss divides it, once.
+
+    Parameters sharded over experts are replicated, and so dealt out, over `mesh.edp`; all others over `mesh.data`.
+    Afterwards call `reduce_gradients(model)` after each step's last backward, as ever. Where micro-batches are run
+    without `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last.
+
+    Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
+    no gradient with `zero=0`, and one of zeros else; frozen parameters have none. Every rank must run every block.
 
     Args:
-        model: the model, or this rank's stage of it, with plain parameters (`materialize` first). Changed in place.
-        mesh: the mesh it lies on.
-        blocks: submodules that are gathered one after the other, in the order of forward.
+        model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
+            which may share parameters. Changed in place.
+        mesh: the mesh it lies on. With one data rank the model stays as it is.
+        blocks: submodules that are gathered and summed one after the other, in the order of forward.
+        zero: 0 keeps everything whole on each rank, and gradients are all-reduced by `reduce_gradients`. 1 shards the
+            optimizer's state: gradients are reduce-scattered with the last micro-batch, and parameters are gathered
+            once a step. 2 shards gradients too: each micro-batch's are reduce-scattered. 3 shards parameters too: a
+            block's are gathered for its forward, dropped, and gathered for its backward. Parameters that stages share
+            are gathered once a step, and their gradients are reduce-scattered once, with 1 to 3.
+        replicate: shard over groups of `data.size / replicate` consecutive data ranks, such as those of a node, and
+            replicate across them (HSDP).
+        param_dtype: compute in this dtype; parameters, and so the optimizer's, stay as they are: fp32 masters.
+        reduce_dtype: dtype that gradients are summed in; those of fp64 parameters are in fp64.
 
     Returns:
-        The model.
+        The model, or the stages.
+
+    Raises:
+        ValueError: on every rank and before anything is changed, if `zero` or `replicate` can't be had, a block lies
+            outside the model, something is sharded already, trained parameters of one unit differ in dtype, or ranks
+            ask for different things.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
     """
-    if mesh.data.size == 1 or mesh.device_mesh is None:
+    stages, blocks = [model] if isinstance(model, nn.Module) else list(model), list(blocks)
+    _check(stages, blocks, mesh, zero, replicate, param_dtype, reduce_dtype)
+    asked = {"zero": zero, "replicate": replicate, "blocks": len(blocks), "dtypes": (param_dtype, reduce_dtype)}
+    check_same("data parallelism", asked, mesh.data)
+    if mesh.device_mesh is None or (mesh.data.size == 1 and param_dtype is None):
         return model
-    data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
-    for module in (*blocks, model):
-        sharded = fully_shard(module, mesh=data, reshard_after_forward=False)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    if zero == 0:
+        for stage in stages:
+            _declare_pending(stage, mesh, lambda _: True)
+            stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
+        return model
+
+    held = {id(p): sharding_of(module, leaf, p) for stage in stages for _, module, leaf, p in owners(stage)}
+    whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)].data_axis(mesh), mesh)}
+    for stage in stages:
+        _declare_pending(stage, mesh, lambda p: p in whole)
+    wrap = _Wrap(mesh, held, zero, replicate, param_dtype, reduce_dtype)
+    shared = _share(stages, whole, wrap)
+    whole |= {p for unit in shared for p in unit.shared}
+    for stage in stages:
+        within = set(stage.modules())
+        for block in blocks:
+            if block in within:
+                wrap(block, whole)
+        wrap(stage, whole)
+        units = tuple(unit for unit in shared if unit.owners & within)
+        stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
+        for unit in units:
+            stage.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
     return model
 
 
-def sync_gradients(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward sums gradients over the data axis: only that of a step's last micro-batch need."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+def _check(
+    stages: list[nn.Module],
+    blocks: list[nn.Module],
+    mesh: Mesh,
+    zero: int,
+    replicate: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
+) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero {zero!r} is none of 0, 1, 2 and 3")
+    if not isinstance(replicate, int) or replicate < 1 or mesh.data.size % replicate:
+        raise ValueError(f"replicate {replicate!r} does not divide the data size {mesh.data.size}")
+    if replicate > 1 and (zero == 0 or replicate == mesh.data.size):
+        raise ValueError(
+            f"replicate {replicate} with zero {zero} on {mesh.data.size} data ranks leaves nothing to shard: zero=0 "
+            f"with replicate=1 replicates everything"
+        )
+    if replicate > 1 and mesh.edp.size % replicate:
+        raise ValueError(f"replicate {replicate} does not divide the edp size {mesh.edp.size} of the experts")
+    if zero == 0 and (param_dtype is not None or reduce_dtype != torch.float32):
+        raise ValueError(
+            f"zero 0 computes in the parameters' own dtype and sums in float32, not in {param_dtype} and "
+            f"{reduce_dtype}: use torch.autocast, or zero=1"
+        )
+    if param_dtype is not None and mesh.device_mesh is None:
+        raise ValueError(
+            f"param_dtype {param_dtype} needs torch.distributed, if only of one process: use torch.autocast"
+        )
+    within = {module for stage in stages for module in stage.modules()}
+    for block in blocks:
+        if block not in within:
+            raise ValueError(f"the block {type(block).__name__} is no submodule of the model")
+    if any(isinstance(module, FSDPModule) or hasattr(module, "data_parallel") for module in within):
+        raise ValueError("the model is sharded over data already")
+    inside = {p for block in blocks for p in block.parameters()}
+    for unit in (*blocks, *stages):
+        mine = [p for p in unit.parameters() if p.requires_grad and (unit in blocks or p not in inside)]
+        dtypes = sorted({str(p.dtype) for p in mine})
+        if zero and len(dtypes) > 1:
+            raise ValueError(
+                f"trained parameters of one {type(unit).__name__} are of {' and '.join(dtypes)}: give each dtype "
+                f"blocks of its own, or use zero=0"
+            )
+
+
+def _stays_whole(parameter: Tensor, axis: Axis, mesh: Mesh) -> bool:
+    """`fully_shard` cuts dimension 0 over replicas: not where it is missing or empty, or there are none."""
+    return parameter.dim() == 0 or parameter.numel() == 0 or (axis.size == 1 and mesh.data.size > 1)
+
+
+def _declare_pending(stage: nn.Module, mesh: Mesh, which: Callable[[nn.Parameter], bool]) -> None:
+    for _, module, leaf, parameter in list(owners(stage)):
+        sharding = sharding_of(module, leaf, parameter)
+        axis = sharding.data_axis(mesh)
+        if which(parameter) and all(axis.group is not old.group for old in sharding.partial):
+            add_partial(module, leaf, axis)
+
+
+class _Wrap:
+    """`fully_shard` with all that this module says about it, for one unit after the other."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        held: dict[int, Sharding],
+        zero: int,
+        replicate: int,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.held, self.zero = mesh, held, zero
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        assert mesh.device_mesh is not None
+        if replicate > 1:
+            self.data = _cut_axis(mesh.data, replicate, mesh.device_type)
+        else:
+            self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
+        self.experts: ShardPlacementResult | None = None
+        if mesh.ep.size > 1 and mesh.edp.size > 1:
+            if replicate == mesh.edp.size:
+                raise ValueError(f"replicate {replicate} leaves nothing to shard experts over: edp has this size")
+            cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
+            info = FSDPMeshInfo(cut, 0) if replicate == 1 else HSDPMeshInfo(cut, 1, 0)
+            self.experts = ShardPlacementResult(None, info)
+
+    def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
+        zero = self.zero if zero is None else zero
+        mine = [p for p in module.parameters() if p not in ignored and not is_dtensor(p)]
+        wide = any(p.dtype == torch.float64 for p in mine)
+        policy = MixedPrecisionPolicy(self.param_dtype, None if wide else self.reduce_dtype, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": self.data, "mp_policy": policy, "reshard_after_forward": zero == 3}
+        if self.experts is not None:
+            options["shard_placement_fn"] = self._placed
+        sharded = fully_shard(module, ignored_params=ignored, **options)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_reduce_scatter_unused_params(True)  # else ranks that used others post sums of other sizes
+
+    def _placed(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
+        sharding = self.held.get(id(parameter))
+        return self.experts if sharding is not None and sharding.data_axis(self.mesh) is self.mesh.edp else None
+
+
+def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
+    """The axis as torch's mesh; with `replicate` > 1 one of (replicate, shard), ranks of a shard group in a row."""
+    assert axis.group is not None
+    if replicate == 1:
+        return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
+    ranks = torch.tensor(dist.get_process_group_ranks(axis.group), dtype=torch.int).view(replicate, -1)
+    row, column = divmod(axis.rank, ranks.shape[1])
+    # each rank makes its own two groups alone: the others of the world may not be here
+    groups = [dist.new_group(mine.tolist(), use_local_synchronization=True) for mine in (ranks[:, column], ranks[row])]
+    names = (f"{axis.name}_replicate", f"{axis.name}_shard")
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)  # type: ignore[arg-type]
+
+
+# --- parameters that stages share -----------------------------------------------------------------------------------
+
+
+class SharedUnit(nn.Module):
+    """Parameters that several stages of a rank share, such as a tied table, as a unit of `fully_shard` of its own.
+
+    A unit belongs to one root, and each stage is a root. So this one is none of the stages' submodules; it is gathered
+    before the first stage runs, and its gradients are summed when all stages are done.
+    """
+
+    def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        super().__init__()
+        self.places = list(places)
+        self.owners = {module for module, _ in self.places}
+        self.held = nn.ModuleList(self.owners)
+
+    @property
+    def shared(self) -> set[nn.Parameter]:
+        """The parameters, as they are now: whole or shards."""
+        return {getattr(module, leaf) for module, leaf in self.places}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input."""
+        return x * 1
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Hold the parameters whole, if they are not."""
+        self(torch.zeros(()))
+
+    def finish(self) -> None:
+        """Sum the gradients over data and hold shards again."""
+        with torch.enable_grad():
+            self(torch.zeros((), requires_grad=True)).backward()
+
+
+def _share(stages: list[nn.Module], whole: set[nn.Parameter], wrap: _Wrap) -> list[SharedUnit]:
+    seen: dict[nn.Parameter, set[int]] = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for i, stage in enumerate(stages):
+        for module in stage.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                seen.setdefault(parameter, set()).add(i)
+                places.setdefault(parameter, []).append((module, leaf))
+    shared = {p for p, where in seen.items() if len(where) > 1 and p not in whole}
+    if not shared:
+        return []
+    unit = SharedUnit(place for p, held in places.items() if p in shared for place in held)
+    wrap(unit, set(unit.parameters()) - shared, zero=1)
+    return [unit]
+
+
+# --- between micro-batches --------------------------------------------------------------------------------------------
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete."""
+    state = getattr(model, "data_parallel", None)
+    if state is None or not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(last or state.zero > 1)
+    model.set_requires_all_reduce(last)  # replicas of shards are summed once a step
+    model.set_reshard_after_backward(last or state.zero == 3)
+
+
+def finish_gradients(stages: Iterable[nn.Module]) -> None:
+    """After a step's last backward: sum the gradients of what this rank's stages share."""
+    for unit in _shared_units(stages):
+        unit.finish()
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the modules hold their shards, which a forward without backward leaves gathered.
+
+    `save` and `load` do it for the modules of the model they are given. Where a rank's stages are sharded each for
+    itself and joined, call it for each stage before.
+    """
+    for module in (*model.modules(), *_shared_units([model])):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather(model: nn.Module) -> None:
+    """Have the modules hold whole parameters: what a backward that is split in two needs."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def reduce_held(model: nn.Module, last: bool) -> None:
+    """After the second half of a split backward, which runs no hooks: what `sync_gradients` says is to be done."""
+    state = getattr(model, "data_parallel", None)
+    if state is None or not isinstance(model, FSDPModule):
+        return
+    sync_gradients(model, last)
+    if state.zero == 1:  # the pipeline sums at the end; here sums of half precision move to float32
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+    root: Any = model._get_fsdp_state()  # as torch's `PipelineStage.perform_reduce_grad` does it
+    for unit in root._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def reduces_each_micro_batch(model: nn.Module) -> bool:
+    """Whether gradients are sharded."""
+    return isinstance(model, FSDPModule) and model.data_parallel.zero > 1  # type: ignore[union-attr]
+
+
+def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter, its gradient and its optimizer state lie over data, by name.
+
+    Args:
+        stages: what `shard_data_parallel` was given, or a model that it didn't see.
+        mesh: the mesh it lies on.
+    """
+    found = {}
+    for stage in [stages] if isinstance(stages, nn.Module) else stages:
+        reshard(stage)
+        state = getattr(stage, "data_parallel", DataParallel(0))
+        shared = {p for unit in state.shared for p in unit.shared}
+        for name, module, leaf, parameter in owners(stage):
+            cut = data_shards(parameter)
+            zero = 1 if parameter in shared else state.zero
+            axis = sharding_of(module, leaf, parameter).data_axis(mesh)
+            found[name] = Placement(axis, cut if zero == 3 else 1, cut if zero > 1 else 1, cut)
+    return found
+
+
+def data_shards(x: Tensor) -> int:
+    """In how many shards data parallelism cut a tensor; 1: it is whole."""
+    if not is_dtensor(x):
+        return 1
+    sizes = [x.device_mesh.size(i) for i, place in enumerate(x.placements) if not isinstance(place, Replicate)]
+    return torch.Size(sizes).numel()
+
+
+def _shared_units(stages: Iterable[nn.Module]) -> Iterator[SharedUnit]:
+    seen = set()
+    for stage in stages:
+        for unit in getattr(stage, "data_parallel", DataParallel(0)).shared:
+            if id(unit) not in seen:
+                seen.add(id(unit))
+                yield unit

@@ -110,6 +110,13 @@ def _data_run(x: DTensor) -> tuple[int, int]:
     return start, start + x.to_local().shape[0]
 
 
+def _is_first_replica(x: DTensor) -> bool:
+    """Whether no lower rank holds the same shard: shards may be replicated over nodes."""
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(rank == 0 for place, rank in zip(x.placements, coordinate, strict=True) if place.is_replicate())
+
+
 @torch.no_grad()
 def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
     """The p-norm of the whole model's gradient, every logical element counted once, the same on every rank.
@@ -139,9 +146,9 @@ def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
         sharding = sharding_of(module, leaf, parameter)
         sharded_over = [shard.axis.group for shard in sharding.shards]  # the group, not the name, says which ranks
         replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.group not in sharded_over]
-        if not is_dtensor(parameter.grad):
-            replicated_over.append(sharding.data_axis(mesh))
-        if any(axis.rank > 0 for axis in replicated_over):
+        grad = parameter.grad
+        first = _is_first_replica(grad) if is_dtensor(grad) else sharding.data_axis(mesh).rank == 0
+        if not first or any(axis.rank > 0 for axis in replicated_over):
             continue
         grad = local_tensor(parameter.grad)
         for shard in sharding.shards:

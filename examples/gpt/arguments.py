@@ -28,6 +28,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
     add("--dp", type=int, help="data parallel size (default: what the others leave of the world)")
     add(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=1,
+        help="over data shard nothing, optimizer state, gradients too, parameters too (default 1)",
+    )
+    add("--replicate", type=int, default=1, help="groups of data ranks, such as nodes, that hold replicas (default 1)")
+    add(
         "--sequence-parallel",
         action="store_true",
         help="cut activations along the sequence between tp regions",

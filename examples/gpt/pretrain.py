@@ -27,9 +27,9 @@ from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_parameters
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
 from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, materialize, reduce_gradients
-from mpcore.checkpoint import Saving, checkpoints, load, reshard, save, save_async, step_path
+from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
+from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.mesh import check_same, raise_together
 from mpcore.pipeline import Pipeline
@@ -73,11 +73,8 @@ class Trainer:
         self.stages = build_stages(config, mesh, blocks, ranks, **options)
         model = self.stages[0] if len(self.stages) == 1 else join_stages(self.stages)
         materialize(model, args.seed, mesh.device)
-        # `fully_shard` would part a table that two stages of a rank share: then each data rank keeps the whole model.
-        shared = config.tie_embeddings and plan.stages > 1 and ranks[0] == ranks[-1]
-        self.replicated = [mesh.data] if shared else []
-        for stage in [] if shared else self.stages:
-            shard_data_parallel(stage, mesh, stage.blocks.values())
+        layers = [block for stage in self.stages for block in stage.blocks.values()]
+        shard_data_parallel(self.stages, mesh, layers, zero=args.zero, replicate=args.replicate)
         self.model: nn.Module = model
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
@@ -127,7 +124,7 @@ class Trainer:
         self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
         with self.autocast():
             total = self.pipeline.forward_backward(tokens, targets, samples=samples)
-        reduce_gradients(self.model, *self.replicated)
+        reduce_gradients(self.model)
         if self.scale != 1:
             for p in self.model.parameters():
                 if p.grad is not None:

@@ -6,7 +6,6 @@ See `mpcore.checkpoint.format` for what lies in one.
 from mpcore.checkpoint.folders import checkpoints, latest, prune, step_path
 from mpcore.checkpoint.format import VERSION, Chunk, Entry, FileRecord, Manifest
 from mpcore.checkpoint.loading import load
-from mpcore.checkpoint.pieces import reshard
 from mpcore.checkpoint.report import describe, diff, inspect, verify
 from mpcore.checkpoint.saving import Saving, save, save_async
 
@@ -24,7 +23,6 @@ __all__ = [
     "latest",
     "load",
     "prune",
-    "reshard",
     "save",
     "save_async",
     "step_path",

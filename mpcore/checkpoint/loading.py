@@ -20,9 +20,9 @@ from mpcore.checkpoint.pieces import (
     like,
     parameter_groups,
     parameters,
-    reshard,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
 from mpcore.sharding import local_tensor
 

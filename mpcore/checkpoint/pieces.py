@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from mpcore.mesh import Mesh
@@ -54,17 +53,6 @@ class Held:
     tensor: Tensor
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-
-
-def reshard(model: nn.Module) -> None:
-    """Have `fully_shard` modules hold their shards, which a forward without backward leaves gathered.
-
-    `save` and `load` do it for the modules of the model they are given. Where a rank's stages are sharded each for
-    itself and joined, call it for each stage before.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def held_by_model(model: nn.Module, mesh: Mesh) -> list[Held]:

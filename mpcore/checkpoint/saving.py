@@ -35,9 +35,9 @@ from mpcore.checkpoint.pieces import (
     held_by_model,
     held_by_optimizer,
     parameter_groups,
-    reshard,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
 
 log = logging.getLogger("mpcore.checkpoint")

@@ -16,10 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _PipelineScheduleRuntime
 
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import sync_gradients
+from mpcore.data_parallel import (
+    finish_gradients,
+    gather,
+    reduce_held,
+    reduces_each_micro_batch,
+    reshard,
+    sync_gradients,
+)
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
@@ -98,6 +106,7 @@ class Pipeline:
             batches = [t.chunk(self.micro_batches) for t in tensors.values()]
             for i, (inputs, targets, *others) in enumerate(zip(*batches, strict=True)):
                 total += self._one_by_one(i, inputs, targets, dict(zip(arguments, others, strict=True)))
+            finish_gradients(self.stages)
             return total
         shapes = [(name, t.shape, t.dtype) for name, t in tensors.items()]
         mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
@@ -107,6 +116,7 @@ class Pipeline:
             inputs = (x,) if 0 in self.mine else ()
             keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
             runtime.step(*inputs, return_outputs=False, **keywords)
+            finish_gradients(self.stages)
         return self.from_last(sum((loss.detach() for loss in losses), total))
 
     def _check_batch(self, tensors: dict[str, Tensor]) -> None:
@@ -143,6 +153,8 @@ class Pipeline:
             raise ValueError("parameters were frozen or freed after the first step: make a new Pipeline for them")
         self.runtime, self.built_for = self._build(), (key, trained)
         # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
+        for stage in self.stages:
+            reshard(stage)
         held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
@@ -164,6 +176,13 @@ class Pipeline:
         runtime = _PipelineScheduleRuntime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
         plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
         runtime._prepare_schedule_with_comms(plan)
+
+        # The hooks of `fully_shard` gather when a block first needs it, and shard again as its stage of ZeRO says.
+        def unshard(action: Any, ctx: Any) -> None:
+            runtime.unsharded_stages.add(action.stage_index)
+
+        runtime.register_custom_function(UNSHARD, unshard)
+        runtime.register_custom_function(RESHARD, lambda action, ctx: None)
         return runtime
 
     @torch.no_grad()
@@ -225,7 +244,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which tells when each of its actions began and ended."""
+    """torch's stage, which tells when each of its actions began and ended, and sums gradients when ZeRO says so."""
 
     noted: Callable[[str, int, int], Any]
 
@@ -240,6 +259,21 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self.noted("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        if backward_type == "full" and reduces_each_micro_batch(self.submod):  # torch would sum after the last alone
+            sync_gradients(self.submod, last_backward)
+            return stage_backward(*(bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))), None
+        if backward_type != "full":
+            gather(self.submod)  # both halves look for the whole parameters in the graph
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            reduce_held(self.submod, last_backward)
+        return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if not reduces_each_micro_batch(self.submod):
+            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _agree(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
