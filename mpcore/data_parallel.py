@@ -116,7 +116,7 @@ def shard_data_parallel(
         return model
 
     held = {id(p): sharding_of(module, leaf, p) for stage in stages for _, module, leaf, p in owners(stage)}
-    whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)].data_axis(mesh), mesh)}
+    whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     for stage in stages:
         _declare_pending(stage, mesh, lambda p: p in whole)
     wrap = _Wrap(mesh, held, zero, replicate, param_dtype, reduce_dtype)
@@ -161,9 +161,7 @@ def _check(
             f"{reduce_dtype}: use torch.autocast, or zero=1"
         )
     if param_dtype is not None and mesh.device_mesh is None:
-        raise ValueError(
-            f"param_dtype {param_dtype} needs torch.distributed, if only of one process: use torch.autocast"
-        )
+        raise ValueError(f"param_dtype {param_dtype} needs torch.distributed, which isn't running: use torch.autocast")
     within = {module for stage in stages for module in stage.modules()}
     for block in blocks:
         if block not in within:
@@ -181,9 +179,10 @@ def _check(
             )
 
 
-def _stays_whole(parameter: Tensor, axis: Axis, mesh: Mesh) -> bool:
-    """`fully_shard` cuts dimension 0 over replicas: not where it is missing or empty, or there are none."""
-    return parameter.dim() == 0 or parameter.numel() == 0 or (axis.size == 1 and mesh.data.size > 1)
+def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: int) -> bool:
+    """`fully_shard` cuts dimension 0: not where that is missing or empty, or experts have no replicas to cut over."""
+    alone = sharding.data_axis(mesh).size == replicate < mesh.data.size
+    return parameter.dim() == 0 or parameter.numel() == 0 or alone
 
 
 def _declare_pending(stage: nn.Module, mesh: Mesh, which: Callable[[nn.Parameter], bool]) -> None:
@@ -214,9 +213,7 @@ class _Wrap:
         else:
             self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
         self.experts: ShardPlacementResult | None = None
-        if mesh.ep.size > 1 and mesh.edp.size > 1:
-            if replicate == mesh.edp.size:
-                raise ValueError(f"replicate {replicate} leaves nothing to shard experts over: edp has this size")
+        if mesh.ep.size > 1 and mesh.edp.size > replicate:
             cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
             info = FSDPMeshInfo(cut, 0) if replicate == 1 else HSDPMeshInfo(cut, 1, 0)
             self.experts = ShardPlacementResult(None, info)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +20,7 @@ from mpcore import (
     Axis,
     Mesh,
     clip_gradients,
-    full_state_dict,
     grad_norm,
-    load_full_state_dict,
     materialize,
     reduce_gradients,
     shardings,
@@ -159,3 +159,322 @@ def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, 
 def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, zero):
     ranks(4, check_gradients, {"dp": 4}, zero, "1f1b", replicate=2, tie_embeddings=True)
     ranks(4, check_gradients, {"dp": 4}, zero, "zbv", replicate=2, tie_embeddings=True)
+
+
+# --- what lies where, and what is sent ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter]:
+    """Elements that `fully_shard` sends to gather and to reduce-scatter, and how often."""
+    found: Counter = Counter()
+    gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def gathered(output_tensor: Tensor, *args, **kwargs):
+        found.update(gathers=1, gathered=output_tensor.numel())
+        return gather(output_tensor, *args, **kwargs)
+
+    def scattered(output: Tensor, input: Tensor, *args, **kwargs):
+        found.update(scatters=1, scattered=input.numel())
+        return scatter(output, input, *args, **kwargs)
+
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", gathered),
+        mock.patch.object(dist, "reduce_scatter_tensor", scattered),
+    ):
+        yield found
+
+
+def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> None:
+    """All sizes are multiples of the data size, so nothing is padded: the theory to the element."""
+    run = Run(mesh(**sizes), zero, schedule, micro_batches, vocab_size=32, seq_len=8)
+    for p in run.model.parameters():
+        assert len(local_tensor(p)) * (2 if zero else 1) == (p.shape[0])
+    parameters = sum(p.numel() for p in run.model.parameters())
+    units = sum(len(stage.blocks) + 1 for stage in run.stages)
+    run.step()
+    run.model.zero_grad()
+    with counted() as sent:
+        run.step()
+    gathers, scatters = {0: (0, 0), 1: (1, 1), 2: (1, micro_batches), 3: (2 * micro_batches, micro_batches)}[zero]
+    want = {"gathers": gathers * units, "gathered": gathers * parameters}
+    want |= {"scatters": scatters * units, "scattered": scatters * parameters}
+    if schedule != "zbv" or zero != 3:  # whose split backward gathers anew what is still there, or not
+        assert sent == Counter({k: v for k, v in want.items() if v})
+    for stage in run.stages:
+        assert all(is_dtensor(p) == (zero > 0) for p in stage.parameters())
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_each_stage_of_zero_sends_what_the_theory_says(ranks, zero):
+    """0: nothing by `fully_shard`; 1: 2 units of parameters a step; 2: gradients, 3: all, each micro-batch."""
+    ranks(2, check_traffic, {"dp": 2}, zero, "1f1b", 4)
+    ranks(4, check_traffic, {"dp": 2, "pp": 2}, zero, "1f1b", 4)
+    ranks(4, check_traffic, {"dp": 2, "pp": 2}, zero, "zbv", 4)
+
+
+def check_held(zero: int) -> None:
+    """What a block holds while the one behind it runs, and between forward and backward."""
+    on = mesh(dp=2)
+    run = Run(on, zero)
+    (stage,) = run.stages
+    first, second = list(stage.blocks.values())[:2]
+    seen = []
+
+    def look(*_) -> None:
+        seen.append(all(is_dtensor(p) for p in first.parameters()))
+
+    second.register_forward_hook(look)
+    run.step()
+    assert seen == [zero == 3] * 4
+    placed = placements(run.stages, on)
+    cut = [1 if zero <= stage else 2 for stage in (2, 1, 0)]
+    for name, p in run.model.named_parameters():
+        assert placed[name].axis is on.data
+        assert [placed[name].parameter, placed[name].gradient, placed[name].state] == cut, name
+        assert p.grad is not None
+        assert local_tensor(p.grad).shape[0] == math.ceil(p.shape[0] / 2) or zero == 0 or on.data.rank == 1
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_only_zero_3_drops_parameters_after_forward_and_placements_tell(ranks, zero):
+    ranks(2, check_held, zero)
+
+
+def check_shared_placement() -> None:
+    on = mesh(pp=2, dp=2)
+    run = Run(on, 3, "zbv", tie_embeddings=True)
+    for name, placed in placements(run.stages, on).items():
+        want = (1, 1, 2) if name == "embedding.weight" else (2, 2, 2)
+        assert (placed.parameter, placed.gradient, placed.state) == want, name
+
+
+def test_a_table_that_stages_share_is_sharded_too(ranks):
+    ranks(4, check_shared_placement)
+
+
+def gradients(sizes: dict, zero: int, micro_batches: int, dtype: torch.dtype, **options) -> dict[str, Tensor]:
+    run = Run(mesh(**sizes), zero, micro_batches=micro_batches, dtype=dtype, **options)
+    run.step()
+    return run.gradients()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_pitfall_34_zero_stages_agree_bitwise_where_the_order_of_the_sum_allows(ranks, dtype):
+    """Two ranks: a + b = b + a. Four: an all-reduce's order differs. Micro-batches: 2 and 3 sum over ranks first."""
+    for sizes, micro_batches, alike in [
+        ({"dp": 2}, 1, STAGES), ({"dp": 2}, 4, [0, 1]), ({"dp": 2}, 4, [2, 3]), ({"dp": 4}, 1, [1, 2, 3]),
+        ({"dp": 4}, 4, [2, 3]), ({"dp": 2, "pp": 2}, 4, [0, 1]), ({"dp": 2, "pp": 2}, 4, [2, 3]),
+    ]:  # fmt: skip
+        want, *others = (ranks(math.prod(sizes.values()), gradients, sizes, z, micro_batches, dtype) for z in alike)
+        for zero, other in zip(alike[1:], others, strict=True):
+            for mine, theirs in zip(other, want, strict=True):
+                for name, grad in mine.items():
+                    assert torch.equal(grad, theirs[name]), f"{name} of zero {zero} and {alike[0]} on {sizes}"
+
+
+# --- odd parameters -----------------------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """A unit with parameters of every odd kind; what `use` names takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(7)
+        shapes = {"plain": (5, 3), "other": (4, 3), "tiny": (1, 3), "scalar": (), "empty": (0, 3), "frozen": (2, 3),
+                  "never": (3, 3)}  # fmt: skip
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64)))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, use: set[str]) -> Tensor:
+        y = x
+        for name, p in self.named_parameters():
+            if name in use:
+                y = y + (x @ p.T).sin().sum(-1, keepdim=True) if p.dim() else y * p
+        return y
+
+
+class Parts(nn.Module):
+    """Two blocks, and a root with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Part() for _ in range(2))
+        self.root = Part()
+
+    def forward(self, x: Tensor, use: set[str]) -> Tensor:
+        for block in self.blocks:
+            x = block(x, use)
+        return self.root(x, use)
+
+
+def check_odd(zero: int, replicate: int) -> None:
+    """PITFALLS 33, 34: which parameters a rank uses is random, by rank, step and micro-batch."""
+    on = mesh(dp=4)
+    whole, model = Parts(), Parts()
+    shard_data_parallel(model, on, model.blocks, zero=zero, replicate=replicate)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (whole, model)]
+    declared = shardings(model)
+    for step in range(3):
+        draws = torch.Generator().manual_seed(step)
+        for micro, rank in itertools.product(range(3), range(4)):
+            x = torch.randn(2, 3, generator=draws, dtype=torch.float64)
+            chosen = torch.rand(4, generator=draws) < 0.4
+            use = {
+                "frozen",
+                "scalar",
+                *(n for n, c in zip(("plain", "other", "tiny", "empty"), chosen, strict=True) if c),
+            }
+            if rank == on.data.rank:
+                sync_gradients(model, micro == 2)
+                model(x, use).sum().backward()
+            whole(x, use).sum().backward()
+        reduce_gradients(model)
+        wanted = dict(whole.named_parameters())
+        for name, p in model.named_parameters():
+            want = wanted[name].grad
+            if want is None and zero > 0 and p.requires_grad and p.dim() and p.numel():
+                want = torch.zeros_like(wanted[name])
+            assert (p.grad is None) == (want is None), f"{name} at step {step}"
+            if p.grad is not None and want is not None:
+                close(over_data(p.grad, on, declared[name]), want, f"gradient of {name} at step {step}")
+        for p in NORMS:
+            close(grad_norm(model, on, p), grad_norm(whole, Mesh(), p), f"the {p}-norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            close(over_data(p, on, declared[name]), wanted[name].detach(), f"{name} after step {step}")
+    assert placements(model, on)["root.scalar"].state == 1
+
+
+@pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)], ids=str)
+def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
+    ranks(4, check_odd, zero, replicate)
+
+
+class Experts(ParallelModule):
+    """Four experts over ep, of which each rank runs its own on its tokens, and what all ranks hold."""
+
+    def __init__(self, ep: Axis = Axis(name="ep")) -> None:
+        super().__init__()
+        like = {"dtype": torch.float64}
+        self.declare("experts", (4, 5, 3), normal(1.0), shard=cut(4, ep, 0), **like)
+        self.declare("router", (5, 3), normal(1.0), **like)
+
+    def forward(self, x: Tensor, held: slice = slice(None)) -> Tensor:
+        return torch.einsum("td,efd->", x, self.experts[held].sin()) + (x @ self.router.T).cos().sum()
+
+
+def check_experts(sizes: dict, zero: int, replicate: int) -> None:
+    on = mesh(**sizes)
+    torch.manual_seed(1)
+    whole = Experts()
+    torch.manual_seed(1)
+    model = nn.Sequential(Experts(on.ep))
+    shard_data_parallel(model, on, [model[0]], zero=zero, replicate=replicate)
+    each = 4 // on.ep.size
+    for micro in range(2):
+        for rank in range(on.data.size):
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * micro + rank), dtype=torch.float64)
+            place = rank % on.ep.size
+            whole(x, slice(each * place, each * (place + 1))).backward()
+            if rank == on.data.rank:
+                sync_gradients(model, micro == 1)
+                model(x).backward()
+    reduce_gradients(model)
+    declared = shardings(model)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        close(over_data(p.grad, on, declared[name]), getattr(whole, name[2:]).grad, f"gradient of {name}")
+    for p in NORMS:
+        close(grad_norm(model, on, p), grad_norm(whole, Mesh(), p), f"the {p}-norm")
+    placed = placements(model, on)
+    assert placed["0.experts"].state == (on.edp.size // replicate if zero else 1)
+    assert placed["0.router"].state == (on.data.size // replicate if zero else 1)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_pitfall_28_30_experts_are_dealt_out_over_the_ranks_that_hold_them(ranks, ep, zero):
+    ranks(4, check_experts, {"dp": 4, "ep": ep}, zero, 1)
+    if zero and ep < 4:
+        ranks(4, check_experts, {"dp": 4, "ep": ep}, zero, 2)
+
+
+# --- half precision -----------------------------------------------------------------------------------------------
+
+
+def check_half(sizes: dict, zero: int, schedule: str) -> None:
+    """Masters in float32, products in bfloat16, and the sum over micro-batches and ranks in float32, never rounded."""
+    on = mesh(**sizes)
+    micro_batches = 4
+    mixed = {"param_dtype": torch.bfloat16}
+    run = Run(on, zero, schedule, micro_batches, dtype=torch.float32, mixed=mixed, dropout=0.0)
+    run.step()
+    config = GPTConfig(**{**CONFIG, "dropout": 0.0})
+    model = materialize(GPT(config, device="meta", dtype=torch.float32), seed=5).bfloat16()
+    tokens, targets, samples = batch()
+    count = (targets != -100).sum()
+    want = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
+    pieces = micro_batches * on.data.size
+    for x, y, z in zip(tokens.chunk(pieces), targets.chunk(pieces), samples.chunk(pieces), strict=True):
+        (vocab_parallel_cross_entropy(model(x, z), y, reduction="sum") / count).backward()
+        for n, p in model.named_parameters():
+            want[n] += p.grad.double()
+        model.zero_grad()
+    for name, grad in run.gradients().items():
+        assert grad.dtype == torch.float32
+        close(grad.double(), want[name], f"gradient of {name}", 1e-6 * want[name].abs().max().item())
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_pitfall_44_half_precision_gradients_are_summed_in_float32(ranks, zero):
+    ranks(2, check_half, {"dp": 2}, zero, "1f1b")
+    ranks(4, check_half, {"dp": 2, "pp": 2}, zero, "zb")
+    ranks(1, check_half, {}, zero, "1f1b")
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def check_refused() -> None:
+    on = mesh(dp=4)
+    bf16, half = torch.bfloat16, {"param_dtype": torch.bfloat16}
+    other = nn.Linear(2, 2)
+    for options, message in [
+        ({"zero": 4}, "zero 4 is none of 0, 1, 2 and 3"),
+        ({"zero": -1}, "zero -1 is none of"),
+        ({"replicate": 3}, "replicate 3 does not divide the data size 4"),
+        ({"replicate": 0}, "replicate 0 does not divide"),
+        ({"replicate": 4}, "replicate 4 with zero 1 on 4 data ranks leaves nothing to shard"),
+        ({"replicate": 2, "zero": 0}, "replicate 2 with zero 0 on 4 data ranks leaves nothing to shard"),
+        ({"zero": 0, **half}, "zero 0 computes in the parameters' own dtype and sums in float32"),
+        ({"zero": 0, "reduce_dtype": bf16}, "zero 0 computes in"),
+        ({"blocks": [other]}, "the block Linear is no submodule of the model"),
+        ({"zero": on.data.rank % 2}, "ranks 0 and 1 disagree about the data parallelism .zero: 0 and 1"),
+    ]:
+        model = Parts()
+        with pytest.raises(ValueError, match=message):
+            shard_data_parallel(model, on, **{"blocks": model.blocks, **options})
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    model = Parts()
+    model.blocks[0].tiny.data = model.blocks[0].tiny.data.float()
+    with pytest.raises(ValueError, match=r"trained parameters of one Part are of torch.float32 and torch.float64"):
+        shard_data_parallel(model, on, model.blocks, zero=2)
+    for zero in (0, 2):
+        model = Parts()
+        shard_data_parallel(model, on, model.blocks, zero=zero)
+        with pytest.raises(ValueError, match="the model is sharded over data already"):
+            shard_data_parallel(model, on, model.blocks)
+    with pytest.raises(ValueError, match=r"param_dtype torch.bfloat16 needs torch.distributed, which isn't running"):
+        shard_data_parallel(Parts(), Mesh(), **half)
+    model = Parts()
+    assert shard_data_parallel(model, Mesh(), model.blocks, zero=3) is model
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_what_cant_be_had_is_refused_on_every_rank_before_anything_changes(ranks):
+    ranks(4, check_refused)
