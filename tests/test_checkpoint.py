@@ -39,7 +39,7 @@ from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.__main__ import main
 from mpcore.checkpoint.format import MANIFEST, Files, read_manifest, tiles
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
+from mpcore.data_parallel import data_shards, shard_data_parallel
 from mpcore.layers.dropout import seed_dropout
 from mpcore.pipeline import Pipeline
 from mpcore.sharding import is_dtensor, local_tensor
@@ -55,12 +55,11 @@ BATCH = 12
 class Run:
     """A model in training on some mesh: what a checkpoint must bring back."""
 
-    def __init__(self, on: Mesh, config: GPTConfig = CONFIG, zero: bool = False, seed: int = 5) -> None:
-        self.mesh, self.config, self.zero = on, config, zero and on.data.size > 1
+    def __init__(self, on: Mesh, config: GPTConfig = CONFIG, zero: int = 0, seed: int = 5, replicate: int = 1) -> None:
+        self.mesh, self.config = on, config
         self.model = GPT(config, on, device="meta", dtype=torch.float64)
         materialize(self.model, seed)
-        if zero:
-            shard_data_parallel(self.model, on, self.model.blocks.values())
+        shard_data_parallel(self.model, on, self.model.blocks.values(), zero=zero, replicate=replicate)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
@@ -75,7 +74,7 @@ class Run:
         whole = (*torch.randint(self.config.vocab_size, (2, BATCH, 6), generator=g), torch.arange(BATCH) + BATCH * step)
         tokens, targets, samples = (t.chunk(self.mesh.data.size)[self.mesh.data.rank] for t in whole)
         total = self.pipeline.forward_backward(tokens, targets, samples=samples)
-        reduce_gradients(self.model, *(() if self.zero else (self.mesh.data,)))
+        reduce_gradients(self.model)
         clip_gradients(self.model, 1.0, grad_norm(self.model, self.mesh))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -105,7 +104,7 @@ class Run:
             return x.detach()
         shards: list = [None] * self.mesh.data.size
         dist.all_gather_object(shards, x.to_local().detach(), group=self.mesh.data.group)
-        return torch.cat(shards)
+        return torch.cat(shards[: data_shards(x)])
 
     def full(self) -> dict[str, Tensor]:
         """Parameters and optimizer state in logical shapes, of this stage: a collective."""
@@ -138,17 +137,22 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 # --- any layout to any layout -------------------------------------------------------------------------------------
 
 
-def check_save(sizes: dict, path: str, config: GPTConfig, zero: bool) -> tuple[dict[str, Tensor], list[float]]:
-    run = Run(mesh(**sizes), config, zero)
+# Beside the sizes the stage of ZeRO; 22: stage 2, replicated over two groups of ranks.
+def check_save(
+    sizes: dict, path: str, config: GPTConfig, zero: int, more: int = 3
+) -> tuple[dict[str, Tensor], list[float]]:
+    run = Run(mesh(**sizes), config, zero % 10, replicate=zero // 10 or 1)
     run.steps(0, 2)
     state = run.full()
     run.evaluate()
     run.save(path, 2)
-    return state, run.steps(2, 5)
+    return state, run.steps(2, 2 + more)
 
 
-def check_load(sizes: dict, path: str, config: GPTConfig, zero: bool, again: str) -> tuple[dict, list[float]]:
-    run = Run(mesh(**sizes), config, zero, seed=6)
+def check_load(
+    sizes: dict, path: str, config: GPTConfig, zero: int, again: str, more: int = 3
+) -> tuple[dict, list[float]]:
+    run = Run(mesh(**sizes), config, zero % 10, seed=6, replicate=zero // 10 or 1)
     if zero:
         run.step(9)  # a used optimizer, and parameters that a forward has left gathered
         run.evaluate()
@@ -156,13 +160,14 @@ def check_load(sizes: dict, path: str, config: GPTConfig, zero: bool, again: str
     assert (manifest.step, manifest.sample, manifest.seed, manifest.extra) == (2, 2 * BATCH, 5, {"scale": 1.5})
     state = run.full()
     run.save(again, 2)
-    return state, run.steps(2, 5)
+    return state, run.steps(2, 2 + more)
 
 
-WRITERS = [({"tp": 2, "pp": 2}, False), ({}, False), ({"tp": 4}, False), ({"tp": 2, "dp": 2}, True)]
+WRITERS = [({"tp": 2, "pp": 2}, 0), ({}, 0), ({"tp": 4}, 0), ({"tp": 2, "dp": 2}, 1)]
 READERS = [
-    ({}, False), ({"tp": 4}, False), ({"tp": 3}, False), ({"pp": 2}, False), ({"dp": 4}, True), ({"dp": 3}, True),
-    ({"tp": 2, "dp": 2}, True), ({"pp": 2, "dp": 2}, True), ({"tp": 2, "dp": 2}, False), ({"tp": 2, "pp": 2}, False),
+    ({}, 0), ({"tp": 4}, 0), ({"tp": 3}, 0), ({"pp": 2}, 0), ({"dp": 4}, 3), ({"dp": 3}, 2),
+    ({"tp": 2, "dp": 2}, 2), ({"pp": 2, "dp": 2}, 1), ({"tp": 2, "dp": 2}, 0), ({"tp": 2, "pp": 2}, 0),
+    ({"dp": 4}, 22),
 ]  # fmt: skip
 _written: dict = {}
 
@@ -183,12 +188,12 @@ def test_other_writers(ranks, tmp_path_factory, writer):
     check_pair(ranks, tmp_path_factory, writer, ({"tp": 4}, False), TIED)
 
 
-def check_pair(ranks, tmp_path_factory, writer, reader, config) -> None:
+def check_pair(ranks, tmp_path_factory, writer, reader, config, more=3) -> None:
     (sizes, zero), (wanted, sharded) = writer, reader
-    key = (str(writer), config)
+    key = (str(writer), config, more)
     if key not in _written:
         path = tmp_path_factory.mktemp("written") / "step"
-        results = ranks(size_of(sizes), check_save, sizes, str(path), config, zero)
+        results = ranks(size_of(sizes), check_save, sizes, str(path), config, zero, more)
         state = {name: tensor for part, _ in results for name, tensor in part.items()}
         for part, losses in results:
             same_bits(part, {name: state[name] for name in part})
@@ -198,7 +203,7 @@ def check_pair(ranks, tmp_path_factory, writer, reader, config) -> None:
     path, state, losses = _written[key]
     again = tmp_path_factory.mktemp("again") / "step"
     found: dict[str, Tensor] = {}
-    for part, got in ranks(size_of(wanted), check_load, wanted, str(path), config, sharded, str(again)):
+    for part, got in ranks(size_of(wanted), check_load, wanted, str(path), config, sharded, str(again), more):
         same_bits(part, {name: state[name] for name in part})
         found |= part
         assert got == pytest.approx(losses, rel=1e-12)
@@ -207,8 +212,15 @@ def check_pair(ranks, tmp_path_factory, writer, reader, config) -> None:
     assert not diff(path, again)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", [({"dp": 4}, 3), ({"tp": 2, "dp": 2}, 2), ({"dp": 4}, 22)], ids=str)
+def test_pitfall_38_the_next_twenty_losses_are_the_writers(ranks, tmp_path_factory, reader):
+    for writer in (WRITERS[0], ({"dp": 4}, 3), ({"dp": 4}, 22)):
+        check_pair(ranks, tmp_path_factory, writer, reader, CONFIG, 20)
+
+
 def check_bytes(path: str) -> None:
-    run = Run(mesh(tp=2, dp=2), zero=True)
+    run = Run(mesh(tp=2, dp=2), zero=1)
     run.step(0)
     run.save(path, 1)
 
@@ -216,7 +228,7 @@ def check_bytes(path: str) -> None:
 def test_pitfall_15_17_every_element_is_stored_once_in_its_logical_place(ranks, tmp_path):
     """KV heads replicated over tp, 53 words over 4 ranks: no copy, no padding; files that the library opens."""
     for path, check in ((tmp_path / "wide", partial(check_save, {"tp": 4})), (tmp_path / "zero", None)):
-        ranks(4, check.func, *check.args, str(path), CONFIG, False) if check else ranks(4, check_bytes, str(path))
+        ranks(4, check.func, *check.args, str(path), CONFIG, 0) if check else ranks(4, check_bytes, str(path))
         manifest = inspect(path)
         assert manifest.tensors["model/embedding.weight"].shape == (53, 24)
         assert manifest.tensors["model/blocks.1.attention.qkv.weight"].shape == ((6 + 2 * 2) * 4, 24)

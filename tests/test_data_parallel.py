@@ -71,7 +71,7 @@ class Run:
         virtual = default_virtual_stages(schedule)
         ranks = default_placement(schedule, on.pp.size, virtual)
         blocks = partition([1.0] * config.layers, on.pp.size * virtual, last=0.5)
-        self.on, self.count = on, torch.ones(())
+        self.on, self.count, self.vocab_size = on, torch.ones(()), config.vocab_size
         self.stages = build_stages(config, on, blocks, ranks, device="meta", dtype=dtype)
         self.model = materialize(join_stages(self.stages), seed=5)
         units = [block for stage in self.stages for block in stage.blocks.values()]
@@ -79,7 +79,8 @@ class Run:
         self.pipeline = Pipeline(self.stages, on, micro_batches, self.loss, schedule)
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        total = vocab_parallel_cross_entropy(logits, target, tp=self.on.tp, vocab_size=31, reduction="sum")
+        sizes = {"tp": self.on.tp, "vocab_size": self.vocab_size}
+        total = vocab_parallel_cross_entropy(logits, target, **sizes, reduction="sum")
         return total / self.count
 
     def step(self) -> Tensor:
@@ -142,7 +143,9 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb", "interleaved", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zb", "zbv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved", "dualpipev"))]
+)
 def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_the_dense_gradients(
     ranks, schedule, zero, tied
 ):
@@ -168,7 +171,7 @@ def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ran
 def counted() -> Iterator[Counter]:
     """Elements that `fully_shard` sends to gather and to reduce-scatter, and how often."""
     found: Counter = Counter()
-    gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
 
     def gathered(output_tensor: Tensor, *args, **kwargs):
         found.update(gathers=1, gathered=output_tensor.numel())
@@ -179,8 +182,8 @@ def counted() -> Iterator[Counter]:
         return scatter(output, input, *args, **kwargs)
 
     with (
-        mock.patch.object(dist, "all_gather_into_tensor", gathered),
-        mock.patch.object(dist, "reduce_scatter_tensor", scattered),
+        mock.patch.object(dist, "all_gather_single", gathered),
+        mock.patch.object(dist, "reduce_scatter_single", scattered),
     ):
         yield found
 
@@ -191,7 +194,7 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
     for p in run.model.parameters():
         assert len(local_tensor(p)) * (2 if zero else 1) == (p.shape[0])
     parameters = sum(p.numel() for p in run.model.parameters())
-    units = sum(len(stage.blocks) + 1 for stage in run.stages)
+    units = sum(len(stage.blocks) + (stage.first or stage.last) for stage in run.stages)
     run.step()
     run.model.zero_grad()
     with counted() as sent:
@@ -200,7 +203,8 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
     want = {"gathers": gathers * units, "gathered": gathers * parameters}
     want |= {"scatters": scatters * units, "scattered": scatters * parameters}
     if schedule != "zbv" or zero != 3:  # whose split backward gathers anew what is still there, or not
-        assert sent == Counter({k: v for k, v in want.items() if v})
+        expected = {k: v for k, v in want.items() if v}
+        assert sent == expected, f"sent {dict(sent)}, the theory says {expected}"
     for stage in run.stages:
         assert all(is_dtensor(p) == (zero > 0) for p in stage.parameters())
 
@@ -292,7 +296,7 @@ class Part(nn.Module):
         y = x
         for name, p in self.named_parameters():
             if name in use:
-                y = y + (x @ p.T).sin().sum(-1, keepdim=True) if p.dim() else y * p
+                y = y + (x @ p.T).sin().mean(-1, keepdim=True).nan_to_num() if p.dim() else y * p.cos()
         return y
 
 
@@ -315,7 +319,7 @@ def check_odd(zero: int, replicate: int) -> None:
     on = mesh(dp=4)
     whole, model = Parts(), Parts()
     shard_data_parallel(model, on, model.blocks, zero=zero, replicate=replicate)
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (whole, model)]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-4) for m in (whole, model)]
     declared = shardings(model)
     for step in range(3):
         draws = torch.Generator().manual_seed(step)

@@ -41,8 +41,9 @@ from mpcore.checkpoint.format import (
     write_tensors,
 )
 from mpcore.checkpoint.loading import copy_box, fill
-from mpcore.checkpoint.pieces import held_by_model, reshard
+from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together, world_group
+from mpcore.data_parallel import reshard
 from mpcore.layers.rope import rope_frequencies
 
 SHARD_BYTES = 5 * 10**9  # of a file that is written

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import pytest
+import torch
 
-from mpcore import full_state_dict
+from mpcore import full_state_dict, shardings
+from mpcore.data_parallel import reshard
 from tests.pool import mesh
+from tests.test_data_parallel import over_data
 
 TINY = [
     "--layers",
@@ -53,13 +57,26 @@ def names(layout: tuple[int, int, int]) -> dict:
     return dict(zip(("tp", "pp", "dp"), layout, strict=True))
 
 
+def final(sizes: dict, *flags: str) -> dict:
+    """Losses and norms of twenty steps, and the parameters after them."""
+    micro_batch = 4 // (sizes.get("dp", 1) * sizes.get("pp", 1)) if sizes else 1
+    t = trainer(*flags, "--steps", "20", "--dropout", "0.1", "--micro-batch", str(micro_batch), **sizes)
+    records = [t.step(i) for i in range(20)]
+    for stage in t.stages:
+        reshard(stage)
+    declared = shardings(t.model)
+    parameters = {n: over_data(p, t.mesh, declared[n]) for n, p in t.model.named_parameters()}
+    return {"losses": [r["loss"] for r in records], "norms": [r["grad_norm"] for r in records],
+            "parameters": parameters}  # fmt: skip
+
+
 _alone: dict = {}
 
 
-def alone(ranks, *flags: str) -> dict:
-    if flags not in _alone:
-        (_alone[flags],) = ranks(1, run, {}, *flags)
-    return _alone[flags]
+def alone(ranks, *flags: str, how=run) -> dict:
+    if (how, flags) not in _alone:
+        (_alone[how, flags],) = ranks(1, how, {}, *flags)
+    return _alone[how, flags]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -80,3 +97,40 @@ def test_every_layout_trains_as_one_process_does(ranks, layout, sequence_paralle
         assert got["val"] == pytest.approx(want["val"], rel=10 * TOLERANCE[dtype])
         hashes |= got["hashes"]
     assert hashes == want["hashes"]
+
+
+ZERO_LAYOUTS = [(1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1)]
+SHORT = [("float64", (1, 1, 4)), ("float64", (1, 2, 2))]
+GRID = [
+    pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow)
+    for case in itertools.product(TOLERANCE, ZERO_LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), GRID, ids=lambda v: v if isinstance(v, str) else NAME.format(*v))
+def test_pitfall_24_30_34_every_zero_stage_trains_as_one_process_does(ranks, dtype, layout):
+    """Twenty steps with dropout; 2 and 3 add in one order and agree to the bit, as 1 does with one micro-batch."""
+    want = alone(ranks, "--dtype", dtype, how=final)
+    found: list[list[dict]] = []
+    for zero in ("0", "1", "2", "3"):
+        found.append(ranks(4, final, names(layout), "--dtype", dtype, "--zero", zero))
+        for got in found[-1]:
+            for key in ("losses", "norms"):
+                assert got[key] == pytest.approx(want[key], rel=TOLERANCE[dtype], abs=0), f"{key} of zero {zero}"
+            for name, parameter in got["parameters"].items():
+                error = (parameter - want["parameters"][name]).abs().max().item()
+                assert dtype != "float64" or error <= 1e-8, f"{name} of zero {zero} is off by {error}"
+    pairs = [(2, 3)] + [(1, 2)] * (layout[1] == 1) + [(0, 1)] * (layout[2] == 1)
+    for a, b in pairs:
+        for mine, theirs in zip(found[a], found[b], strict=True):
+            assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"]), f"zero {a} and {b}"
+            assert all(torch.equal(p, theirs["parameters"][n]) for n, p in mine["parameters"].items())
+
+
+@pytest.mark.parametrize("zero", [pytest.param("1", marks=pytest.mark.slow), "2", "3"])
+def test_pitfall_30_replicas_of_shards_train_as_one_process_does(ranks, zero):
+    want = alone(ranks, "--dtype", "float64", how=final)
+    flags = ["--dtype", "float64", "--zero", zero, "--replicate", "2"]
+    for got in ranks(4, final, {"dp": 4}, *flags):
+        for key in ("losses", "norms"):
+            assert got[key] == pytest.approx(want[key], rel=1e-10, abs=0), key
