@@ -141,7 +141,9 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
             reshard(stage)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.slow, id="untied"), pytest.param(True, id="tied")]
+)
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "zb", "zbv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved", "dualpipev"))]

@@ -34,7 +34,7 @@ MUTATIONS = [
     Mutation("ZeRO-3 keeps parameters after forward", "mpcore/data_parallel.py",
              '"reshard_after_forward": zero == 3', '"reshard_after_forward": False', HELD),
     Mutation("33 a split backward's second half is not summed", "mpcore/pipeline/engine.py",
-             "reduce_held(self.submod, last_backward)", "pass", PIPELINES + "[zb-2-untied]"),
+             "reduce_held(self.submod, last_backward)", "pass", PIPELINES + "[zb-2-tied]"),
     Mutation("14 a table that two stages share is not summed", "mpcore/data_parallel.py",
              "        unit.finish()\n", "        pass\n", PIPELINES + "[zbv-1-tied]"),
     Mutation("a fifth stage of ZeRO", "mpcore/data_parallel.py", "if zero not in (0, 1, 2, 3):", "if False:", REFUSED),
