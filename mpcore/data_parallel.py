@@ -168,6 +168,10 @@ def _check(
             raise ValueError(f"the block {type(block).__name__} is no submodule of the model")
     if any(isinstance(module, FSDPModule) or hasattr(module, "data_parallel") for module in within):
         raise ValueError("the model is sharded over data already")
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if is_dtensor(parameter):
+                raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
     inside = {p for block in blocks for p in block.parameters()}
     for unit in (*blocks, *stages):
         mine = [p for p in unit.parameters() if p.requires_grad and (unit in blocks or p not in inside)]
@@ -356,7 +360,7 @@ def reduce_held(model: nn.Module, last: bool) -> None:
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:
     """Whether gradients are sharded."""
-    return isinstance(model, FSDPModule) and model.data_parallel.zero > 1  # type: ignore[union-attr]
+    return isinstance(model, FSDPModule) and getattr(model, "data_parallel", DataParallel(0)).zero > 1
 
 
 def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str, Placement]:

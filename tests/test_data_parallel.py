@@ -475,6 +475,13 @@ def check_refused() -> None:
         shard_data_parallel(model, on, model.blocks, zero=zero)
         with pytest.raises(ValueError, match="the model is sharded over data already"):
             shard_data_parallel(model, on, model.blocks)
+    first, second = Parts(), Parts()
+    shard_data_parallel(first, on)
+    second.root.plain = first.root.plain
+    with pytest.raises(
+        ValueError, match=r"root\.plain is sharded already: stages that share parameters are to be given"
+    ):
+        shard_data_parallel(second, on)
     with pytest.raises(ValueError, match=r"param_dtype torch.bfloat16 needs torch.distributed, which isn't running"):
         shard_data_parallel(Parts(), Mesh(), **half)
     model = Parts()
