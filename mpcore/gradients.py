@@ -6,18 +6,67 @@ Everything is derived from what layers declare of their parameters (`mpcore.shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.mesh import Axis, Mesh
-from mpcore.sharding import Shard, is_dtensor, local_tensor, owners, sharding_of
+from mpcore.sharding import Shard, data_run, is_dtensor, local_tensor, owners, sharding_of
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+
+def main_gradients(model: nn.Module) -> nn.Module:
+    """Have gradients accumulated in float32, whatever the parameters and the products are computed in.
+
+    Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
+    weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
+    gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
+    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+
+    Args:
+        model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its
+            own, in its `reduce_dtype`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if a parameter is sharded over data.
+    """
+    for name, _, _, parameter in owners(model):
+        if is_dtensor(parameter):
+            raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
+    for parameter in model.parameters():
+        if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=wide)  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(gradient_of)
+    return model
+
+
+@torch.no_grad()
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`."""
+    main = getattr(parameter, "main_grad", None)
+    if main is None:
+        return parameter.grad
+    if parameter.grad is not None:
+        main.add_(parameter.grad)
+        parameter.grad = None
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def zero_gradients(parameters: Iterable[Tensor]) -> None:
+    """Forget all gradients, main gradients included."""
+    for parameter in parameters:
+        parameter.grad = None
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -50,10 +99,10 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
 
 def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]]) -> None:
     wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
-    present = torch.tensor([p.grad is not None for _, p, _ in entries], dtype=wide)
-    complete = all(p.grad is not None for _, p, _ in entries)
-    for _, parameter, _ in entries:
-        if parameter.grad is None:
+    here = [gradient_of(p) is not None for _, p, _ in entries]
+    present, complete = torch.tensor(here, dtype=wide), all(here)
+    for (_, parameter, _), there in zip(entries, here, strict=True):
+        if not there:
             parameter.grad = torch.zeros_like(parameter)
     parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
     flat = torch.cat([present.to(parts[0].device), *(part.reshape(-1) for part in parts)])
@@ -61,13 +110,13 @@ def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | N
     found = None if complete else present.tolist()  # waits for the device, so only where it matters
     for i, ((_, parameter, shard), part, total) in enumerate(zip(entries, parts, sums, strict=True)):
         if found is not None and found[i] == 0:
-            parameter.grad = None
+            zero_gradients([parameter])
         else:
             _store_part(parameter, shard, total.view_as(part))
 
 
 def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
-    grad = parameter.grad
+    grad = gradient_of(parameter)
     assert grad is not None
     if shard is None:
         return local_tensor(grad)
@@ -81,7 +130,7 @@ def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
 
 
 def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> None:
-    grad = parameter.grad
+    grad = gradient_of(parameter)
     assert grad is not None
     if shard is None:
         local_tensor(grad).copy_(total)
@@ -90,7 +139,7 @@ def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> 
     whole = grad.full_tensor() if is_dtensor(grad) else grad
     whole.movedim(shard.dim, 0)[mine] = total[slots].to(whole.dtype)
     if is_dtensor(grad):
-        start, end = _data_run(grad)
+        start, end = data_run(grad)
         grad.to_local().copy_(whole[start:end])
 
 
@@ -99,15 +148,6 @@ def _replica_slots(shard: Shard) -> tuple[list[int], list[int]]:
     held = [index for start, end in shard.mine for index in range(start, end)]
     mine = [i for i, index in enumerate(held) if index in slot]
     return mine, [slot[held[i]] for i in mine]
-
-
-def _data_run(x: DTensor) -> tuple[int, int]:
-    """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
-    coordinate = x.device_mesh.get_coordinate()  # not get_local_rank: torch's caches may return a mesh of ended groups
-    assert coordinate is not None
-    size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
-    start = min(coordinate[-1] * size, x.shape[0])
-    return start, start + x.to_local().shape[0]
 
 
 def _is_first_replica(x: DTensor) -> bool:
@@ -141,19 +181,19 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
     """This rank's gradients, without the elements that a lower rank holds as well."""
     for _, module, leaf, parameter in owners(model):
-        if parameter.grad is None:
+        found = gradient_of(parameter)
+        if found is None:
             continue
         sharding = sharding_of(module, leaf, parameter)
         sharded_over = [shard.axis.group for shard in sharding.shards]  # the group, not the name, says which ranks
         replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.group not in sharded_over]
-        grad = parameter.grad
-        first = _is_first_replica(grad) if is_dtensor(grad) else sharding.data_axis(mesh).rank == 0
+        first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
         if not first or any(axis.rank > 0 for axis in replicated_over):
             continue
-        grad = local_tensor(parameter.grad)
+        grad = local_tensor(found)
         for shard in sharding.shards:
             if shard.replicated:
-                start, end = _data_run(parameter.grad) if is_dtensor(parameter.grad) else (0, len(grad))
+                start, end = data_run(found) if is_dtensor(found) else (0, len(grad))
                 owned = torch.tensor(shard.owned, device=grad.device)
                 owned = owned[start:end] if shard.dim == 0 else owned
                 grad = grad.movedim(shard.dim, 0)[owned]
@@ -172,6 +212,6 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     if max_norm <= 0:
         return
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-    grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+    for grad in map(gradient_of, model.parameters()):
+        if grad is not None:
+            local_tensor(grad).mul_(scale.to(grad.dtype))

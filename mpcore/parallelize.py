@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -351,6 +351,10 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         """Each block is cut for itself."""
         return cut_blocks(self.blocks, self.tp, 0, (unit,) * len(self.blocks))
 
+    def output_blocks(self) -> tuple[int, ...]:
+        """As given."""
+        return self.blocks
+
 
 class ColumnParallelConv1D(FusedColumnParallelLinear):
     """`FusedColumnParallelLinear` with its weight stored as [in_features, out_features]."""
@@ -385,9 +389,8 @@ class RowParallelConv1D(RowParallelLinear):
 
 
 def _transposed(sharding: Sharding) -> Sharding:
-    return Sharding(
-        sharding.shape[::-1], tuple(Shard(s.axis, 1 - s.dim, s.runs) for s in sharding.shards), sharding.partial
-    )
+    shards = tuple(Shard(s.axis, 1 - s.dim, s.runs) for s in sharding.shards)
+    return replace(sharding, shape=sharding.shape[::-1], shards=shards, block_dim=1 - sharding.block_dim)
 
 
 class _VocabShard(nn.Embedding):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -75,11 +75,15 @@ class Sharding:
         shards: the sharded dimensions, each with its axis. Over all other axes the tensor is replicated.
         partial: axes over which the tensor is replicated while each rank's gradient is one term of a sum, such as the
             weight of a norm that sees only this rank's part of the sequence.
+        blocks: lengths of the matrices that the tensor is made of, such as Q, K and V; (): it is one.
+        block_dim: the dimension that they follow each other in.
     """
 
     shape: tuple[int, ...]
     shards: tuple[Shard, ...] = ()
     partial: tuple[Axis, ...] = ()
+    blocks: tuple[int, ...] = ()
+    block_dim: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -173,7 +177,7 @@ def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
         declared = {**getattr(module, "shardings", {})}
-        declared[leaf] = Sharding(old.shape, old.shards, (*old.partial, axis))
+        declared[leaf] = replace(old, partial=(*old.partial, axis))
         module.shardings = declared  # type: ignore[assignment]
 
 
@@ -186,6 +190,15 @@ def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
 def local_tensor(x: Tensor) -> Tensor:
     """The tensor this rank holds of a DTensor; a plain tensor is itself."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def data_run(x: DTensor) -> tuple[int, int]:
+    """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
+    coordinate = x.device_mesh.get_coordinate()  # not get_local_rank: torch's caches may return a mesh of ended groups
+    assert coordinate is not None
+    size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
+    start = min(coordinate[-1] * size, x.shape[0])
+    return start, start + x.to_local().shape[0]
 
 
 def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:

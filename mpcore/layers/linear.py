@@ -7,10 +7,12 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from mpcore import collectives
@@ -18,6 +20,8 @@ from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_
 from mpcore.layers.module import Init, ParallelModule, constant, refuse_second_derivative, uniform
 from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
+
+_ALONE = Axis()
 
 
 def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False) -> Tensor:
@@ -33,11 +37,12 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split:
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
+    main = None if split else _main_gradients(weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = _autocast(x, weight, bias)
-    if tp.size == 1 or split:
+    if split or (tp.size == 1 and main is None):
         return F.linear(collectives.copy(x, tp), weight, bias)
-    return _CopyLinear.apply(x, weight, bias, tp)
+    return _CopyLinear.apply(x, weight, bias, tp, main)
 
 
 def all_gather_linear(
@@ -57,11 +62,21 @@ def all_gather_linear(
     Returns:
         [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
+    if tp.size == 1:
+        return copy_linear(x, weight, bias, tp, split)
+    main = _main_gradients(weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = _autocast(x, weight, bias)
-    if tp.size == 1 or split:
+    if split:
         return F.linear(collectives.all_gather(x, tp, dim), weight, bias)
-    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather)
+    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool) -> Tensor:
+    """`F.linear`, which autograd can split, but where the weight has a main gradient."""
+    if split or _main_gradients(weight, bias) is None:
+        return F.linear(x, weight, bias)
+    return copy_linear(x, weight, bias, _ALONE)
 
 
 def _autocast(x: Tensor, *tensors: Tensor | None) -> list:
@@ -72,35 +87,78 @@ def _autocast(x: Tensor, *tensors: Tensor | None) -> list:
     return [None if t is None else t.to(dtype) for t in (x, *tensors)]
 
 
+Main = tuple[Tensor, Tensor | None]
+
+
+def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
+    """The parameters themselves, where backward shall add to their main gradients (`mpcore.main_gradients`)."""
+    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
+        return None
+    return weight, bias
+
+
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy = dy.reshape(-1, dy.shape[-1])
-    dweight = dy.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-    dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    weight, bias = ctx.main or (None, None)
+    dweight = _give(weight, _product, dy, x) if ctx.needs_input_grad[1] else None
+    dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
     return dweight, dbias
+
+
+def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
+    """The gradient, for autograd; or added to the parameter's main gradient, and nothing left to give."""
+    main = getattr(parameter, "main_grad", None)
+    if parameter is None or main is None:
+        return gradient(None, *of)
+    try:
+        wanted = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad asks for it, to return and not to accumulate it
+        return gradient(None, *of)
+    if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
+        gradient(main, *of)
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None
+
+
+def _product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+    if main is None:
+        return dy.t() @ x
+    if dy.dtype == main.dtype:
+        return main.addmm_(dy.t(), x)
+    if dy.is_cuda:
+        return main.add_(torch.mm(dy.t(), x, out_dtype=main.dtype))
+    return main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
+
+
+def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
+    return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
 
 
 class _CopyLinear(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, main: Main | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp = tp
+        ctx.tp, ctx.main = tp, main
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a column-parallel linear on tp > 1")
         x, weight = ctx.saved_tensors
-        dx = start_all_reduce(dy @ weight, ctx.tp) if ctx.needs_input_grad[0] else None
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        summed = None if dx is None or ctx.tp.size == 1 else start_all_reduce(dx, ctx.tp)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return None if dx is None else wait(dx), dweight, dbias, None
+        return dx if summed is None else wait(summed), dweight, dbias, None, None
 
 
 class _AllGatherLinear(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool, main: Main | None
+    ) -> Tensor:
         whole = _unmove(wait(start_all_gather(x.movedim(dim, 0), tp)), dim)
         ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.dim, ctx.regather = tp, dim, regather
+        ctx.tp, ctx.dim, ctx.regather, ctx.main = tp, dim, regather, main
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -113,7 +171,7 @@ class _AllGatherLinear(Function):
         if gathering is not None:
             x = _unmove(wait(gathering), dim)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None
+        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None, None
 
 
 def _unmove(x: Tensor, dim: int) -> Tensor:
@@ -175,15 +233,20 @@ class ColumnParallelLinear(ParallelModule):
             )
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
         like = {"device": device, "dtype": dtype}
-        self.declare("weight", (out_features, in_features), init or uniform(bound), shard=shard, **like)
+        blocks = {"shard": shard, "blocks": self.output_blocks()}
+        self.declare("weight", (out_features, in_features), init or uniform(bound), **blocks, **like)
         if bias:
-            self.declare("bias", (out_features,), constant(0.0) if init else uniform(bound), shard=shard, **like)
+            self.declare("bias", (out_features,), constant(0.0) if init else uniform(bound), **blocks, **like)
         else:
             self.register_parameter("bias", None)
 
     def output_shard(self, unit: int) -> Shard:
         """How the output features are cut; fused projections cut each of their blocks."""
         return cut(self.out_features, self.tp, 0, unit)
+
+    def output_blocks(self) -> tuple[int, ...]:
+        """The output features of each projection, where there are several in one."""
+        return ()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
@@ -216,12 +279,16 @@ class RowParallelLinear(ParallelModule):
         init: fills the logical weight; None: as `torch.nn.Linear`.
         device, dtype: of the parameters.
 
+    Attributes:
+        split_backward: as of `ColumnParallelLinear`.
+
     Raises:
         ValueError: if there are fewer units of input features than ranks.
     """
 
     weight: Tensor
     bias: Tensor | None
+    split_backward = False
 
     def __init__(
         self,
@@ -264,8 +331,8 @@ class RowParallelLinear(ParallelModule):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return _linear(x, self.weight, self.bias, self.split_backward)
+        y = _linear(x, self.weight, None, self.split_backward)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:
@@ -298,6 +365,10 @@ class GateUpParallelLinear(ColumnParallelLinear):
     def output_shard(self, unit: int) -> Shard:
         """Gate and up are cut each for itself."""
         return cut_blocks((self.hidden_features,) * 2, self.tp, 0, (unit,) * 2)
+
+    def output_blocks(self) -> tuple[int, ...]:
+        """Gate and up."""
+        return (self.hidden_features,) * 2
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -354,6 +425,10 @@ class QKVParallelLinear(ColumnParallelLinear):
                 (run(*q, 0), run(*kv, k), run(*kv, v)) for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)
             ),
         )
+
+    def output_blocks(self) -> tuple[int, ...]:
+        """Q, K and V."""
+        return tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:

@@ -61,6 +61,7 @@ class ParallelModule(nn.Module):
         *,
         shard: Shard | None = None,
         partial: tuple[Axis, ...] = (),
+        blocks: tuple[int, ...] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,10 +76,11 @@ class ParallelModule(nn.Module):
             init: fills the logical tensor.
             shard: how it is cut; None: replicated.
             partial: axes over which a replica's gradient is one term of a sum.
+            blocks: lengths along dimension 0 of the matrices it is made of, as of `Sharding`.
             device, dtype: of the parameter. On the meta device nothing is drawn: call `mpcore.materialize`.
         """
         cut = () if shard is None or shard.axis.size == 1 else (shard,)
-        sharding = Sharding(shape, cut, tuple(axis for axis in partial if axis.size > 1))
+        sharding = Sharding(shape, cut, tuple(axis for axis in partial if axis.size > 1), blocks)
         self.shardings[name], self.inits[name] = sharding, init
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "meta":

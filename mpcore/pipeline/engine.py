@@ -28,7 +28,7 @@ from mpcore.data_parallel import (
     reshard,
     sync_gradients,
 )
-from mpcore.layers.linear import ColumnParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
@@ -76,7 +76,7 @@ class Pipeline:
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
         for stage in self.stages:
             for module in stage.modules():
-                if isinstance(module, ColumnParallelLinear):
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                     module.split_backward = self.plan.splits_backward
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
