@@ -1,6 +1,6 @@
 """mpcore: Megatron-style model-parallel layers in pure PyTorch and Triton, proven equal to the unsharded model."""
 
-from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
+from mpcore.gradients import clip_gradients, grad_norm, main_gradients, reduce_gradients, zero_gradients
 from mpcore.initialize import materialize
 from mpcore.layers import (
     ColumnParallelLinear,
@@ -24,17 +24,22 @@ from mpcore.layers import (
     vocab_parallel_log_prob,
 )
 from mpcore.mesh import Axis, Mesh, build_mesh
+from mpcore.optim import AdamW, Muon, decay_groups
 from mpcore.parallelize import parallelize
+from mpcore.precision import LossScaler
 from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdamW",
     "Axis",
     "ColumnParallelLinear",
     "Dropout",
     "GateUpParallelLinear",
     "LayerNorm",
+    "LossScaler",
     "Mesh",
+    "Muon",
     "ParallelAttention",
     "ParallelMLP",
     "PositionEmbedding",
@@ -48,10 +53,12 @@ __all__ = [
     "apply_rope",
     "build_mesh",
     "clip_gradients",
+    "decay_groups",
     "full_state_dict",
     "grad_norm",
     "linear_cross_entropy",
     "load_full_state_dict",
+    "main_gradients",
     "materialize",
     "parallelize",
     "reduce_gradients",
@@ -59,4 +66,5 @@ __all__ = [
     "shardings",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_prob",
+    "zero_gradients",
 ]

@@ -42,7 +42,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             parameter.main_grad = torch.zeros_like(parameter, dtype=wide)  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(gradient_of)
+            parameter.register_post_accumulate_grad_hook(_accumulate)
     return model
 
 
@@ -52,11 +52,16 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
     if main is None:
         return parameter.grad
+    _accumulate(parameter)  # what a backward in two passes left without telling the hook
+    return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _accumulate(parameter: Tensor) -> None:
     if parameter.grad is not None:
-        main.add_(parameter.grad)
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from examples.gpt.hf import read_config
 from examples.gpt.model import GPT, PRESETS, GPTConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
+from mpcore.optim import SCHEDULES, AdamW, Muon
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, Schedule, find_schedule
@@ -69,7 +71,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--global-batch", type=int, default=16, help="samples a step, over all ranks")
     add("--micro-batch", type=int, default=2, help="samples a forward, on one rank")
     add("--lr", type=float, default=3e-3)
-    add("--warmup", type=int, default=20, help="steps of linear warm-up; a cosine to a tenth follows")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up")
+    add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to a tenth (default cosine)")
+    add(
+        "--optimizer",
+        choices=("adamw", "adamw-bf16", "muon"),
+        default="adamw",
+        help="adamw-bf16: moments in bfloat16, rounded at random; muon: for the blocks' matrices (default adamw)",
+    )
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="bound on the gradient norm; 0: none")
     add("--seed", type=int, default=0)
@@ -177,11 +186,17 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    done = (step - args.warmup) / max(args.steps - args.warmup, 1)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    """Of a step, by --lr-schedule."""
+    return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr)
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
+    """The optimizer of --optimizer; `heads` are AdamW's in any case."""
+    options: dict = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay, "seed": args.seed}
+    if args.optimizer == "muon":
+        ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
+        return Muon(model, mesh=mesh, exclude=heads, ns_dtype=ns_dtype, **options)
+    return AdamW(model, state_dtype=torch.bfloat16 if args.optimizer == "adamw-bf16" else None, **options)
 
 
 def plan_stages(

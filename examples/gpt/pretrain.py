@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.gpt.arguments import DTYPES, check, find_tokenizer, learning_rate, model_config, parse, plan_stages
+from examples.gpt.arguments import (
+    DTYPES,
+    build_optimizer,
+    check,
+    find_tokenizer,
+    learning_rate,
+    model_config,
+    parse,
+    plan_stages,
+)
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_parameters
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
-from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, materialize, reduce_gradients
+from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, main_gradients, materialize, reduce_gradients
 from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
@@ -35,7 +43,8 @@ from mpcore.mesh import check_same, raise_together
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
-from mpcore.sharding import local_tensor
+from mpcore.precision import LossScaler, autocast
+from mpcore.sharding import is_dtensor, local_tensor
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
 
@@ -66,7 +75,7 @@ class Trainer:
         check_same("configuration", {**flags, **self.corpus})
 
         torch.manual_seed(args.seed)
-        self.half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
+        self.dtype = DTYPES[args.dtype]
         dtype = torch.float64 if args.dtype == "float64" else torch.float32
         ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
         options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
@@ -78,17 +87,13 @@ class Trainer:
         self.model: nn.Module = model
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        plain = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": args.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+        if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
+            main_gradients(model)  # `fully_shard` accumulates in float32 by itself
+        heads = [stage.head for stage in self.stages if stage.last]
+        self.optimizer = build_optimizer(args, model, mesh, heads)
         self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
         self.spans: list[Span] = []
-        self.scale = 2.0**16 if args.dtype == "float16" else 1.0  # so that small gradients don't vanish in fp16
-        self.good_steps = 0
+        self.scaler = LossScaler(mesh) if args.dtype == "float16" else None
         self.tokens_of_step = 1.0
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
@@ -103,9 +108,14 @@ class Trainer:
         )
         return total * (self.scale / self.tokens_of_step)
 
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by in backward."""
+        return self.scaler.scale if self.scaler else 1.0
+
     def autocast(self) -> Any:
         """Matrix products in half precision, where that is asked for."""
-        return torch.autocast(self.mesh.device_type, self.half) if self.half else nullcontext()
+        return autocast(self.dtype, self.mesh.device_type, self.scaler)
 
     def batch(self, samples: TokenSamples, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's tokens, targets and sample indices of `count` samples from global index `first`."""
@@ -125,17 +135,14 @@ class Trainer:
         with self.autocast():
             total = self.pipeline.forward_backward(tokens, targets, samples=samples)
         reduce_gradients(self.model)
-        if self.scale != 1:
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    local_tensor(p.grad).div_(self.scale)
+        if self.scaler:
+            self.scaler.unscale(self.model)
         loss = float(all_reduce(total, self.mesh.data)) / self.scale
         norm = grad_norm(self.model, self.mesh)
         finite = bool(norm.isfinite()) and math.isfinite(loss)  # both are sums over all ranks: all decide alike
-        if finite:
+        if self.scaler.update(finite) if self.scaler else finite:
             clip_gradients(self.model, self.args.clip, norm)
             self.optimizer.step()
-        self._adapt_scale(finite)
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss, "grad_norm": float(norm), "lr": lr}
 
@@ -155,8 +162,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps."""
         state = {"step": step, "sample": self.sample(step), "seed": self.args.seed, "config": self.about()}
-        scaler = {"scale": self.scale, "good_steps": self.good_steps} if self.args.dtype == "float16" else {}
-        state |= {"extra": scaler, "keep": self.args.keep}
+        state |= {"extra": self.scaler.state_dict() if self.scaler else {}, "keep": self.args.keep}
         for stage in self.stages:
             reshard(stage)  # an evaluation leaves them gathered
         path, held = step_path(self.checkpoints, step), (self.model, self.optimizer)
@@ -208,9 +214,8 @@ class Trainer:
             if saved.get(name) != mine:
                 raise ValueError(f"the checkpoint's {name} is {saved.get(name)}, this run's is {mine}")
         self.first_step, self.first_sample = manifest.step, manifest.sample
-        if self.args.dtype == "float16":
-            self.scale = manifest.extra.get("scale", self.scale)
-            self.good_steps = manifest.extra.get("good_steps", 0)
+        if self.scaler:
+            self.scaler.load_state_dict(manifest.extra)
         if lead:
             print(f"resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
 
@@ -236,15 +241,6 @@ class Trainer:
             if self.mesh.world.rank == 0:
                 tqdm.write(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
 
-    def _adapt_scale(self, finite: bool) -> None:
-        if self.args.dtype != "float16":
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale /= 2
-        elif self.good_steps % 1000 == 0:
-            self.scale *= 2
-
     def set_training(self, training: bool) -> None:
         """Dropout of all of this rank's stages on or off."""
         for stage in self.stages:
@@ -257,15 +253,14 @@ class Trainer:
         each = self.mesh.data.size
         rounds = max(min(self.args.eval_samples, len(self.held_out)) // each, 1)
         batches = [self.batch(self.held_out, i * each, each)[:2] for i in range(rounds)]
-        scale, self.scale, self.tokens_of_step = self.scale, 1.0, 1.0
+        self.tokens_of_step = 1.0
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.autocast():
             for y, (_, targets) in zip(self.pipeline.forward([x for x, _ in batches]), batches, strict=True):
                 if self.stages[-1].last:
-                    total += self.loss(y, targets)
+                    total += self.loss(y, targets) / self.scale
         count = torch.tensor(sum(t.numel() for _, t in batches), device=self.mesh.device)
         total = all_reduce(self.pipeline.from_last(total), self.mesh.data)
-        self.scale = scale
         self.set_training(True)
         return float(total) / int(all_reduce(count, self.mesh.data))
 

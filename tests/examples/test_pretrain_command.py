@@ -193,7 +193,7 @@ def check_skipped_step() -> None:
         t.model.norm.register_forward_hook(poison)
     record = t.step(0)
     assert not math.isfinite(record["grad_norm"])
-    assert t.scale == 2.0**15
+    assert t.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
     for p, old in zip(t.model.parameters(), before, strict=True):
         assert torch.equal(p.detach().to_local(), old)  # type: ignore[attr-defined]
 
