@@ -125,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for index, p in zip(saved["params"], group["params"], strict=True):
                 for slot, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, Tensor) and value.dim():
+                    if isinstance(value, Tensor):
                         self.state[p][slot] = value.to(p.device, copy=True)
 
     def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:

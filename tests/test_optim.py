@@ -1,0 +1,477 @@
+"""Optimizers against torch's, and on every layout against the unsharded model, bit for bit; schedules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from examples.gpt.model import GPT, GPTConfig
+from mpcore import AdamW, Axis, Mesh, Muon, VocabParallelEmbedding, decay_groups, grad_norm, materialize, shardings
+from mpcore.checkpoint.pieces import like
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
+from mpcore.optim import SCHEDULES, cosine, linear, logical_indices, orthogonalize, wsd
+from mpcore.sharding import Shard, Sharding, data_run, is_dtensor, local_tensor
+from tests.equality import close
+from tests.pool import mesh
+from tests.test_checkpoint import Run, same_bits
+from tests.test_gradients import draw, hash_of
+
+CONFIG = GPTConfig(vocab_size=23, seq_len=6, layers=2, d_model=12, heads=6, kv_heads=2, d_ff=7)
+OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
+
+
+def adamw(model, on, **options):
+    return AdamW(model, **OPTIONS, **options)
+
+
+def muon(model, on, **options):
+    heads = [model.head] if getattr(model, "last", True) else []
+    return Muon(model, mesh=on, exclude=heads, **OPTIONS, **options)
+
+
+KINDS = {
+    "adamw": adamw,
+    "adamw-bf16": partial(adamw, state_dtype=torch.bfloat16, seed=3),
+    "adamw no masters": partial(adamw, masters=False, seed=3),
+    "muon": muon,
+    "muon-bf16": partial(muon, state_dtype=torch.bfloat16),
+}
+
+
+def give_gradients(model, step, dtype):
+    """A fixed gradient for every logical parameter, of which this rank takes its part."""
+    for name, p in model.named_parameters():
+        sharding = shardings(model)[name]
+        local = sharding.take(draw(hash_of(name) + 7919 * step, *sharding.shape)).to(dtype)
+        if is_dtensor(p):
+            start, end = data_run(p)
+            local = local[start:end]
+        p.grad = like(p, local.clone())
+
+
+def over_data(run, x):
+    return Run.over_data(run, x)
+
+
+def full_state(model, optimizer, on):
+    """Parameters and optimizer state, whole: a collective."""
+    found, run = {}, type("Held", (), {"mesh": on})
+    for name, p in model.named_parameters():
+        sharding = shardings(model)[name]
+        for slot, value in {"weight": p, **optimizer.state[p]}.items():
+            whole = value if value.dim() == 0 else sharding.assemble(over_data(run, value.detach()))
+            found[f"{slot} of {name}"] = whole.clone()
+    return found
+
+
+def train(kind, sizes, zero, dtype, steps=3, scale=None):
+    on = mesh(**sizes) if sizes else Mesh()
+    model = materialize(GPT(CONFIG, on, device="meta", dtype=dtype), 5)
+    if zero:
+        shard_data_parallel(model, on, model.blocks.values())
+    optimizer = KINDS[kind](model, on)
+    for step in range(steps):
+        give_gradients(model, step, dtype)
+        optimizer.step(scale=scale)
+        optimizer.zero_grad()
+    return full_state(model, optimizer, on)
+
+
+_alone: dict = {}
+
+
+def alone(kind, dtype):
+    if (kind, dtype) not in _alone:
+        _alone[kind, dtype] = train(kind, {}, False, dtype)
+    return _alone[kind, dtype]
+
+
+LAYOUTS = [({"tp": 4}, False), ({"tp": 3}, False), ({"dp": 3}, True), ({"tp": 2, "dp": 2}, True),
+           ({"tp": 2, "dp": 2}, False)]  # fmt: skip
+CASES = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("adamw-bf16", torch.float32), ("muon", torch.float32),
+         ("adamw no masters", torch.bfloat16), ("muon-bf16", torch.bfloat16)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "zero"), LAYOUTS, ids=str)
+def test_pitfall_34_a_step_is_that_of_the_whole_model_bit_for_bit_on_every_layout(ranks, sizes, zero):
+    """Decay groups, bfloat16 state rounded at random, masters, and Muon's whole matrices: KV heads replicated over tp,
+    uneven shards, and data shards that cross and miss parameters."""
+    for kind, dtype in CASES:
+        for got in ranks(math.prod(sizes.values()), train, kind, sizes, zero, dtype):
+            want = alone(kind, dtype)
+            ours, torchs = set(), set()
+            for item in want:
+                name = item.rpartition(" ")[2]
+                slots = [want.get(f"{slot} of {name}") for slot in ("weight", "exp_avg")]
+                plain = all(x is not None and x.dtype == torch.float32 for x in slots)
+                (torchs if plain else ours).add(item)
+            assert bool(ours) == (kind != "adamw" or dtype != torch.float32)
+            same_bits({name: got[name] for name in ours}, {name: want[name] for name in ours})
+            for item in torchs:  # torch's fused step rounds the tail of a tensor otherwise than what fills its vectors
+                close(got[item], want[item], item, 1e-6)
+
+
+# --- against torch ------------------------------------------------------------------------------------------------
+
+
+def small(dtype=torch.float32):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_plain_adamw_is_torchs_fused_one_bit_for_bit(dtype):
+    ours, theirs = small(dtype), small(dtype)
+    a, b = AdamW(ours, **OPTIONS), torch.optim.AdamW(decay_groups(theirs, 0.1), lr=0.01, betas=(0.8, 0.95), fused=True)
+    for step in range(5):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            give_gradients(model, step, dtype)
+            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(a.state[p]["exp_avg_sq"], b.state[q]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_train_as_float32_does_and_the_parameter_is_their_rounding(dtype):
+    half, single = small(dtype), small(dtype).float()
+    a, b = AdamW(half, **OPTIONS), torch.optim.AdamW(decay_groups(single, 0.1), lr=0.01, betas=(0.8, 0.95))
+    for step in range(20):
+        give_gradients(half, step, dtype)
+        for p, q in zip(half.parameters(), single.parameters(), strict=True):
+            q.grad = p.grad.float()
+        a.step()
+        b.step()
+    for p, q in zip(half.parameters(), single.parameters(), strict=True):
+        close(a.state[p]["master"], q.detach(), "master", 1e-6)
+        assert torch.equal(p, a.state[p]["master"].to(dtype))
+
+
+def test_bfloat16_moments_follow_float32_ones_and_would_stall_without_chance():
+    """With beta2 = 0.999 a step changes v by less than half of bfloat16's last place: rounded to nearest, it stands."""
+    model, exact = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    a, b = AdamW(model, 0.0, (0.9, 0.999), state_dtype=torch.bfloat16), AdamW(exact, 0.0, (0.9, 0.999))
+    nearest = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(400):
+        for m, optimizer in ((model, a), (exact, b)):
+            m.weight.grad = torch.ones(64, 64)
+            optimizer.step()
+        nearest = (nearest.float() * 0.999 + 0.001).bfloat16()
+    got, want = a.state[model.weight]["exp_avg_sq"].float(), b.state[exact.weight]["exp_avg_sq"]
+    assert got.mean().item() == pytest.approx(want.mean().item(), rel=0.01)
+    assert nearest.item() < 0.9 * want.mean().item()
+
+
+def test_rounding_depends_on_seed_name_and_step():
+    def moments(seed, name, steps=1):
+        model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False)})
+        optimizer, (p,) = AdamW(model, 0.0, seed=seed, state_dtype=torch.bfloat16), model.parameters()
+        for _ in range(steps):
+            optimizer.state[p].pop("exp_avg", None)
+            optimizer.state[p]["exp_avg"] = torch.zeros(32, 32, dtype=torch.bfloat16)
+            optimizer.state[p].setdefault("exp_avg_sq", torch.zeros(32, 32, dtype=torch.bfloat16))
+            optimizer.state[p].setdefault("step", torch.zeros(()))
+            p.grad = torch.full((32, 32), math.pi)
+            optimizer.step()
+        return optimizer.state[p]["exp_avg"]
+
+    same, *others = (moments(*case) for case in [(0, "a"), (1, "a"), (0, "b"), (0, "a", 2)])
+    assert torch.equal(same, moments(0, "a"))
+    for other in others:
+        assert 0.2 < (same != other).float().mean() < 0.8
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_is_torchs(adjust):
+    shapes = [(5, 9), (9, 5), (6, 6)]
+    torch.manual_seed(2)
+    ours = nn.ParameterList(torch.randn(s) for s in shapes)
+    theirs = nn.ParameterList(p.detach().clone() for p in ours)
+    for nesterov in (True, False):
+        a = Muon(ours, 0.02, 0.1, adjust_lr_fn=adjust, ns_dtype=torch.bfloat16, nesterov=nesterov)
+        b = torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn=adjust, nesterov=nesterov)
+        for step in range(3):
+            for model, optimizer in ((ours, a), (theirs, b)):
+                give_gradients(model, step, torch.float32)
+                optimizer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            close(p.detach(), q.detach(), "parameter", 2e-3)  # both in bfloat16, in another order
+
+
+def test_newton_schulz_against_the_singular_value_decomposition():
+    """The quintic acts on each singular value for itself, and leaves the singular vectors."""
+    coefficients, steps = (3.4445, -4.7750, 2.0315), 5
+    for shape in [(6, 9), (9, 6), (7, 7), (2, 4, 3)]:
+        x = draw(sum(shape), *shape)
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        s = s / s.norm(dim=-1, keepdim=True)
+        for _ in range(steps):
+            s = coefficients[0] * s + coefficients[1] * s**3 + coefficients[2] * s**5
+        close(orthogonalize(x, coefficients, steps), u @ torch.diag_embed(s) @ v, f"{shape}", 1e-10)
+        assert 0.5 < s.min() <= s.max() < 1.3
+
+
+def test_muon_takes_fused_projections_apart():
+    """Q, K, V and gate, up in one parameter step as if each were one of its own."""
+    for layer, sizes in [
+        (QKVParallelLinear(6, 4, 2, 3, bias=False, dtype=torch.float64), (12, 6, 6)),
+        (GateUpParallelLinear(6, 5, bias=False, dtype=torch.float64), (5, 5)),
+    ]:
+        parts = nn.ParameterList(p.clone() for p in layer.weight.detach().split(sizes))
+        fused, apart = Muon(layer, 0.1), Muon(parts, 0.1)
+        for step in range(2):
+            give_gradients(layer, step, torch.float64)
+            for p, grad in zip(parts, layer.weight.grad.split(sizes), strict=True):
+                p.grad = grad.clone()
+            fused.step()
+            apart.step()
+        close(layer.weight.detach(), torch.cat([p.detach() for p in parts]), type(layer).__name__)
+
+
+def test_muon_leaves_tables_heads_and_vectors_to_adamw():
+    model = materialize(GPT(replace(CONFIG, positions="learned", bias=True), device="meta"), 1)
+    optimizer = muon(model, Mesh())
+    names = {p: name for name, p in model.named_parameters()}
+    of = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+    assert of[0] == {f"blocks.{i}.{n}.weight" for i in range(2)
+                     for n in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")}  # fmt: skip
+    assert of[1] == {"embedding.weight", "position.weight", "head.weight"}
+    assert all(p.dim() == 1 for p in optimizer.param_groups[2]["params"])
+    assert sum(map(len, of)) == len(names)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+    other = materialize(GPT(replace(CONFIG, positions="learned", bias=True), device="meta"), 1)
+    plain = adamw(other, Mesh())
+    for each, o in ((model, optimizer), (other, plain)):
+        give_gradients(each, 0, torch.float32)
+        o.step()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q) == (name not in of[0]), name
+
+
+def check_unused():
+    """A gradient on some ranks alone counts as zero on the others; one on none leaves the parameter alone."""
+    on = mesh(dp=2)
+    model = nn.ParameterList(torch.ones(2, 3) for _ in range(3))
+    optimizer = Muon(model, mesh=on)
+    if on.data.rank == 1:
+        model[1].grad = draw(1, 2, 3).float()
+    model[2].grad = draw(2, 2, 3).float()
+    optimizer.step()
+    return [p.detach().clone() for p in model], len(optimizer.state)
+
+
+def test_a_gradient_on_one_rank_alone_does_not_hang_muon(ranks):
+    for (first, _, last), states in ranks(2, check_unused):
+        assert torch.equal(first, torch.ones(2, 3))
+        assert not torch.equal(last, torch.ones(2, 3))
+        assert states == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scale_of_a_step_is_a_scale_of_its_gradients(kind):
+    dtype = torch.bfloat16 if kind == "adamw no masters" else torch.float32
+    states = []
+    for scale in (None, torch.tensor(0.25)):
+        model = materialize(GPT(CONFIG, device="meta", dtype=dtype), 5)
+        optimizer = KINDS[kind](model, Mesh())
+        give_gradients(model, 0, dtype)
+        for p in model.parameters():
+            p.grad *= 0.25 if scale is None else 1
+        optimizer.step(scale=scale)
+        states.append(full_state(model, optimizer, Mesh()))
+    same_bits(*states)
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_state_dict_brings_everything_back(kind):
+    model, other = (materialize(GPT(CONFIG, device="meta", dtype=torch.bfloat16), 5) for _ in range(2))
+    first, second = KINDS[kind](model, Mesh()), KINDS[kind](other, Mesh())
+    for step in range(2):
+        give_gradients(model, step, torch.bfloat16)
+        first.step()
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(first.state_dict())
+    for each, optimizer in ((model, first), (other, second)):
+        give_gradients(each, 3, torch.bfloat16)
+        optimizer.step()
+    same_bits(full_state(other, second, Mesh()), full_state(model, first, Mesh()))
+
+
+class Trained(Run):
+    """A run of the checkpoint tests, with another optimizer and dtype."""
+
+    def __init__(self, kind, dtype, *args, **options):
+        super().__init__(*args, **options)
+        self.model.to(dtype)
+        self.optimizer = KINDS[kind](self.model, self.mesh)
+
+
+def check_resume(kind, dtype, sizes, zero, path, writes):
+    run = Trained(kind, dtype, mesh(**sizes), zero=zero, seed=5 if writes else 6)
+    if writes:
+        run.steps(0, 2)
+        run.save(path, 2)
+    else:
+        run.step(9)
+        run.load(path)
+    state = run.full()
+    losses = run.steps(2, 4)
+    return state, losses, run.full()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("adamw-bf16", torch.float32), ("adamw", torch.bfloat16), ("muon", torch.float32), ("muon-bf16", torch.bfloat16)],
+    ids=str,
+)
+def test_pitfall_38_each_optimizer_resumes_bitwise_and_moves_to_other_layouts(ranks, tmp_path, kind, dtype):
+    sizes, path = {"tp": 2, "dp": 2}, str(tmp_path / "step")
+    written = ranks(4, check_resume, kind, dtype, sizes, True, path, True)
+    for got, want in zip(ranks(4, check_resume, kind, dtype, sizes, True, path, False), written, strict=True):
+        assert got[1] == want[1]
+        same_bits(got[0], want[0])
+        same_bits(got[2], want[2])
+    for state, _, _ in ranks(3, check_resume, kind, dtype, {"tp": 3}, False, path, False):
+        same_bits(state, written[0][0])
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def check_places():
+    on = mesh(tp=2, dp=2)
+    model = materialize(GPT(replace(CONFIG, bias=True), on, device="meta"), 5)
+    shard_data_parallel(model, on, model.blocks.values())
+    for name, p in model.named_parameters():
+        sharding = shardings(model)[name]
+        rows, columns = logical_indices(p, sharding)
+        start, end = data_run(p)
+        want = sharding.take(torch.arange(math.prod(sharding.shape)).view(sharding.shape))[start:end]
+        assert torch.equal((rows[:, None] + columns).view(want.shape), want), name
+        assert local_tensor(p).shape == want.shape
+
+
+def test_logical_indices_are_where_the_sharding_takes_from(ranks):
+    ranks(4, check_places)
+
+
+def test_logical_indices_of_odd_shapes():
+    for shape in [(), (1,), (5,), (2, 3, 4), (0, 3)]:
+        rows, columns = logical_indices(torch.zeros(shape), Sharding(shape))
+        assert torch.equal((rows[:, None] + columns).flatten(), torch.arange(math.prod(shape)))
+
+
+# --- groups, refusals, schedules ----------------------------------------------------------------------------------
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = small()
+    first, second = decay_groups(model, 0.3)
+    assert [p.dim() for p in first["params"]] == [2, 2]
+    assert [p.dim() for p in second["params"]] == [1, 1, 1, 1]
+    assert (first["weight_decay"], second["weight_decay"]) == (0.3, 0.0)
+    optimizer = AdamW(model, 0.1, weight_decay=0.3)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        close(p.detach(), old * (1 - 0.03) if p.dim() > 1 else old, "decayed alone", 1e-6)
+
+
+def test_frozen_unused_empty_and_scalar_parameters_work():
+    for kind in KINDS.values():
+        shapes = {"frozen": (2, 3), "unused": (2, 3), "used": (2, 3), "empty": (0, 3), "scalar": ()}
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+        model["frozen"].requires_grad_(False)
+        model.last = False
+        optimizer = kind(model, Mesh())
+        for name in ("empty", "scalar", "used"):
+            model[name].grad = torch.ones_like(model[name])
+        for _ in range(2):
+            optimizer.step()
+        assert torch.equal(model["frozen"], torch.ones(2, 3))
+        assert torch.equal(model["unused"], torch.ones(2, 3))
+        assert (model["used"] < 1).all()
+        assert model["scalar"] < 1
+        assert grad_norm(model, Mesh()).item() == pytest.approx(math.sqrt(7))
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"state_dtype torch.float16 is neither float32 nor bfloat16"):
+        AdamW(small(), state_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"0.weight is float16 and vanishes without a master"):
+        AdamW(small(torch.float16), masters=False)
+    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\)"):
+        AdamW(small(), betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"shape \(7, 5\) in the groups is none of the model's"):
+        AdamW(small(), groups=decay_groups(small(), 0.1))
+    with pytest.raises(ValueError, match=r"adjust_lr_fn 'best' is neither"):
+        Muon(small(), adjust_lr_fn="best")
+
+
+def test_a_closure_is_called_with_gradients_on():
+    model = small()
+    optimizer = AdamW(model, **OPTIONS)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_warm_up_alike_and_end_at_the_floor(name):
+    rate = partial(SCHEDULES[name], steps=50, warmup=8, lr=0.3, floor=0.2)
+    assert [rate(i) for i in range(8)] == [0.3 * (i + 1) / 8 for i in range(8)]
+    assert rate(8) == 0.3
+    assert rate(50) == rate(1000) == pytest.approx(0.06, rel=1e-12)
+    assert all(rate(i + 1) <= rate(i) for i in range(8, 60))
+    assert SCHEDULES[name](0, steps=10) == 1.0
+
+
+def test_schedules_are_their_formulas():
+    for step, done in ((8, 0.0), (29, 0.5), (39.5, 0.75)):
+        assert cosine(step, steps=50, warmup=8) == pytest.approx(
+            0.1 + 0.9 * math.cos(math.pi * done / 2) ** 2, rel=1e-12
+        )
+        assert linear(step, steps=50, warmup=8) == pytest.approx(1 - 0.9 * done, rel=1e-12)
+    assert [wsd(i, steps=50, warmup=8) for i in (8, 20, 40)] == [1.0, 1.0, 1.0]
+    assert wsd(45, steps=50, warmup=8) == pytest.approx(0.55, rel=1e-12)
+    assert wsd(45, steps=50, decay=5, floor=0.0) == 1.0
+    assert wsd(48, steps=50, decay=4, floor=0.0) == 0.5
+    assert wsd(10, steps=12, warmup=10, decay=6, floor=0.0) == 1.0
+
+
+def test_a_schedule_is_what_lambda_lr_takes():
+    optimizer = AdamW(small(), 0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(cosine, steps=10, warmup=3))
+    for step in range(12):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(cosine(step, steps=10, warmup=3, lr=0.5), rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_blocks_are_declared_in_every_layout():
+    for tp_size in (1, 2):
+        tp = Axis(tp_size, 0, None, "tp")
+        assert QKVParallelLinear(6, 4, 2, 3, tp=tp).shardings["weight"].blocks == (12, 6, 6)
+        assert GateUpParallelLinear(6, 4, tp=tp).shardings["bias"].blocks == (4, 4)
+        assert VocabParallelEmbedding(6, 4, tp=tp).shardings["weight"].blocks == ()
+    assert Shard(Axis(), 0, (((0, 4),),)).size(0) == 4
+    assert list(itertools.islice(SCHEDULES, 3)) == ["cosine", "linear", "wsd"]
