@@ -21,6 +21,7 @@ from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
     attention,
+    adamw,
     cross_entropy,
     cross_replica_hash,
     dropout_add,
@@ -105,6 +106,13 @@ def run_column_sum(D: int) -> None:
     sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
 
 
+def run_adamw(dtype: torch.dtype, moments: torch.dtype, master: bool, key: int | None) -> None:
+    param, moment = torch.empty(4096, dtype=dtype), torch.empty(4096, dtype=moments)
+    now, table = torch.empty(4, dtype=torch.float64), torch.empty(64, dtype=torch.int64) if key else None
+    held = (torch.empty(4096) if master else None, now, torch.empty(()), table, table)
+    ops.adamw(param, param, moment, moment, *held, 0.9, 0.95, 1e-8, 0.1, key)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "column sum": lambda: run_column_sum(4096),
     "rms_norm D=1000 bf16": lambda: run_rms_norm(1000),
@@ -132,6 +140,11 @@ CASES: dict[str, Callable[[], None]] = {
     "cross_entropy V=50257 bf16": lambda: run_cross_entropy(50257),
     "cross_entropy V=50257 fp32 outputs": lambda: run_cross_entropy(50257, torch.float32, every=True),
     "cross_entropy V=16032 fp32": lambda: run_cross_entropy(16032, torch.float32),
+    "adamw fp32": lambda: run_adamw(torch.float32, torch.float32, False, None),
+    "adamw bf16 master": lambda: run_adamw(torch.bfloat16, torch.float32, True, None),
+    "adamw bf16 master bf16 moments": lambda: run_adamw(torch.bfloat16, torch.bfloat16, True, 2**40 + 1),
+    "adamw bf16 bf16 moments": lambda: run_adamw(torch.bfloat16, torch.bfloat16, False, 2**40 + 1),
+    "sum_of_squares bf16": lambda: ops.sum_of_squares(torch.empty(4096 * 99, dtype=torch.bfloat16)),
     "cross_entropy V=128256 bf16 two rows": lambda: run_cross_entropy(128256, rows=2),
     "dropout_add D=4096 bf16": lambda: run_dropout_add(4096),
     "dropout_add D=4096 bf16 bias": lambda: run_dropout_add(4096, bias=True),

@@ -1,0 +1,120 @@
+"""Numerics of adamw and sum_of_squares."""
+
+import laws
+import pytest
+import torch
+
+from mpcore.kernels.adamw import adamw, adamw_now, adamw_reference, sum_of_squares, sum_of_squares_reference
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+BETAS, KEY = (0.9, 0.95), 2**40 + 12345
+
+
+def inputs(n, param, moments, master):
+    g = torch.Generator().manual_seed(n)
+    made = {"param": torch.randn(n, generator=g).to(param), "grad": torch.randn(n, generator=g).to(param)}
+    made |= {"exp_avg": torch.randn(n, generator=g).to(moments), "exp_avg_sq": torch.rand(n, generator=g).to(moments)}
+    if master:
+        made["master"] = made["param"].float() + 1e-3 * torch.randn(n, generator=g)
+    return made
+
+
+def updated(function, made, steps=3.0, **options):
+    """What a step leaves, from copies in a sea of NaN."""
+    placed = {name: laws.place(x, "contiguous", 0) for name, x in made.items()}
+    now = adamw_now(torch.tensor([steps]), 0.01, BETAS)[0]
+    function(**placed, now=now, betas=BETAS, eps=1e-8, weight_decay=0.1, **options)
+    for name, x in placed.items():
+        base = x._base if x._base is not None else x
+        assert base[: laws.GUARD].isnan().all(), name
+        assert base[laws.GUARD + x.numel() :].isnan().all(), name
+    return {name: x for name, x in placed.items() if name != "grad"}
+
+
+def kernel(**arguments):
+    adamw(**arguments, impl="triton")
+
+
+KINDS = [(F32, F32, False), (BF16, F32, True), (F16, F32, True), (BF16, BF16, True), (BF16, BF16, False),
+         (F32, BF16, False), (BF16, F32, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("param", "moments", "master"), KINDS, ids=str)
+@pytest.mark.parametrize("n", [1, 1000, 2500])
+def test_errs_at_most_twice_as_much_as_the_reference(n, param, moments, master):
+    made = inputs(n, param, moments, master)
+    truth = updated(adamw_reference, {name: x.double() for name, x in made.items()})
+    plain, found = updated(adamw_reference, made), updated(kernel, made, scale=torch.ones(()))
+    for name, exact in truth.items():
+        assert found[name].dtype == made[name].dtype
+        rounding = torch.finfo(made[name].dtype).eps * exact.abs().max()
+        error, granted = ((x[name].double() - exact).abs().max() for x in (found, plain))
+        assert error <= 2 * max(granted, rounding), name
+
+
+@pytest.mark.parametrize(("moments", "master"), [(F32, False), (BF16, False), (BF16, True)], ids=str)
+def test_random_rounding_is_the_references_bit_for_bit(moments, master):
+    """Where the float32 value is the same; it is in all but a few last bits, of which one in 65536 shows."""
+    made = inputs(6 * 200, BF16, moments, master)
+    place = (torch.arange(6) * 977 + 2**33, torch.arange(200) * 3 + 5)
+    for options in ({"key": KEY}, {"key": 7, "place": place}):
+        plain, found = updated(adamw_reference, made, **options), updated(kernel, made, **options)
+        for name in plain:
+            if plain[name].dtype == BF16:
+                assert (plain[name] != found[name]).sum() <= 2, name
+    nearest = updated(kernel, made)
+    assert (nearest["param" if not master else "exp_avg"] != found["param" if not master else "exp_avg"]).sum() > 100
+
+
+def test_the_scale_multiplies_the_gradient():
+    made = inputs(300, F32, F32, False)
+    half = updated(kernel, made, scale=torch.tensor(0.5, dtype=torch.float64))
+    made["grad"] /= 2
+    for name, x in updated(kernel, made).items():
+        assert torch.equal(x, half[name])
+
+
+def test_float32_is_within_two_ulps_of_torchs_fused_step():
+    made = inputs(3000, F32, F32, False)
+    p = torch.nn.Parameter(made["param"].clone())
+    theirs = torch.optim.AdamW([p], 0.01, BETAS, weight_decay=0.1, fused=True)
+    slots = ("exp_avg", "exp_avg_sq")
+    for t in range(1, 5):
+        p.grad = made["grad"] / t
+        before = {n: theirs.state[p][n].clone() if t > 1 else torch.zeros(3000) for n in slots}
+        before |= {"param": p.detach().clone(), "grad": p.grad}
+        ours = updated(kernel, before, float(t))
+        theirs.step()
+        for name, want in [("param", p.detach()), *((n, theirs.state[p][n]) for n in slots)]:
+            largest = torch.maximum(before[name].abs(), want.abs())  # whose last place a difference is rounded to
+            assert ((ours[name] - want).abs() <= 2 * torch.finfo(F32).eps * largest).all(), name
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("n", [1, 5000, 40001])
+def test_sums_of_squares(n, dtype, monkeypatch):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    with laws.guarded_memory():
+        found = sum_of_squares(laws.place(x, "contiguous", 0), impl="triton")
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, sum_of_squares_reference(x), rtol=1e-6, atol=0)
+    assert torch.equal(found, sum_of_squares(x, impl="triton"))
+
+
+def test_sums_of_squares_of_odd_tensors():
+    x = torch.randn(40, 30)
+    torch.testing.assert_close(sum_of_squares(x.t()[::2], impl="triton"), sum_of_squares_reference(x.t()[::2]))
+    assert sum_of_squares(x[:0], impl="triton") == 0
+    for bad in (float("inf"), float("nan")):
+        x[3, 4] = bad
+        assert not sum_of_squares(x, impl="triton").isfinite()
+
+
+def test_operators():
+    made = inputs(40, BF16, BF16, True)
+    now = adamw_now(torch.tensor([1.0]), 0.1, BETAS)[0]
+    rows, columns = torch.arange(4), torch.arange(10)
+    tensors = (made["param"], made["grad"], made["exp_avg"], made["exp_avg_sq"])
+    for optional in ((made["master"], now, torch.ones(()), rows, columns), (None, now, None, None, None)):
+        laws.check_operator(torch.ops.mpcore.adamw, *tensors, *optional, *BETAS, 1e-8, 0.1, KEY)
+    laws.check_operator(torch.ops.mpcore.sum_of_squares, made["grad"])

@@ -1,0 +1,176 @@
+"""adamw without a GPU: the reference, random rounding, bad input, and what would be launched. And with one."""
+
+import math
+
+import fake_gpu
+import pytest
+import torch
+
+from mpcore.kernels import adamw as module
+from mpcore.kernels.adamw import adamw, adamw_now, round_at_random, rounding_bits, sum_of_squares
+
+BETAS = (0.9, 0.95)
+OPTIONS = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def state(n=6, dtype=torch.float32, device="cpu"):
+    x = torch.linspace(-1, 1, n, device=device).to(dtype)
+    return [x.clone(), x.flip(0).clone(), x / 2, x.square()]
+
+
+def now(t=1.0, lr=0.01, device="cpu"):
+    return adamw_now(torch.tensor([t], device=device), lr, BETAS)[0]
+
+
+def test_the_reference_is_the_formula():
+    p, g, m, v = before = [x.double() for x in state()]
+    after = [x.clone() for x in before]
+    adamw(*after, now(3.0), **OPTIONS, scale=torch.tensor(0.5))
+    m, v = 0.9 * m + 0.1 * g / 2, 0.95 * v + 0.05 * (g / 2) ** 2
+    p = p * (1 - 0.001) - 0.01 * (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
+    for got, want in zip(after, (p, before[1], m, v), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+def test_the_reference_is_torchs_adamw():
+    p = torch.nn.Parameter(state(50)[0])
+    optimizer = torch.optim.AdamW([p], 0.01, BETAS, weight_decay=0.1, foreach=False)
+    ours = [p.detach().clone(), None, torch.zeros(50), torch.zeros(50)]
+    for t in range(1, 5):
+        p.grad = ours[1] = torch.linspace(1, -2, 50) / t
+        optimizer.step()
+        adamw(*ours, now(float(t)), **OPTIONS)
+    torch.testing.assert_close(ours[0], p.detach(), rtol=3e-7, atol=1e-9)
+
+
+def test_now_holds_the_bias_corrections():
+    rows = adamw_now(torch.tensor([1.0, 1000.0]), torch.tensor(0.5), BETAS)
+    want = [[0.5, 1 - 0.9**t, math.sqrt(1 - 0.95**t), t] for t in (1, 1000)]
+    torch.testing.assert_close(rows, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_random_rounding_goes_to_a_neighbour_and_keeps_the_mean():
+    x = torch.tensor([1 + 2**-9, -3.3, 1e-30, 7e8, 1.0, 0.0, math.inf, -math.inf, math.nan])[:, None].expand(-1, 2**16)
+    found = round_at_random(x, torch.arange(2**16).expand_as(x))  # every bit pattern once
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found[:4].double().mean(1), x[:4, 0].double(), rtol=1e-6, atol=0)
+    for row, value in zip(found[:4], x[:4, 0], strict=True):
+        low, high = row.float().min(), row.float().max()
+        assert low <= value <= high
+        assert (high - low) <= 2**-7 * value.abs()
+    torch.testing.assert_close(found[4:], x[4:].bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounding_bits_are_philox_words_of_index_and_step():
+    indices = torch.tensor([0, 5, 2**33 + 5])
+    first, second, third = rounding_bits(2**40 + 1, indices, torch.tensor(7))
+    for i, index in enumerate(indices.tolist()):
+        words = module.philox(2**40 + 1, *(torch.tensor(c) for c in (index % 2**32, index // 2**32, 7, 0)))
+        want = words[0] % 65536, words[0] // 65536, words[1] % 65536
+        assert (first[i], second[i], third[i]) == want
+    assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grad": torch.ones(5)}, r"grad has shape \(5,\), but param has \(6,\)"),
+        ({"exp_avg": torch.ones(6, dtype=torch.int64)}, "exp_avg is torch.int64"),
+        ({"exp_avg_sq": torch.ones(12)[::2]}, r"exp_avg_sq has strides \(2,\) at shape \(6,\): make it contiguous"),
+        ({"exp_avg": torch.ones(6, device="meta")}, "exp_avg is on meta, but param is on cpu"),
+        ({"master": torch.ones(6, dtype=torch.bfloat16)}, r"master is torch.bfloat16; it must be float32"),
+        ({"now": torch.ones(4)}, r"now is torch.float32 \(4,\) on cpu; adamw_now gives float64"),
+        ({"key": 2**63}, "key 9223372036854775808 is not in"),
+        ({"key": 1, "place": (torch.arange(2), torch.arange(2))}, "place has 2 x 2 indices, but param has 6 elements"),
+        ({"impl": "triton"}, "impl='triton', but x is on cpu"),
+    ],
+)
+def test_bad_input(changes, message):
+    made = dict(zip(("param", "grad", "exp_avg", "exp_avg_sq"), state(), strict=True)) | {"now": now()}
+    with pytest.raises(ValueError, match=message):
+        adamw(**made | changes, **OPTIONS)
+
+
+def test_sums_of_squares():
+    assert sum_of_squares(torch.tensor([[3.0, 4.0]])) == 25
+    assert sum_of_squares(torch.ones(0)) == 0
+    assert sum_of_squares(torch.tensor([1e30])) == torch.tensor(1e30).double() ** 2
+    with pytest.raises(ValueError, match=r"x is torch.int64"):
+        sum_of_squares(torch.ones(2, dtype=torch.int64))
+
+
+def launched(n, dtype=torch.bfloat16, **optional):
+    p, g, m, v = (torch.zeros(n, dtype=dtype) for _ in range(4))
+    optional = {"master": None, "scale": None, "rows": None, "columns": None, "key": None} | optional
+    master, key = optional.pop("master"), optional.pop("key")
+    with fake_gpu.fake_gpu() as launches:
+        torch.ops.mpcore.adamw(p, g, m, v, master, now(), *optional.values(), *BETAS, 1e-8, 0.1, key)
+        torch.ops.mpcore.sum_of_squares(g)
+    return launches
+
+
+def test_one_launch_a_parameter_and_two_a_norm(monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    update, partial, total = launched(10**6 + 1)
+    assert (update.name, update.grid) == ("_adamw_kernel", (977, 1, 1))
+    assert [launch.grid for launch in (partial, total)] == [(245, 1, 1), (1, 1, 1)]
+    arguments = update.arguments
+    assert (arguments["N"], arguments["C"], arguments["ROUND"]) == (10**6 + 1, 10**6 + 1, False)
+    assert arguments["beta2"] == 0.95
+    assert arguments["weight1"] == pytest.approx(0.1)
+    assert all(arguments[f"{name}_ptr"] is None for name in ("master", "scale", "rows", "columns"))
+    table = torch.zeros(10, dtype=torch.int64)
+    update, *_ = launched(100, rows=table, columns=table, key=2**62, master=torch.zeros(100), scale=torch.ones(()))
+    assert (update.arguments["C"], update.arguments["key"], update.arguments["ROUND"]) == (10, 2**62, True)
+    assert launched(0) == []
+
+
+def test_small_and_large_keys_do_not_share_a_compiled_kernel():
+    """Triton's integer is 32 or 64 bits wide: a kernel compiled for a small key would cut a large one."""
+    with fake_gpu.fake_gpu() as launches:
+        for key in (5, 2**40 + 5):
+            p, g, m, v = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(4))
+            torch.ops.mpcore.adamw(p, g, m, v, None, now(), None, None, None, *BETAS, 1e-8, 0.1, key)
+    small, large = (launch.kernel.src.signature["key"] for launch in launches)
+    assert (small, large) == ("i32", "i64")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_it_is_the_reference_and_repeats(dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = []
+    for impl in ("reference", "triton", "triton"):
+        tensors = state(10**5 + 7, dtype, "cuda")
+        master = tensors[0].float()
+        adamw(*tensors, now(2.0, device="cuda"), **OPTIONS, master=master, key=2**40, impl=impl)
+        found.append([*tensors, master])
+    for reference, first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, reference, rtol=2 * torch.finfo(first.dtype).eps, atol=1e-7)
+    x = torch.randn(2**31 + 5, device="cuda", dtype=torch.bfloat16)
+    assert sum_of_squares(x).item() == pytest.approx(2**31, rel=1e-3)
+    graph, (p, g, m, v) = torch.cuda.CUDAGraph(), state(1000, device="cuda")
+    row = now(device="cuda")
+    adamw(p, g, m, v, row, **OPTIONS)
+    with torch.cuda.graph(graph):
+        adamw(p, g, m, v, row, **OPTIONS)
+    graph.replay()
+    other = state(1000, device="cuda")
+    for _ in range(2):
+        adamw(*other, row, **OPTIONS)
+    assert torch.equal(other[0], p)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_products_are_added_to_main_gradients_in_float32():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from mpcore import ColumnParallelLinear, main_gradients
+
+    layer = main_gradients(ColumnParallelLinear(64, 32, dtype=torch.bfloat16, device="cuda"))
+    x, dy = (torch.randn(128, n, device="cuda", dtype=torch.bfloat16) for n in (64, 32))
+    for _ in range(2):
+        layer(x).backward(dy)
+    torch.testing.assert_close(layer.weight.main_grad, 2 * (dy.float().t() @ x.float()), rtol=1e-4, atol=1e-3)

@@ -1,0 +1,222 @@
+"""Gradients accumulated in float32 beside the parameters: the dense model's, whatever path they came by."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from mpcore import (
+    AdamW,
+    ColumnParallelLinear,
+    Mesh,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    clip_gradients,
+    full_state_dict,
+    grad_norm,
+    load_full_state_dict,
+    main_gradients,
+    reduce_gradients,
+    shardings,
+    zero_gradients,
+)
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.gradients import gradient_of
+from mpcore.sharding import full_tensor
+from tests.equality import close, full_gradients
+from tests.layers.test_block import Model
+from tests.pool import mesh
+from tests.test_gradients import draw
+
+
+def full_main_gradients(model):
+    declared = shardings(model)
+    assert all(p.grad is None for p in model.parameters()), ".grad must stay None"
+    found = {name: gradient_of(p) for name, p in model.named_parameters()}
+    return {name: full_tensor(grad, declared[name]) for name, grad in found.items() if grad is not None}
+
+
+def check_model(sequence, tied):
+    """Two micro-batches of unequal token counts, then all that reads gradients, against the dense model's `.grad`."""
+    m = mesh(tp=torch.distributed.get_world_size())
+    torch.manual_seed(2)
+    dense, model = Model(tied=tied).double(), Model(sequence=sequence, tied=tied, tp=m.tp).double()
+    load_full_state_dict(model, full_state_dict(dense))
+    main_gradients(main_gradients(model))
+    ids = torch.arange(36).reshape(3, 12) * 7 % 21
+    targets = ids.flip(1).clone()
+    targets[1, 3:] = -100
+    for _ in range(2):  # the second step begins anew
+        for rows in (slice(0, 2), slice(2, 3)):
+            model(ids[rows], targets[rows], reduction="sum").backward()
+        reduce_gradients(model)
+        dense.zero_grad()
+        dense(ids, targets, reduction="sum").backward()
+        want, got = full_gradients(dense), full_main_gradients(model)
+        assert want.keys() == got.keys()
+        for name in want:
+            close(got[name], want[name], name)
+        norm = grad_norm(model, m)
+        close(norm, grad_norm(dense, Mesh()), "norm")
+        clip_gradients(model, 0.3 * norm.item(), norm)
+        for name, got in full_main_gradients(model).items():
+            close(got, 0.3 * want[name], f"clipped {name}")
+        zero_gradients(model.parameters())
+        assert all(gradient_of(p) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pitfall_32_main_gradients_are_the_dense_ones_tied_or_not(ranks, size):
+    for sequence, tied in ((None, True), (1, True), (1, False)):
+        ranks(size, check_model, sequence, tied)
+
+
+class Tied(nn.Module):
+    """A weight used three times: as a table, as a head, and by an operation that knows nothing of main gradients."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.table = VocabParallelEmbedding(11, 6, dtype=dtype)
+        self.head = ColumnParallelLinear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.table.weight
+        self.down = RowParallelLinear(11, 3, dtype=dtype)
+
+    def forward(self, ids):
+        return self.down(self.head(self.table(ids).tanh())).square().sum() + self.table.weight.sin().sum()
+
+
+def run_tied(dtype, main, fused=True, batches=4):
+    torch.manual_seed(3)
+    model = Tied(torch.float64)
+    ids = torch.arange(4 * batches).reshape(batches, 4) * 5 % 11
+    model.to(dtype)
+    if main:
+        main_gradients(model)
+    if not fused:
+        for layer in (model.head, model.down):
+            layer.forward = partial(unfused, layer)
+    for row in ids:
+        model(row[None]).backward()
+    return {name: gradient_of(p) for name, p in model.named_parameters()}
+
+
+def unfused(layer, x):
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_pitfall_32_a_weight_used_three_times_gets_each_gradient_once(fused):
+    want, got = run_tied(torch.float64, False), run_tied(torch.float64, True, fused)
+    for name in want:
+        close(got[name], want[name], name)
+
+
+def test_sums_over_micro_batches_are_rounded_in_float32_and_not_in_bfloat16():
+    exact, main, plain = (run_tied(*case, batches=64) for case in
+                          [(torch.float64, False), (torch.bfloat16, True), (torch.bfloat16, False)])  # fmt: skip
+
+    def error(found, name):
+        return (found[name].double() - exact[name]).abs().max().item() / exact[name].abs().max().item()
+
+    for name in exact:
+        assert main[name].dtype == torch.float32
+        assert error(main, name) < 0.02
+    # the unrounded sum of 64 products beats the sum rounded 64 times
+    assert error(main, "down.weight") < error(plain, "down.weight")
+
+
+def test_the_product_of_half_precision_is_not_rounded():
+    layer = main_gradients(ColumnParallelLinear(6, 5, dtype=torch.bfloat16))
+    x, dy = draw(1, 7, 6).bfloat16(), draw(2, 7, 5).bfloat16()
+    layer(x).backward(dy)
+    close(layer.weight.main_grad, dy.float().t() @ x.float(), "weight", 1e-6)
+    close(layer.bias.main_grad, dy.float().sum(0), "bias", 1e-6)
+    assert not torch.equal(layer.weight.main_grad, layer.weight.main_grad.bfloat16().float())
+
+
+def test_under_autocast_the_float32_parameters_get_unrounded_products():
+    layer = main_gradients(RowParallelLinear(6, 5, bias=False))
+    x, dy = draw(1, 7, 6).float(), draw(2, 7, 5).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy)
+    close(layer.weight.main_grad, dy.float().t() @ x.bfloat16().float(), "weight", 1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_parameters_have_none(frozen):
+    layer = ColumnParallelLinear(3, 4)
+    getattr(layer, frozen).requires_grad_(False)
+    main_gradients(layer)
+    x = torch.ones(2, 3, requires_grad=True)
+    layer(x).sum().backward()
+    assert gradient_of(getattr(layer, frozen)) is None
+    assert gradient_of(layer.bias if frozen == "weight" else layer.weight) is not None
+    assert torch.equal(x.grad, layer.weight.sum(0).expand(2, 3))
+
+
+def test_what_asks_for_gradients_gets_them_and_nothing_is_added():
+    layer = main_gradients(ColumnParallelLinear(3, 4))
+    x = draw(1, 2, 3).float().requires_grad_()
+    want = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    for asked in ([layer.weight], [layer.bias, x], [x]):
+        got = torch.autograd.grad(layer(x).square().sum(), asked)
+        for a, b in zip(got, torch.autograd.grad(want.square().sum(), asked, retain_graph=True), strict=True):
+            close(a, b, "gradient", 1e-6)
+        assert gradient_of(layer.weight) is None
+    layer(x).square().sum().backward(inputs=[x])
+    assert gradient_of(layer.weight) is None
+    layer(x).square().sum().backward(inputs=[layer.weight])
+    assert gradient_of(layer.bias) is None
+    close(gradient_of(layer.weight), torch.autograd.grad(want.square().sum(), layer.weight)[0], "weight", 1e-6)
+
+
+def test_a_backward_in_two_passes_adds_once():
+    """As zero-bubble pipelines run it: the input's gradient first, later the weights'."""
+    torch.manual_seed(1)
+    model = nn.Sequential(ColumnParallelLinear(3, 4), nn.Tanh(), RowParallelLinear(4, 2)).double()
+    dense = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    dense.load_state_dict(model.state_dict())
+    main_gradients(model)
+    for step in range(2):
+        x = draw(step, 5, 3).requires_grad_()
+        y = model(x)
+        dx, groups = stage_backward_input([y], [y.detach()], [x], iter(model.parameters()))
+        close(dx[0], torch.autograd.grad(dense(x), x, y.detach())[0], "input")
+        stage_backward_weight(iter(model.parameters()), groups)
+        dense(x).backward(y.detach())
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            close(gradient_of(p), q.grad, "weight")
+
+
+def test_the_optimizer_reads_and_forgets_them():
+    torch.manual_seed(1)
+    ours, theirs = ColumnParallelLinear(3, 4), ColumnParallelLinear(3, 4)
+    theirs.load_state_dict(ours.state_dict())
+    main_gradients(ours)
+    a, b = AdamW(ours, 0.1), torch.optim.AdamW(theirs.parameters(), 0.1, weight_decay=0.01, fused=True)
+    b.param_groups[0]["params"].pop()
+    b.add_param_group({"params": [theirs.bias], "weight_decay": 0.0})
+    for step in range(3):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            model(draw(step, 2, 3).float()).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        close(p.detach(), q.detach(), "parameter", 1e-6)
+
+
+def check_refused():
+    m = mesh(dp=2)
+    model = shard_data_parallel(ColumnParallelLinear(4, 4), m)
+    with pytest.raises(ValueError, match="weight is sharded over data: its gradients accumulate in fully_shard's"):
+        main_gradients(model)
+
+
+def test_what_fully_shard_accumulates_is_left_to_it(ranks):
+    ranks(2, check_refused)

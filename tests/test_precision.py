@@ -1,0 +1,105 @@
+"""The loss scale: all ranks decide alike, it follows its rule, and float16 doesn't go without."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mpcore import AdamW, ColumnParallelLinear, LossScaler, Mesh, grad_norm, main_gradients
+from mpcore.precision import autocast
+from tests.equality import close
+from tests.pool import mesh
+
+
+def check_poison(sizes, main):
+    """Each rank in turn finds an inf that the others don't see: all skip, and hold the same scale."""
+    on = mesh(**sizes)
+    scaler, decisions = LossScaler(on, growth_interval=3), []
+    for poisoned in range(on.world.size):
+        model = ColumnParallelLinear(3, 4, tp=on.tp)
+        if main:
+            main_gradients(model)
+        (model(torch.ones(2, 3)).sum() * scaler.scale).backward()
+        if on.world.rank == poisoned:
+            (model.weight.main_grad if main else model.weight.grad)[0, 1] = math.inf
+        scaler.unscale(model)
+        mine = all(p.isfinite().all() for p in (model.weight.main_grad if main else model.weight.grad))
+        assert mine == (on.world.rank != poisoned)
+        decisions.append((scaler.update(mine), scaler.scale))
+    return decisions, scaler.state_dict()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_pitfall_31_one_poisoned_shard_skips_the_step_on_all_ranks(ranks, sizes):
+    for main in (False, True):
+        for decisions, state in ranks(4, check_poison, sizes, main):
+            assert decisions == [(False, 2.0**i) for i in (15, 14, 13, 12)]
+            assert state == {"scale": 2.0**12, "good_steps": 0}
+
+
+def check_norm(poisoned):
+    """As a training step does it: the norm, which is over all ranks, decides."""
+    on = mesh(tp=2, dp=2)
+    torch.manual_seed(on.tp.rank)
+    model = ColumnParallelLinear(3, 4, tp=on.tp)
+    optimizer, scaler = AdamW(model, 0.1), LossScaler(on)
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(torch.ones(2, 3)).sum() * scaler.scale).backward()
+    if on.world.rank == poisoned:
+        model.bias.grad[0] = math.nan
+    scaler.unscale(model)
+    if scaler.update(grad_norm(model, on).isfinite()):
+        optimizer.step()
+    return scaler.state_dict(), all(map(torch.equal, before, model.parameters()))
+
+
+def test_pitfall_31_the_norm_tells_every_rank(ranks):
+    for poisoned in (1, None):  # rank 0 and 1 own the gradient; the data ranks hold copies
+        for state, same in ranks(4, check_norm, poisoned):
+            assert same == (poisoned is not None)
+            assert state == (
+                {"scale": 2.0**16, "good_steps": 1} if same is False else {"scale": 2.0**15, "good_steps": 0}
+            )
+
+
+def test_the_scale_grows_after_enough_good_steps_and_shrinks_at_once():
+    scaler, scales = LossScaler(scale=8.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25), []
+    for good in (True, True, True, False, True, True, False, False):
+        assert scaler.update(torch.tensor(good)) is good
+        scales.append(scaler.scale)
+    assert scales == [8, 32, 32, 8, 8, 32, 8, 2]
+    other = LossScaler(scale=1.0)
+    scaler.update(True)
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == {"scale": 2.0, "good_steps": 1}
+    other.load_state_dict({})
+    assert other.scale == 2.0
+
+
+def test_unscaled_gradients_are_those_of_the_loss():
+    model = nn.Linear(3, 2).double()
+    scaler = LossScaler(scale=1024.0)
+    (model(torch.ones(1, 3).double()).square().sum() * scaler.scale).backward()
+    want = torch.autograd.grad(model(torch.ones(1, 3).double()).square().sum(), model.weight)[0]
+    model.bias.grad = None
+    scaler.unscale(model)
+    close(model.weight.grad, want, "gradient")
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.0}, {"growth_factor": 0.5}, {"backoff_factor": 1.0}, {"growth_interval": 0}], ids=str
+)
+def test_a_rule_that_is_none_is_refused(options):
+    with pytest.raises(ValueError, match="must be positive"):
+        LossScaler(Mesh(), **options)
+
+
+def test_float16_without_a_scaler_is_refused():
+    with pytest.raises(ValueError, match="float16 without a loss scaler"):
+        autocast(torch.float16, "cpu")
+    for dtype, scaler in ((torch.float16, LossScaler()), (torch.bfloat16, None), (torch.float32, None)):
+        with autocast(dtype, "cpu", scaler):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
