@@ -292,7 +292,7 @@ def _adamw_kernel(
             index = row + tl.load(columns_ptr + at % C, mask=mask, other=0)
         low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
         t = low * 0 + tl.load(now_ptr + 3).to(tl.int64).to(tl.uint32)
-        first, second, _, _ = tl.philox(key, low, high, t, low * 0)
+        first, second, _, _ = tl.philox(key, low, high, t, low * 0)  # pyright: ignore[reportGeneralTypeIssues]
         if param_ptr.dtype.element_ty == tl.bfloat16 and master_ptr is None:
             narrow = _round_at_random(w, first & 0xFFFF)
         if exp_avg_ptr.dtype.element_ty == tl.bfloat16:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
+from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh import Axis, Mesh
 from mpcore.sharding import Shard, data_run, is_dtensor, local_tensor, owners, sharding_of
 
@@ -22,7 +23,8 @@ def main_gradients(model: nn.Module) -> nn.Module:
     Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
-    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Zero-bubble
+    pipelines leave weight gradients in `.grad`, in the parameter's dtype, until then.
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its
@@ -174,13 +176,19 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
     Returns:
         An fp64 scalar tensor.
     """
-    norms = [torch.linalg.vector_norm(g, p, dtype=torch.float64) for g in _owned_gradients(model, mesh) if g.numel()]
+    norms = [_norm(g, p) for g in _owned_gradients(model, mesh) if g.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
         each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")
     return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
+
+
+def _norm(grad: Tensor, p: float) -> Tensor:
+    if p == 2 and grad.is_cuda and grad.dtype != torch.float64:
+        return sum_of_squares(grad).sqrt()  # reads half precision as it is
+    return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
 
 
 def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:

@@ -160,15 +160,18 @@ class AdamW(torch.optim.Optimizer):
             now = adamw_now(torch.stack([state["step"] for *_, state in others]), group["lr"], group["betas"])
             options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
             for (p, grad, state), row in zip(others, now.unbind(), strict=True):
-                name, sharding = self._declared[p]
-                master = state.get("master")
-                if p not in self._places:
-                    self._places[p] = logical_indices(p, sharding)
-                adamw(
-                    *(local_tensor(x) for x in (p.detach(), grad, state["exp_avg"], state["exp_avg_sq"])), row,
-                    master=None if master is None else local_tensor(master),
-                    scale=scale, key=stream_key(self.seed, name), place=self._places[p], **options,
-                )  # fmt: skip
+                master = local_tensor(state["master"]) if "master" in state else None
+                rounded = {state["exp_avg"].dtype} | ({p.dtype} if master is None else set())
+                random = self._random(p) if torch.bfloat16 in rounded else {}
+                held, grad, m, v = map(local_tensor, (p.detach(), grad, state["exp_avg"], state["exp_avg_sq"]))
+                adamw(held, grad, m, v, row, master=master, scale=scale, **random, **options)
+
+    def _random(self, p: nn.Parameter) -> dict[str, Any]:
+        """What the random bits of a parameter's elements depend on, besides the step."""
+        name, sharding = self._declared[p]
+        if p not in self._places:
+            self._places[p] = logical_indices(p, sharding)
+        return {"key": stream_key(self.seed, name), "place": self._places[p]}
 
     def _state(self, p: nn.Parameter, *slots: str) -> dict[str, Tensor]:
         state = self.state[p]

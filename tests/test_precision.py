@@ -60,9 +60,7 @@ def test_pitfall_31_the_norm_tells_every_rank(ranks):
     for poisoned in (1, None):  # rank 0 and 1 own the gradient; the data ranks hold copies
         for state, same in ranks(4, check_norm, poisoned):
             assert same == (poisoned is not None)
-            assert state == (
-                {"scale": 2.0**16, "good_steps": 1} if same is False else {"scale": 2.0**15, "good_steps": 0}
-            )
+            assert (state["scale"], state["good_steps"]) == ((2.0**15, 0) if same else (2.0**16, 1))
 
 
 def test_the_scale_grows_after_enough_good_steps_and_shrinks_at_once():

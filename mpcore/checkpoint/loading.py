@@ -160,17 +160,17 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             continue
         plan.options.append(manifest.optimizer[found[0]]["options"])
 
-    def kind(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same slots
+    def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same slots
         entry = manifest.tensors.get(f"model/{name}")
         return group_of.get(name, -1), entry.dtype if entry else ""
 
     used: dict[tuple[int, str], set[str]] = {}
     for name, of in slots.items():
-        used.setdefault(kind(name), set()).update(of)
+        used.setdefault(alike(name), set()).update(of)
     for name, parameter, sharding in parameters(model):
         if parameter not in fused:
             continue
-        for slot in sorted(used.get(kind(name), ()) - slots.get(name, {}).keys()) if name in slots else ():
+        for slot in sorted(used.get(alike(name), ()) - slots.get(name, {}).keys()) if name in slots else ():
             plan.problems.append(f"optimizer/{slot}/{name}: {_MISSING}")
         for slot, entry in slots.get(name, {}).items():
             dtype = DTYPES[entry.dtype]

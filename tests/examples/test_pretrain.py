@@ -134,3 +134,13 @@ def test_pitfall_30_replicas_of_shards_train_as_one_process_does(ranks, zero):
     for got in ranks(4, final, {"dp": 4}, *flags):
         for key in ("losses", "norms"):
             assert got[key] == pytest.approx(want[key], rel=1e-10, abs=0), key
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "muon"])
+@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2)], ids=str)
+def test_pitfall_34_every_optimizer_trains_on_a_layout_as_in_one_process(ranks, layout, optimizer):
+    flags = ["--dtype", "float64", "--optimizer", optimizer, "--lr-schedule", "wsd", "--tie-embeddings"]
+    want = alone(ranks, *flags)
+    for got in ranks(math.prod(layout), run, names(layout), *flags):
+        for key in ("losses", "norms"):
+            assert got[key] == pytest.approx(want[key], rel=1e-9, abs=0), key
