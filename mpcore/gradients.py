@@ -23,8 +23,8 @@ def main_gradients(model: nn.Module) -> nn.Module:
     Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
-    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Zero-bubble
-    pipelines leave weight gradients in `.grad`, in the parameter's dtype, until then.
+    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+    Zero-bubble pipelines leave weight gradients in `.grad`, in the parameter's dtype, until they are read.
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its

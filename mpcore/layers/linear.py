@@ -98,9 +98,9 @@ def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
 
 
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy = dy.reshape(-1, dy.shape[-1])
     weight, bias = ctx.main or (None, None)
-    dweight = _give(weight, _product, dy, x) if ctx.needs_input_grad[1] else None
+    dweight = _give(weight, _product, dy, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
     dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
     return dweight, dbias
 
