@@ -6,15 +6,15 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped 
 
 from __future__ import annotations
 
-from typing import Any
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore.kernels.rope import rope_qkv
 from mpcore.kernels.attention import attention, check_documents
+from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.layers.norm import RMSNorm

@@ -20,8 +20,8 @@ import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
-    attention,
     adamw,
+    attention,
     cross_entropy,
     cross_replica_hash,
     dropout_add,
@@ -94,6 +94,8 @@ def run_rope(
 
 def run_cross_replica_hash(size: int) -> None:
     ops.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
+
+
 def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0) -> None:
     q, k, lse = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype), torch.empty(2, 8, 512)
     bound = torch.empty(512, dtype=torch.int32) if bounds else None
