@@ -26,7 +26,7 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +96,19 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Begin to sum over the axis and keep this rank's equal shard of dimension 0; `wait` gives the result."""
     return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
+
+
+def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
+    """Begin to send `x` to one rank of the axis; `wait` gives what came, one behind the other by rank.
+
+    Args:
+        x: the message, of one dimension.
+        to: the rank that gets it; None: nobody.
+        receive: how many elements each rank sends here.
+    """
+    sizes = [x.numel() if rank == to else 0 for rank in range(axis.size)]
+    message = x if to is not None else x[:0]
+    return _call(_ops.all_to_all_single.default, message, list(receive), sizes, _group(axis))
 
 
 def _group(axis: Axis) -> str:

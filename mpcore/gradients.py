@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh import Axis, Mesh
 from mpcore.sharding import Shard, data_run, is_dtensor, local_tensor, owners, sharding_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def main_gradients(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ class Axis:
         rank: this process's place along the axis, `0 <= rank < size`.
         group: the process group of the ranks along the axis; None is enough for size 1 and for planning.
         name: how messages call the axis.
+        levels: the axis as outer x inner, its ranks numbered with inner fastest: cp with `build_mesh(cp_inner=...)`.
 
     Raises:
         ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
@@ -35,6 +36,7 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     name: str = "axis"
+    levels: tuple[Axis, Axis] | None = None
     group_name: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ def build_mesh(
     ep: int = 1,
     dp: int | None = None,
     device_type: str | None = None,
+    cp_inner: int | None = None,
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
@@ -186,6 +189,7 @@ def build_mesh(
         tp, cp, pp, ep: sizes of the axes.
         dp: size of the data-parallel axis; None takes what the others leave of the world.
         device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
+        cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
 
     Returns:
         The mesh as this rank sees it.
@@ -203,6 +207,7 @@ def build_mesh(
     try:
         shape = mesh_shape(world_size, tp=tp, cp=cp, pp=pp, ep=ep, dp=dp)
         ranks = mesh_ranks(**shape)
+        ranks |= {} if cp_inner is None else _level_ranks(ranks["cp"], cp_inner)
     except ValueError as error:
         if not dist.is_initialized():
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun") from None
@@ -227,6 +232,9 @@ def build_mesh(
             axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, name)
         else:
             axes[name] = _new_axis(name, ranks[name])
+    if cp_inner is not None:
+        outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
+        axes["cp"] = replace(axes["cp"], levels=(outer, inner))
     return Mesh(
         **axes,
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, "world"),
@@ -283,6 +291,16 @@ def raise_together(error: Exception | None) -> None:
 def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
     return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
+
+
+def _level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
+    size = len(groups[0])
+    if inner < 1 or size % inner:
+        raise ValueError(f"cp_inner {inner} does not divide cp {size}: sub-groups have one size")
+    return {
+        "cp_outer": [group[i::inner] for group in groups for i in range(inner)],
+        "cp_inner": [group[i : i + inner] for group in groups for i in range(0, size, inner)],
+    }
 
 
 def _new_axis(name: str, groups: list[list[int]]) -> Axis:

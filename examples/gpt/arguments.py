@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from examples.gpt.hf import read_config
 from examples.gpt.model import GPT, PRESETS, GPTConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
+from mpcore.layers.context import KINDS, check_heads, check_kind
 from mpcore.optim import SCHEDULES, AdamW, Muon
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
@@ -42,6 +45,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="cut activations along the sequence between tp regions",
     )
+    add("--cp-kind", choices=KINDS, default="zigzag", help="how --cp cuts sequences and attends (default zigzag)")
+    add("--cp-inner", type=int, help="ranks of a sub-group of --cp-kind two-level (default: as a node allows)")
     add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
     add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
     add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
@@ -116,6 +121,14 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return load_tokenizer(own if own is not None and own.is_file() else args.tokenizer or "byte")
 
 
+def inner_size(args: argparse.Namespace) -> int | None:
+    """Ranks of a sub-group of cp: as --cp-inner says, or the most that lie in a node and leave more than one."""
+    if args.cp_kind != "two-level" or args.cp_inner is not None:
+        return args.cp_inner
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // args.tp
+    return max((d for d in range(1, args.cp) if args.cp % d == 0 and d <= node), default=1)
+
+
 def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     """The preset, or the Hugging Face model, with what the flags change of it.
 
@@ -154,9 +167,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     for name in ("keep", "exit_step"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
-    for axis in (mesh.cp, mesh.ep):
-        if axis.size > 1:
-            raise ValueError(f"--{axis.name} {axis.size}: this model has no {axis.name} layers yet, only size 1 works")
+    if mesh.ep.size > 1:
+        raise ValueError(f"--ep {mesh.ep.size}: this model has no ep layers yet, only size 1 works")
     limit = PRESETS[args.preset].seq_len
     if not args.init_from_hf and PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {limit} positions of {args.preset}")
@@ -164,16 +176,18 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")
     if config.layers < mesh.pp.size:
         raise ValueError(f"--layers {config.layers} is smaller than the pp size {mesh.pp.size}")
-    if args.sequence_parallel and config.seq_len % mesh.tp.size:
-        near = config.seq_len // mesh.tp.size * mesh.tp.size
-        raise ValueError(
-            f"--seq-len {config.seq_len} is not a multiple of the tp size {mesh.tp.size}, which --sequence-parallel "
-            f"needs: {near} is"
-        )
-    each = mesh.data.size * args.micro_batch
+    check_kind(args.cp_kind, mesh.cp)
+    check_heads(args.cp_kind, mesh.cp, config.heads // mesh.tp.size)
+    cuts = [axis for axis in (mesh.cp, mesh.tp) if axis.size > 1 and (axis is mesh.cp or args.sequence_parallel)]
+    unit = math.prod(axis.size for axis in cuts)
+    if config.seq_len % unit:
+        sizes = " x ".join(f"{axis.name} size {axis.size}" for axis in cuts)
+        near = max(config.seq_len // unit, 1) * unit
+        raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
+    each = mesh.dp.size * args.micro_batch
     if args.global_batch % each:
         raise ValueError(
-            f"--global-batch {args.global_batch} is not a multiple of dp x micro-batch = {mesh.data.size} x "
+            f"--global-batch {args.global_batch} is not a multiple of dp x micro-batch = {mesh.dp.size} x "
             f"{args.micro_batch} = {each}"
         )
     micro_batches = args.global_batch // each

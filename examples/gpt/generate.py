@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from examples.gpt.hf import FOLDER, open_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
-from mpcore import Mesh, materialize
+from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.folders import resolve
 from mpcore.checkpoint.format import DTYPES
-from mpcore.collectives import gather
+from mpcore.collectives import all_reduce, gather
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
 
@@ -60,10 +60,9 @@ def generate(
     for _ in range(new_tokens):
         window = ids[-model.config.seq_len :]
         x = torch.tensor([window], device=mesh.device)
-        if model.sequence_parallel:
-            # What stands behind the last token can't be seen from it.
-            x = F.pad(x, (0, -len(window) % mesh.tp.size))
-        (y,) = pipeline.forward([x])
+        # What stands behind the last token can't be seen from it.
+        x = F.pad(x, (0, -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))))
+        (y,) = pipeline.forward([shard_sequence(x, mesh.cp, model.context)])
         logits = _last_logits(y, len(window) - 1, model, mesh)
         ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
         if ids[-1] == tokenizer.end_of_document:
@@ -76,7 +75,9 @@ def _last_logits(y: Tensor, index: int, model: GPT, mesh: Mesh) -> Tensor:
     vocab = model.config.vocab_size
     if not model.last:
         return torch.zeros(vocab, dtype=torch.float64, device=y.device)
-    return gather(y[0, index].double(), mesh.tp, 0, vocab)
+    here = sequence_index(y.shape[1] * mesh.cp.size, mesh.cp, model.context, y.device) == index
+    logits = all_reduce(y[0, here].double().sum(0), mesh.cp)  # of the one rank that has the token
+    return gather(logits, mesh.tp, 0, vocab)
 
 
 def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:

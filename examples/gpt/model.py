@@ -25,6 +25,7 @@ from mpcore import (
     RotaryEmbedding,
     TransformerBlock,
     VocabParallelEmbedding,
+    sequence_index,
 )
 from mpcore.collectives import shard_range
 from mpcore.layers.module import normal
@@ -123,6 +124,7 @@ class GPT(nn.Module):
     Args:
         config: the model.
         mesh: where it lies; `Mesh()` is one process.
+        context: how attention meets the tokens of other ranks of `mesh.cp`, which hold `shard_sequence`'s part each.
         sequence_parallel: between tensor-parallel regions each rank holds its part of the sequence.
         blocks: the blocks of this stage; None: this rank's share of all.
         device, dtype: of the parameters; build on "meta" and call `mpcore.materialize`.
@@ -133,6 +135,7 @@ class GPT(nn.Module):
         config: GPTConfig,
         mesh: Mesh = Mesh(),
         *,
+        context: str = "zigzag",
         sequence_parallel: bool = False,
         blocks: range | None = None,
         device: torch.device | str | None = None,
@@ -144,6 +147,7 @@ class GPT(nn.Module):
             if c.layers < pp.size:
                 raise ValueError(f"{c.layers} layers are fewer than the pp size {pp.size}")
             blocks = range(*shard_range(c.layers, pp))
+        self.cp, self.context = mesh.cp, context
         self.config, self.tp, self.sequence_parallel = c, tp, sequence_parallel and tp.size > 1
         self.first, self.last = blocks.start == 0, blocks.stop == c.layers
         like = {"device": device, "dtype": dtype}
@@ -166,6 +170,7 @@ class GPT(nn.Module):
         def block() -> TransformerBlock:
             options = {"init": init, "output_init": output_init, **sp, **like}
             looks = {"rope": self.rope, "qk_norm": c.qk_norm, "norm_eps": c.eps, "window": c.window}
+            looks |= {"context": context, "cp": mesh.cp}
             biases = {"bias": qkv_bias, "output_bias": output_bias}
             attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, c.head_dim, **looks, **biases, **options)
             mlp = ParallelMLP(c.d_model, c.hidden, c.activation, bias=mlp_bias, **options)
@@ -180,26 +185,26 @@ class GPT(nn.Module):
                 self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        """[B, T] ids -> logits [B, T, V/tp]; between stages [B, T, D], or [B, T/tp, D] with sequence parallel.
+        """[B, T/cp] ids -> logits [B, T/cp, V/tp]; between stages [B, T/cp, D], or a tp-th with sequence parallel.
 
         Args:
             samples: [B] global sample index of each row; dropout in training needs it.
         """
-        length = x.shape[1]
+        length = x.shape[1] * self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
+        tokens = None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, x.device)
         if self.first:
             if length > self.config.seq_len:
                 raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
             x = self.embedding(x)
-            x = self.position(x) if self.config.positions == "learned" else x
-            x = self.dropout(x, samples)
-        elif self.sequence_parallel:
-            length *= self.tp.size
+            x = self.position(x, tokens) if self.config.positions == "learned" else x
+            x = self.dropout(x, samples, tokens)
         arguments = {}
         if self.rope is not None:
             wide = torch.promote_types(x.dtype, torch.float32)
-            arguments["rotary"] = self.rope(torch.arange(length, device=x.device), wide)
+            where = torch.arange(length, device=x.device) if tokens is None else tokens
+            arguments["rotary"] = self.rope(where, wide)
         for block in self.blocks.values():
-            x = block(x, samples=samples, **arguments)
+            x = block(x, samples=samples, tokens=tokens, **arguments)
         return self.head(self.norm(x)) if self.last else x
 
 

@@ -24,6 +24,7 @@ from examples.gpt.arguments import (
     build_optimizer,
     check,
     find_tokenizer,
+    inner_size,
     learning_rate,
     model_config,
     parse,
@@ -34,7 +35,16 @@ from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_parameters
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
-from mpcore import Mesh, build_mesh, clip_gradients, grad_norm, main_gradients, materialize, reduce_gradients
+from mpcore import (
+    Mesh,
+    build_mesh,
+    clip_gradients,
+    grad_norm,
+    main_gradients,
+    materialize,
+    reduce_gradients,
+    shard_sequence,
+)
 from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
@@ -79,6 +89,7 @@ class Trainer:
         dtype = torch.float64 if args.dtype == "float64" else torch.float32
         ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
         options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
+        options["context"] = args.cp_kind
         self.stages = build_stages(config, mesh, blocks, ranks, **options)
         model = self.stages[0] if len(self.stages) == 1 else join_stages(self.stages)
         materialize(model, args.seed, mesh.device)
@@ -118,11 +129,15 @@ class Trainer:
         return autocast(self.dtype, self.mesh.device_type, self.scaler)
 
     def batch(self, samples: TokenSamples, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens, targets and sample indices of `count` samples from global index `first`."""
-        each = count // self.mesh.data.size
-        start = first + each * self.mesh.data.rank
+        """This rank's tokens, targets and sample indices of `count` samples from global index `first`.
+
+        Samples are dealt out over dp, the tokens of each over cp.
+        """
+        each = count // self.mesh.dp.size
+        start = first + each * self.mesh.dp.rank
         indices = range(start, start + each)
         tokens, targets = (t.to(self.mesh.device) for t in samples.batch(indices))
+        tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in (tokens, targets))
         return tokens, targets, torch.tensor(list(indices), device=self.mesh.device)
 
     def step(self, step: int) -> dict[str, float]:
@@ -250,7 +265,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the first held-out samples, the same for every layout."""
         self.set_training(False)
-        each = self.mesh.data.size
+        each = self.mesh.dp.size
         rounds = max(min(self.args.eval_samples, len(self.held_out)) // each, 1)
         batches = [self.batch(self.held_out, i * each, each)[:2] for i in range(rounds)]
         self.tokens_of_step = 1.0
@@ -378,8 +393,9 @@ class Trainer:
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse(argv)
+    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp")}
     try:
-        trainer = Trainer(args, build_mesh(tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, dp=args.dp))
+        trainer = Trainer(args, build_mesh(**sizes, cp_inner=inner_size(args)))
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, trainer.ask_to_stop)
         trainer.run()

@@ -2,6 +2,7 @@
 
 from mpcore.layers.attention import ParallelAttention
 from mpcore.layers.block import TransformerBlock
+from mpcore.layers.context import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import (
@@ -38,6 +39,9 @@ __all__ = [
     "apply_rope",
     "linear_cross_entropy",
     "seed_dropout",
+    "sequence_index",
+    "shard_sequence",
+    "unshard_sequence",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_prob",
 ]

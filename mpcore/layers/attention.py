@@ -15,6 +15,14 @@ from torch.nn import functional as F
 
 from mpcore.kernels.attention import attention, check_documents
 from mpcore.kernels.rope import rope_qkv
+from mpcore.layers.context import (
+    KINDS,
+    check_heads,
+    check_kind,
+    context_attention,
+    masked_attention,
+    sequence_index,
+)
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.layers.norm import RMSNorm
@@ -45,12 +53,17 @@ class ParallelAttention(torch.nn.Module):
         impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's `scaled_dot_product_attention`
             for causal and full masks, where it isn't measured to be slower, and else the kernel that the device has.
         tp: the axis.
-        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
+        context, cp: with cp, input and output are this rank's tokens of `shard_sequence(..., cp, context)`, and
+            context says how queries meet the keys of other ranks: "alltoall", "ring", "zigzag", "allgather" or
+            "two-level" (`mpcore.layers.context`).
+        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence; of its own part of it
+            with cp.
         init, output_init: fill the logical weights of the input and output projections; None: as `torch.nn.Linear`.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: if D isn't a multiple of H and no head_dim is given, or a window is asked of a full mask.
+        ValueError: if D isn't a multiple of H and no head_dim is given, or a window is asked of a full mask, or if
+            `context` is unknown, missing, or can't cut these heads over cp.
     """
 
     def __init__(
@@ -70,6 +83,8 @@ class ParallelAttention(torch.nn.Module):
         softcap: float | None = None,
         impl: str | None = None,
         tp: Axis = Axis(name="tp"),
+        context: str | None = None,
+        cp: Axis = Axis(name="cp"),
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         init: Init | None = None,
@@ -86,6 +101,11 @@ class ParallelAttention(torch.nn.Module):
             raise ValueError(f"window {window} needs a causal mask and at least 1 token")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap {softcap} is not a positive number; None is none")
+        if context is not None:
+            check_kind(context, cp)
+        elif cp.size > 1:
+            raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
+        self.context, self.cp = context or "ring", cp
         self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
         self.softcap, self.impl = softcap, impl
         self.rope = rope
@@ -100,6 +120,7 @@ class ParallelAttention(torch.nn.Module):
         self.output = RowParallelLinear(
             num_heads * head_dim, dim, output_bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
         )
+        check_heads(self.context, cp, self.qkv.local_heads)
         if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
             self.q_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
             self.k_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
@@ -113,13 +134,20 @@ class ParallelAttention(torch.nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        length: int | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
+        """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
 
         Args:
             rotary: `rope(positions)` where the caller computes it once for all blocks.
-            positions: [T] or [B, T] for the rotation; None: 0 .. T-1, in each document.
-            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document.
+            positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
+            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document. With
+                cp best in CPU memory: blocks of other documents then don't travel.
+            length: T, of the whole sequence, where cp's shards are uneven; None: the end of `cu_seqlens` where that is
+                in CPU memory, or else all ranks have as many tokens as this one.
+            mask: [T, T] booleans, the same on every rank: True where a query (row) sees a key, at least one each. It
+                stands for all other masks, and takes memory T^2; of the kinds of cp "alltoall" and "allgather" can.
         """
         qkv = self.qkv(x)
         if self.sequence_dim == 0:
@@ -127,10 +155,17 @@ class ParallelAttention(torch.nn.Module):
         B, T, _ = qkv.shape
         if cu_seqlens is not None and B != 1:
             raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
+        if length is None and mask is not None:
+            length = mask.shape[-1]
+        elif length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
+            length = int(cu_seqlens[-1])
+        whole = T * self.cp.size if length is None else length
         heads, kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
         if self.rope is not None:
-            where = document_positions(cu_seqlens, T, x.device) if positions is None and rotary is None else positions
-            cos, sin = rotary or self.rope(where, torch.promote_types(qkv.dtype, torch.float32))
+            if positions is None and rotary is None:
+                index = sequence_index(whole, self.cp, self.context, x.device)
+                positions = document_positions(cu_seqlens, whole, x.device)[index]
+            cos, sin = rotary or self.rope(positions, torch.promote_types(qkv.dtype, torch.float32))
             norm: dict[str, Any] = {}
             if self.q_norm is not None and self.k_norm is not None:
                 norm = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
@@ -139,14 +174,24 @@ class ParallelAttention(torch.nn.Module):
             q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-        y = self.core(q, k, v, cu_seqlens)  # [B, T, H/tp, K]
+        y = self.core(q, k, v, cu_seqlens, whole, mask)  # [B, T/cp, H/tp, K]
         y = y.flatten(2)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """softmax(q k^T / sqrt(K)) v over this rank's heads: [B, T, H/tp, K] and KV heads -> [B, T, H/tp, K]."""
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """softmax(q k^T / sqrt(K)) v over this rank's heads: [B, T/cp, H/tp, K] and KV heads -> [B, T/cp, H/tp, K]."""
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
+        if mask is not None:
+            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
+                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
+            return masked_attention(q, k, v, mask, self.context, self.cp)
+        if self.cp.size > 1:
+            options = {"cu_seqlens": cu_seqlens, "length": length, "softcap": self.softcap, "impl": self.impl}
+            kind = {"kind": self.context, "cp": self.cp, "causal": self.causal, "window": self.window}
+            return context_attention(q, k, v, **kind, **options)
         if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
             return self._kernel(q, k, v, cu_seqlens)
         if FASTER_THAN_SDPA and (torch.cuda.get_device_name(q.device), q.dtype, self.head_dim) in FASTER_THAN_SDPA:
@@ -156,6 +201,7 @@ class ParallelAttention(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped).transpose(1, 2)
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
         mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
         return attention(q, k, v, **mask, softcap=self.softcap, impl=self.impl)[0]
 
@@ -172,4 +218,5 @@ def document_positions(cu_seqlens: Tensor | None, T: int, device: torch.device) 
     if cu_seqlens is None:
         return index
     check_documents(cu_seqlens, T)
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]

@@ -39,12 +39,16 @@ class TransformerBlock(nn.Module):
         sp = {"tp": tp, "sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         self.attention_dropout, self.mlp_dropout = Dropout(dropout, **sp), Dropout(dropout, **sp)
 
-    def forward(self, x: Tensor, *, samples: Tensor | None = None, **attention_arguments) -> Tensor:
+    def forward(
+        self, x: Tensor, *, samples: Tensor | None = None, tokens: Tensor | None = None, **attention_arguments
+    ) -> Tensor:
         """[B, T, D] -> [B, T, D], or this rank's shard of the sequence to the same.
 
         Args:
             samples: [B] global sample index of each row, for dropout in training.
+            tokens: [T] place of each token in the whole sequence, for dropout where context parallel cuts it.
             attention_arguments: passed on, such as `rotary` or `cu_seqlens`.
         """
-        x = self.attention_dropout(self.attention(self.attention_norm(x), **attention_arguments), samples, residual=x)
-        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples, residual=x)
+        y = self.attention(self.attention_norm(x), **attention_arguments)
+        x = self.attention_dropout(y, samples, tokens, residual=x)
+        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples, tokens, residual=x)

@@ -13,8 +13,9 @@ from mpcore.random import stream_key
 class Dropout(nn.Module):
     """Zeros elements by a mask that depends on (seed, this module's name, sample, token, feature) alone.
 
-    So the mask is the same on every rank that holds the same element, at any tp, dp, pp and micro-batch size, and again
-    when the forward is recomputed. The seed and the name come from `mpcore.materialize` or `mpcore.seed_dropout`.
+    So the mask is the same on every rank that holds the same element, at any tp, cp, dp, pp and micro-batch size, and
+    again when the forward is recomputed. The seed and the name come from `mpcore.materialize` or
+    `mpcore.seed_dropout`.
 
     Args:
         p: probability of zero, in [0, 1).
@@ -40,11 +41,19 @@ class Dropout(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         self.key: int | None = None
 
-    def forward(self, x: Tensor, samples: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        samples: Tensor | None = None,
+        tokens: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """[B, T, D] (or [T, B, D] with `sequence_dim` 0) -> the same; `x` itself in eval mode or with p = 0.
 
         Args:
             samples: [B] int64, the global index of the sample in each row.
+            tokens: [T] int64, the place in the whole sequence of each token, where context parallel cuts it
+                (`sequence_index`); with sequence parallel before that cut. None: 0 .. T-1.
             residual: of the shape of `x`, added to the result in the same pass.
 
         Raises:
@@ -59,9 +68,12 @@ class Dropout(nn.Module):
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
                 "the mask depends on it, and not on which rank computes the row"
             )
-        length, tokens = x.shape[self.sequence_dim], None
-        if self.sequence_parallel:
-            tokens = torch.arange(self.tp.rank * length, (self.tp.rank + 1) * length, device=x.device)
+        length = x.shape[self.sequence_dim]
+        first = self.tp.rank * length if self.sequence_parallel else 0
+        if tokens is not None:
+            tokens = tokens[first : first + length]
+        elif self.sequence_parallel:
+            tokens = torch.arange(first, first + length, device=x.device)
         where = {"samples": samples, "tokens": tokens, "sequence_dim": self.sequence_dim}
         return dropout_add(x, residual, self.p, key=self.key, **where)
 

@@ -130,8 +130,12 @@ class PositionEmbedding(ParallelModule):
         partial = (tp,) if self.sequence_parallel else ()
         self.declare("weight", (num_positions, dim), init or normal(1.0), partial=partial, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D], or the sequence's shard of both.
+
+        Args:
+            positions: [T] place in the whole sequence of each token, where context parallel cuts it
+                (`sequence_index`); with sequence parallel before that cut. None: 0 .. T-1.
 
         Raises:
             ValueError: if the sequence is longer than the table.
@@ -139,7 +143,12 @@ class PositionEmbedding(ParallelModule):
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
         whole = length * (self.tp.size if self.sequence_parallel else 1)
+        if positions is not None and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            whole = int(positions.max()) + 1
         if whole > self.num_positions:
             raise ValueError(f"sequence length {whole} is longer than the model's {self.num_positions} positions")
-        rows = self.weight[first : first + length]
+        if positions is None:
+            rows = self.weight[first : first + length]
+        else:
+            rows = F.embedding(positions[first : first + length], self.weight)
         return x + (rows if self.sequence_dim == 1 else rows.unsqueeze(1))

@@ -1,0 +1,164 @@
+"""The example with its sequences cut over cp, against the same run in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mpcore import Mesh, grad_norm, materialize, reduce_gradients, shard_sequence, unshard_sequence
+from mpcore.collectives import all_reduce, gather
+from mpcore.layers import vocab_parallel_cross_entropy
+from mpcore.pipeline import Pipeline
+from tests.equality import close, full_gradients
+from tests.examples.test_pretrain import alone, run, trainer
+from tests.examples.test_pretrain_command import check_generation
+from tests.pool import mesh
+
+FOUR = {"cp": 4}
+TOKENS = 12
+SLOW = pytest.mark.slow
+CASES = [
+    (FOUR, "zigzag", ["--tie-embeddings"]),
+    ({"cp": 2, "pp": 2}, "ring", ["--tie-embeddings"]),
+    ({"cp": 2, "dp": 2}, "zigzag", []),
+    pytest.param(FOUR, "alltoall", [], marks=SLOW),
+    pytest.param(FOUR, "ring", [], marks=SLOW),
+    pytest.param(FOUR, "allgather", [], marks=SLOW),
+    pytest.param({"cp": 4, "cp_inner": 2}, "two-level", [], marks=SLOW),
+    pytest.param({"cp": 2, "tp": 2}, "zigzag", ["--sequence-parallel"], marks=SLOW),
+    pytest.param({"cp": 2, "tp": 2}, "alltoall", ["--sequence-parallel", "--tie-embeddings"], marks=SLOW),
+    pytest.param({"cp": 2, "pp": 2}, "zigzag", [], marks=SLOW),
+    pytest.param({"cp": 2, "dp": 2}, "allgather", ["--tie-embeddings"], marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("sizes", "kind", "flags"), CASES, ids=str)
+def test_every_kind_trains_as_one_process_does(ranks, sizes, kind, flags):
+    """PITFALLS 24, 25, 36: ten steps with dropout; losses, norms, evaluation and first parameters."""
+    flags = ["--dtype", "float64", "--dropout", "0.1", *flags]
+    want = alone(ranks, *[flag for flag in flags if flag != "--sequence-parallel"])
+    hashes = {}
+    for got in ranks(4, run, sizes, *flags, "--cp-kind", kind):
+        for key in ("losses", "norms", "val"):
+            assert got[key] == pytest.approx(want[key], rel=1e-10, abs=0), key
+        hashes |= got["hashes"]
+    assert hashes == want["hashes"]
+
+
+def test_every_kind_writes_the_same_text(ranks):
+    (want,) = ranks(1, check_generation, {}, [])
+    for sizes, kind in (({"cp": 4}, "zigzag"), ({"cp": 4}, "ring"), ({"cp": 2, "tp": 2}, "alltoall")):
+        flags = ["--cp-kind", kind, *(["--sequence-parallel"] if "tp" in sizes else [])]
+        assert ranks(4, check_generation, sizes, flags) == [want] * 4
+
+
+def check_gradients(sizes, kind, changes, options, sharded):
+    """Loss, every gradient and their norm, where most targets are masked and ranks have unequal shares of the rest."""
+    from examples.gpt.model import GPT, GPTConfig
+    from mpcore.data_parallel import shard_data_parallel
+
+    axes = mesh(**sizes)
+    config = GPTConfig(13, TOKENS, 2, 8, 4, 2, 12, **changes)
+    text = torch.randint(0, 13, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+    tokens, targets = text[:, :-1], text[:, 1:].clone()
+    targets[0, 3:] = targets[1, 5:9] = -100
+    samples = torch.tensor([7, 2**33])
+
+    def loss(logits, target):
+        total = vocab_parallel_cross_entropy(logits, target, tp=axes.tp, vocab_size=13, reduction="sum")
+        return total / 11
+
+    dense = materialize(GPT(config, dtype=torch.float64), 3)
+    logits = dense(tokens, samples)
+    want = vocab_parallel_cross_entropy(logits, targets, vocab_size=13, reduction="sum") / 11
+    want.backward()
+    model = materialize(GPT(config, axes, context=kind, dtype=torch.float64, **options), 3)
+    if sharded:
+        shard_data_parallel(model, axes, model.blocks.values())
+    here = (tokens, targets, samples)
+    *here, samples = (t.chunk(axes.dp.size)[axes.dp.rank] for t in here)
+    here = shard_sequence(dict(enumerate(here)), axes.cp, kind)
+    count = all_reduce((here[1] != -100).sum(), axes.data)
+    assert count == 11
+    pipeline = Pipeline(model, axes, 2 // axes.dp.size, loss)
+    total = all_reduce(pipeline.forward_backward(here[0], here[1], samples=samples), axes.data)
+    reduce_gradients(model, *([] if sharded else [axes.data]))
+    close(total, want.detach(), "loss")
+    wanted, got = full_gradients(dense), full_gradients(model)
+    assert got.keys() <= wanted.keys()
+    assert axes.pp.size > 1 or len(got) == len(wanted)
+    for name in got:
+        close(got[name], wanted[name], f"gradient of {name}")
+    close(grad_norm(model, axes), grad_norm(dense, Mesh()), "norm")
+    if axes.pp.size == 1 and axes.dp.size == 1:
+        y = gather(model(here[0], samples), axes.tp, -1, 13)
+        close(unshard_sequence(y, axes.cp, kind, 1).detach(), logits.detach(), "logits")
+
+
+LEARNED = {"positions": "learned", "tie_embeddings": True, "dropout": 0.2}
+WHOLE = [
+    (FOUR, "ring", {}, {}, False),
+    ({"cp": 4, "cp_inner": 2}, "two-level", LEARNED, {}, False),
+    (
+        {"cp": 2, "tp": 2},
+        "zigzag",
+        {"positions": "learned", "tie_embeddings": True},
+        {"sequence_parallel": True},
+        False,
+    ),
+    ({"cp": 2, "tp": 2}, "alltoall", {"dropout": 0.2}, {}, False),
+    ({"cp": 2, "pp": 2}, "zigzag", {"dropout": 0.2, "tie_embeddings": True}, {}, False),
+    ({"cp": 2, "dp": 2}, "zigzag", {"dropout": 0.2}, {}, True),
+    ({"cp": 2, "dp": 2}, "allgather", {"tie_embeddings": True, "norm": "layer"}, {}, True),
+]
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_pitfall_24_25_the_whole_model_has_the_dense_models_gradients(ranks, case):
+    ranks(4, check_gradients, *case)
+
+
+def check_masked(sizes, kind):
+    """A step whose batch has one valid token in all."""
+    t = trainer("--dtype", "float64", "--cp-kind", kind, "--micro-batch", "2", **sizes)
+    whole = t.train.batch
+
+    def batch(indices):
+        tokens, targets = whole(indices)
+        masked = torch.full_like(targets, -100)
+        if 0 in indices:
+            masked[0, 5] = targets[0, 5]
+        return tokens, masked
+
+    t.train.batch = batch
+    return t.step(0)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp": 2}], ids=str)
+def test_pitfall_25_one_valid_token_in_the_whole_batch(ranks, sizes):
+    (want,) = ranks(1, check_masked, {}, "zigzag")
+    assert want["grad_norm"] > 0
+    for got in ranks(math.prod(sizes.values()), check_masked, sizes, "zigzag"):
+        assert got == pytest.approx(want, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_sequences_of_8192_tokens_have_the_losses_of_one_process(ranks):
+    flags = ["--seq-len", "8192", "--global-batch", "1", "--micro-batch", "1", "--layers", "1"]
+    (want,) = ranks(1, check_long, {}, flags, timeout=600)
+    for got in ranks(4, check_long, FOUR, flags, timeout=600):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_sequences_of_512_tokens_have_the_losses_of_one_process(ranks):
+    flags = ["--seq-len", "512", "--global-batch", "2", "--micro-batch", "1"]
+    (want,) = ranks(1, check_long, {}, flags)
+    for got in ranks(4, check_long, FOUR, flags):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+def check_long(sizes, flags):
+    t = trainer(*flags, "--dropout", "0.1", **sizes)
+    return [t.step(i)["loss"] for i in range(2)]

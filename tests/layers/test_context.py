@@ -1,0 +1,702 @@
+"""Context parallel: every kind equals dense attention, in values and gradients, for every mask, length and grouping."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from mpcore import (
+    Axis,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerBlock,
+    apply_rope,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+    seed_dropout,
+    sequence_index,
+    shard_sequence,
+    unshard_sequence,
+)
+from mpcore.collectives import all_reduce, shard_sizes
+from mpcore.kernels.attention import attention, key_bounds
+from mpcore.layers.context import KINDS, _ring, context_attention, sequence_runs
+from tests.equality import close, full_gradients
+from tests.layers.simulate import simulate
+from tests.layers.test_attention import sees
+from tests.pool import mesh
+
+B, T, D, K = 2, 13, 6, 4
+SIZES = [2, 3, 4]
+RINGS = ["ring", "zigzag"]
+DOCUMENTS = [0, 1, 6, 6, 13]
+MASKS = [
+    {},
+    {"causal": False},
+    {"window": 1},
+    {"window": 4},
+    {"cu_seqlens": DOCUMENTS},
+    {"cu_seqlens": [0, 3, 13], "causal": False},
+    {"cu_seqlens": [0, 9, 13], "window": 3},
+]
+HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (8, 2), (6, 3), (5, 1)]
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cp_axis(kind: str) -> Axis:
+    """cp over the whole world; two levels are 2 x 2, 1 x 2 or 3 x 1."""
+    size = dist.get_world_size()
+    levels = {"cp_inner": {2: 2, 3: 1, 4: 2}[size]} if kind == "two-level" else {}
+    return mesh(cp=size, **levels).cp
+
+
+def planned(size: int, rank: int = 0, inner: int | None = None) -> Axis:
+    """An axis without a group, for what needs no communication."""
+    levels = None if inner is None else (Axis(size // inner, rank // inner), Axis(inner, rank % inner))
+    return Axis(size, rank, None, "cp", levels)
+
+
+def axes(kind: str, size: int) -> list[Axis]:
+    inners = [i for i in range(1, size + 1) if size % i == 0] if kind == "two-level" else [None]
+    return [planned(size, inner=inner) for inner in inners]
+
+
+def inputs(heads: tuple[int, int], rows: int, length: int = T) -> list[Tensor]:
+    return [draw(i, rows, length, h, K).requires_grad_() for i, h in enumerate((heads[0], heads[1], heads[1]))]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, mask: dict) -> Tensor:
+    """Attention one head at a time, its mask one pair of tokens at a time."""
+    see = sees(q.shape[1], mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+    group, outputs = q.shape[2] // k.shape[2], []
+    for head in range(q.shape[2]):
+        keys, values = k[:, :, head // group], v[:, :, head // group]
+        scores = (q[:, :, head] @ keys.mT / K**0.5).masked_fill(~see, -math.inf)
+        outputs.append(scores.softmax(-1) @ values)
+    return torch.stack(outputs, 2)
+
+
+def tensors(mask: dict) -> dict:
+    return {n: torch.tensor(v) if n == "cu_seqlens" else v for n, v in mask.items()}
+
+
+# --- which token lies where ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_lies_on_one_rank_in_order_and_ranks_are_even(kind):
+    for size in (1, 2, 3, 4, 6, 8):
+        for length, cp in itertools.product((size, size + 1, 2 * size - 1, 2 * size + 1, 24, 31), axes(kind, size)):
+            runs = sequence_runs(length, cp, kind)
+            held = [[i for run in of_rank for i in range(*run)] for of_rank in runs]
+            assert sorted(itertools.chain(*held)) == list(range(length))
+            assert all(mine == sorted(mine) for mine in held)
+            assert [len(mine) for mine in held] == shard_sizes(length, size)
+            assert sequence_index(length, cp, kind).tolist() == held[0]
+
+
+def test_zigzag_is_a_chunk_and_its_mirror_image():
+    assert sequence_runs(16, planned(4), "zigzag") == (
+        ((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 8), (8, 10)),
+    )  # fmt: skip
+    assert sequence_runs(16, planned(4, inner=2), "two-level") == (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "allgather"])
+@pytest.mark.parametrize("length", [1024, 8191, 131072])
+def test_causal_work_is_equal_within_two_percent(kind, length):
+    for size in (2, 3, 4, 8):
+        work = [sum((a + b + 1) * (b - a) / 2 for a, b in runs) for runs in sequence_runs(length, planned(size), kind)]
+        assert max(work) <= 1.02 * sum(work) / size
+    contiguous = [sum((a + b + 1) * (b - a) / 2 for a, b in r) for r in sequence_runs(length, planned(4), "ring")]
+    assert max(contiguous) > 1.7 * sum(contiguous) / 4
+
+
+def test_two_levels_have_equal_causal_work():
+    """Within a sub-group all ranks compute the same tokens, so that the outer level's blocks count."""
+    for size, inner in ((4, 2), (8, 2), (8, 4), (16, 8)):
+        runs = sequence_runs(8192, planned(size, inner=inner), "two-level")
+        work = [sum((a + b + 1) * (b - a) / 2 for a, b in of_rank) for of_rank in runs]
+        blocks = [sum(work[i : i + inner]) for i in range(0, size, inner)]
+        assert max(blocks) <= 1.02 * sum(blocks) / len(blocks)
+
+
+def check_data():
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        for length in (12, 13):
+            text = torch.arange(100, 101 + length).expand(2, -1)
+            batch = {
+                "tokens": text[:, :-1],
+                "targets": text[:, 1:],
+                "positions": torch.arange(length),
+                "mask": torch.arange(length) % 3 == 0,
+            }
+            mine = shard_sequence(batch, cp, kind)
+            assert {n: (t.dtype, t.shape[:-1]) for n, t in mine.items()} == {
+                n: (t.dtype, t.shape[:-1]) for n, t in batch.items()
+            }
+            assert torch.equal(mine["positions"], sequence_index(length, cp, kind))
+            assert torch.equal(mine["targets"], mine["tokens"] + 1)  # no border loses a target
+            assert torch.equal(shard_sequence(batch["targets"], cp, kind), mine["targets"])
+            for name, t in mine.items():
+                if t.dtype != torch.bool:
+                    assert torch.equal(unshard_sequence(t, cp, kind, length=length), batch[name])
+        x = draw(1, 2, 13, 3).requires_grad_()
+        whole = unshard_sequence(shard_sequence(x, cp, kind, 1), cp, kind, 1, 13)
+        whole.backward(draw(2, 2, 13, 3))
+        assert torch.equal(whole, x)
+        assert torch.equal(x.grad, draw(2, 2, 13, 3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pitfall_36_tokens_targets_positions_and_masks_are_cut_alike(ranks, size):
+    ranks(size, check_data)
+
+
+def check_replicated_loss():
+    """The whole output on every rank, and the same loss of it: not cp times the gradient."""
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        x = draw(1, 2, 13, 3).requires_grad_()
+        shard_cut = shard_sequence(x, cp, kind, 1)
+        unshard_sequence(shard_cut.square(), cp, kind, 1, 13).sum().backward()
+        close(x.grad, 2 * x.detach(), kind)
+
+
+def test_pitfall_13_a_replicated_loss_after_unshard_counts_once(ranks):
+    ranks(4, check_replicated_loss)
+
+
+# --- equal to dense attention -------------------------------------------------------------------------------------
+
+
+def fits(kind: str, cp: Axis, heads: int) -> bool:
+    inner = {"alltoall": cp.size, "two-level": cp.levels[1].size if cp.levels else 1}
+    return heads >= inner.get(kind, 1)
+
+
+def check_attention(cases, kinds=KINDS):
+    for mask, heads in cases:
+        rows = 1 if "cu_seqlens" in mask else B
+        want = inputs(heads, rows)
+        y = formula(*want, mask)
+        y.backward(draw(9, *y.shape))
+        for kind in kinds:
+            cp = cp_axis(kind)
+            if not fits(kind, cp, heads[0]):
+                continue
+            got = inputs(heads, rows)
+            q, k, v = (shard_sequence(t, cp, kind, 1) for t in got)
+            part = context_attention(q, k, v, kind, cp, length=T, **tensors(mask))
+            whole = unshard_sequence(part, cp, kind, 1, T)
+            whole.backward(draw(9, *y.shape))
+            close(whole.detach(), y.detach(), f"{kind} {mask} {heads} y")
+            for name, a, b in zip("qkv", got, want, strict=True):
+                close(a.grad, b.grad, f"{kind} {mask} {heads} d{name}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_kind_is_dense_attention(ranks, size):
+    """Each mask with some grouping of heads, each grouping with some mask; 13 tokens, which no size divides."""
+    ranks(size, check_attention, [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in enumerate(MASKS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_kind_is_dense_attention_for_every_mask_and_grouping(ranks, size):
+    ranks(size, check_attention, list(itertools.product(MASKS, HEADS)), timeout=600)
+
+
+@pytest.mark.parametrize("kind", RINGS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_rings_of_any_size_are_dense_attention(kind, mask):
+    for size, length in itertools.product((2, 3, 5, 8), (8, 17)):
+        case = dict(mask)
+        if "cu_seqlens" in mask:
+            case["cu_seqlens"] = [min(end, length) for end in mask["cu_seqlens"][:-1]] + [length]
+        want = inputs((4, 2), 1, length)
+        y = formula(*want, case)
+        y.backward(draw(9, *y.shape))
+
+        def work(cp, case=case, length=length):
+            index = sequence_index(length, cp, kind)
+            mine = [t.detach()[:, index].requires_grad_() for t in inputs((4, 2), 1, length)]
+            part = context_attention(*mine, kind, cp, length=length, **tensors(case))
+            return index, part.detach(), *torch.autograd.grad(part, mine, draw(9, 1, length, 4, K)[:, index])
+
+        for index, *got in simulate(size, work):
+            for name, a, b in zip(("y", "dq", "dk", "dv"), got, (y.detach(), *(t.grad for t in want)), strict=True):
+                close(a, b[:, index], f"{size} ranks, {length} tokens: {name}")
+
+
+def check_layer(case):
+    options, heads, documents = case
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        if not fits(kind, cp, heads[0]):
+            continue
+
+        def build(cp=Axis(), **more):
+            return ParallelAttention(D, *heads, K, rope=RotaryEmbedding(K, 100.0), **options, cp=cp, **more).double()
+
+        torch.manual_seed(1)
+        dense, sharded = build(), build(cp, context=kind)
+        load_full_state_dict(sharded, full_state_dict(dense))
+        ends = None if documents is None else torch.tensor(documents)
+        x, x_cut = (draw(1, B if ends is None else 1, T, D).requires_grad_() for _ in range(2))
+        y = dense(x, cu_seqlens=ends)
+        length = {} if documents is not None else {"length": T}  # the end of the documents tells it too
+        y_cut = sharded(shard_sequence(x_cut, cp, kind, 1), cu_seqlens=ends, **length)
+        y_cut = unshard_sequence(y_cut, cp, kind, 1, T)
+        for t in (y, y_cut):
+            t.backward(draw(2, *y.shape))
+        reduce_gradients(sharded, cp)
+        close(y_cut.detach(), y.detach(), f"{kind} y")
+        close(x_cut.grad, x.grad, f"{kind} dx")
+        want, got = full_gradients(dense), full_gradients(sharded)
+        assert want.keys() == got.keys()
+        for name in want:
+            close(got[name], want[name], f"{kind} gradient of {name}")
+
+
+LAYERS = [
+    ({"qk_norm": True}, (4, 2), None),
+    ({"causal": False}, (6, 2), DOCUMENTS),
+    ({"window": 4}, (4, 4), DOCUMENTS),
+]
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_pitfall_36_the_layer_is_the_dense_layer_with_rotation_and_documents(ranks, case):
+    for size in (3, 4):
+        ranks(size, check_layer, case)
+
+
+def check_tensor_parallel(sequence_parallel):
+    """Heads over tp x cp, and the sequence over cp, then over tp."""
+    axes = mesh(tp=2, cp=2, cp_inner=2)
+    length = 12 if sequence_parallel else T
+    for kind, heads in itertools.product(KINDS, [(8, 8), (8, 2), (6, 1)]):
+        sp = {"sequence_parallel": sequence_parallel}
+
+        def build(heads=heads, **more):
+            return ParallelAttention(D, *heads, K, rope=RotaryEmbedding(K, 100.0), qk_norm=True, **more).double()
+
+        torch.manual_seed(1)
+        dense, sharded = build(), build(tp=axes.tp, cp=axes.cp, context=kind, **sp)
+        load_full_state_dict(sharded, full_state_dict(dense))
+        x, x_cut = (draw(1, B, length, D).requires_grad_() for _ in range(2))
+        y = dense(x)
+        part = shard_sequence(x_cut, axes.cp, kind, 1)
+        part = shard_sequence(part, axes.tp, "ring", 1) if sequence_parallel else part
+        part = sharded(part, length=length)
+        part = unshard_sequence(part, axes.tp, "ring", 1) if sequence_parallel else part
+        y_cut = unshard_sequence(part, axes.cp, kind, 1, length)
+        for t in (y, y_cut):
+            t.backward(draw(2, *y.shape))
+        reduce_gradients(sharded, axes.data)
+        close(y_cut.detach(), y.detach(), f"{kind} y")
+        close(x_cut.grad, x.grad, f"{kind} dx")
+        want, got = full_gradients(dense), full_gradients(sharded)
+        for name in want:
+            close(got[name], want[name], f"{kind} gradient of {name}")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_heads_are_cut_over_tp_and_cp(ranks, sequence_parallel):
+    ranks(4, check_tensor_parallel, sequence_parallel)
+
+
+def check_any_mask():
+    see = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.4
+    see |= torch.eye(T, dtype=torch.bool)
+    for kind in ("alltoall", "allgather"):
+        cp = cp_axis(kind)
+        rope = RotaryEmbedding(K, 100.0)
+        dense, sharded = (ParallelAttention(D, 6, 2, K, cp=a, context=kind, rope=rope).double() for a in (Axis(), cp))
+        load_full_state_dict(sharded, full_state_dict(dense))
+        x, x_cut = (draw(1, B, T, D).requires_grad_() for _ in range(2))
+        y = dense(x, mask=see)
+        q, k, v = dense.qkv(x).view(B, T, 10, K).split([6, 2, 2], 2)
+        q, k = (apply_rope(t, *rope(torch.arange(T), torch.float64)) for t in (q, k))
+        scores = (torch.einsum("bqhk,bjhk->bhqj", q, k.repeat_interleave(3, 2)) / K**0.5).masked_fill(~see, -math.inf)
+        want = torch.einsum("bhqj,bjhk->bqhk", scores.softmax(-1), v.repeat_interleave(3, 2))
+        close(y.detach(), dense.output(want.flatten(2)).detach(), "dense")
+        y_cut = sharded(shard_sequence(x_cut, cp, kind, 1), mask=see)
+        y_cut = unshard_sequence(y_cut, cp, kind, 1, T)
+        for t in (y, y_cut):
+            t.backward(draw(2, *y.shape))
+        reduce_gradients(sharded, cp)
+        close(y_cut.detach(), y.detach(), f"{kind} y")
+        close(x_cut.grad, x.grad, f"{kind} dx")
+        for (name, p), q in zip(sharded.named_parameters(), dense.parameters(), strict=True):
+            close(p.grad, q.grad, f"{kind} gradient of {name}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_odd_masks_are_dense_attention(ranks, size):
+    ranks(size, check_any_mask)
+
+
+def check_soft_cap():
+    q, k, v = inputs((4, 2), 1)
+    want, _ = attention(q, k, v, softcap=0.5)
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        part = context_attention(*(shard_sequence(t, cp, kind, 1) for t in (q, k, v)), kind, cp, length=T, softcap=0.5)
+        whole = unshard_sequence(part, cp, kind, 1, T)
+        close(whole.detach(), want.detach(), kind)
+        wanted, got = (torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True) for y in (want, whole))
+        for a, b in zip(got, wanted, strict=True):
+            close(a, b, f"{kind} gradient")
+
+
+def test_a_soft_cap_reaches_every_kind(ranks):
+    ranks(2, check_soft_cap)
+
+
+def check_compiled(kinds):
+    for kind in kinds:
+        layer = ParallelAttention(8, 4, 2, cp=cp_axis(kind), context=kind)
+        results = []
+        for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            x = draw(1, 2, 6, 8).float().requires_grad_()
+            y = run(x)
+            y.sum().backward()
+            results.append((y.detach(), x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
+
+
+@pytest.mark.slow
+def test_every_kind_compiles_as_one_graph(ranks):
+    ranks(2, check_compiled, KINDS)
+
+
+def check_recompute():
+    for kind in KINDS:
+        cp, results = cp_axis(kind), []
+        layer = ParallelAttention(D, 4, 2, K, cp=cp, context=kind).double()
+        for recompute in (False, True):
+            layer.zero_grad()
+            x = draw(1, B, 4, D).requires_grad_()
+            y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            y.backward(draw(2, *y.shape))
+            results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
+
+
+def test_recomputed_attention_has_the_same_gradients(ranks):
+    ranks(4, check_recompute)
+
+
+def check_documents_to_the_loss():
+    """A block between an embedding and a loss: tokens, targets, documents and positions all cut."""
+    ends = torch.tensor([0, 1, 6, 6, 13])
+    text = torch.randint(0, 11, (1, T), generator=torch.Generator().manual_seed(5))
+    targets = text.roll(-1)  # shifted before the split; a document's last token has none
+    targets[0, ends[1:] - 1] = -100
+
+    def build(cp=Axis(), context=None):
+        torch.manual_seed(1)
+        attention = ParallelAttention(D, 4, 2, K, rope=RotaryEmbedding(K, 100.0), cp=cp, context=context)
+        block = TransformerBlock(attention, ParallelMLP(D, 8), RMSNorm(D), RMSNorm(D), dropout=0.3)
+        model = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(11, D), "block": block, "head": torch.nn.Linear(D, 11)}
+        )
+        seed_dropout(model, 0)
+        return model.double()
+
+    def run(model, tokens, targets, index):
+        x = model["embed"](tokens)
+        x = model["block"](x, samples=torch.tensor([3]), tokens=index, cu_seqlens=ends)
+        logits = model["head"](x)
+        loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum", ignore_index=-100)
+        return logits, loss / 10  # valid tokens in all
+
+    dense = build()
+    want, want_loss = run(dense, text, targets, None)
+    want_loss.backward()
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        model = build(cp, kind)
+        mine = shard_sequence({"tokens": text, "targets": targets}, cp, kind)
+        logits, loss = run(model, mine["tokens"], mine["targets"], sequence_index(T, cp, kind))
+        assert all_reduce((mine["targets"] != -100).sum(), cp) == (targets != -100).sum() == 10
+        loss.backward()
+        reduce_gradients(model, cp)
+        close(unshard_sequence(logits.detach(), cp, kind, 1, T), want.detach(), f"{kind} logits")
+        close(all_reduce(loss.detach(), cp), want_loss.detach(), f"{kind} loss")
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            close(p.grad, q.grad, f"{kind} gradient of {name}")
+
+
+def test_pitfall_36_logits_and_loss_with_documents(ranks):
+    for size in (3, 4):
+        ranks(size, check_documents_to_the_loss)
+
+
+# --- rounding and order -------------------------------------------------------------------------------------------
+
+
+def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = None) -> list[Tensor]:
+    """Output, dq, dk and dv of the whole sequence."""
+    length, (heads, kv_heads, dim) = 64, (4, 2, 16)
+    full = [draw(i, 1, length, h, dim).to(dtype) for i, h in enumerate((heads, kv_heads, kv_heads, heads))]
+
+    def work(cp):
+        index = sequence_index(length, cp, kind)
+        q, k, v, dy = (t[:, index].requires_grad_() for t in full)
+        y = context_attention(q, k, v, kind, cp)
+        return index, y.detach(), *torch.autograd.grad(y, (q, k, v), dy)
+
+    results = simulate(size, work, delays=delays)
+    back = torch.cat([index for index, *_ in results]).argsort()
+    return [torch.cat(parts, 1)[:, back] for parts in zip(*(rest for _, *rest in results), strict=True)]
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_pitfall_37_the_error_in_bf16_does_not_grow_with_cp(kind):
+    exact = ring_results(1, torch.float64, kind)
+    half = [t.to(torch.bfloat16).double() for t in exact]
+    errors = {
+        size: [
+            (got.double() - want).square().mean().sqrt().item()
+            for got, want in zip(ring_results(size, torch.bfloat16, kind), exact, strict=True)
+        ]
+        for size in (1, 2, 4, 8)
+    }
+    rounding = [(a - b).square().mean().sqrt().item() for a, b in zip(half, exact, strict=True)]
+    for size in (2, 4, 8):
+        for one, many, floor in zip(errors[1], errors[size], rounding, strict=True):
+            assert many <= 1.25 * max(one, floor), errors
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_results_do_not_depend_on_the_order_of_arrival(kind):
+    first = ring_results(4, torch.bfloat16, kind)
+    for seed in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, ring_results(4, torch.bfloat16, kind, seed), strict=True))
+
+
+# --- what travels and what is kept --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RINGS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_ring_meets_exactly_the_blocks_whose_keys_are_seen(kind, mask):
+    see = sees(T, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+    for size in (1, 2, 3, 4, 7, 13):
+        runs = sequence_runs(T, planned(size), kind)
+        index = [torch.cat([torch.arange(*run) for run in of_rank]) for of_rank in runs]
+        ring = _ring(planned(size), runs, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+        for rank in range(size):
+            assert ring.reads[rank] == {j for j in range(size) if see[index[rank]][:, index[j]].any()}
+        for j in range(size):
+            assert ring.reach[j] == max((rank - j) % size for rank in range(size) if j in ring.reads[rank])
+        low, high = key_bounds(T, **tensors(mask))
+        for rank, j in itertools.product(range(size), range(size)):
+            a, b = ring.bounds(low[index[rank]], high[index[rank]], j)
+            local = torch.arange(len(index[j]))
+            assert torch.equal((local >= a[:, None]) & (local < b[:, None]), see[index[rank]][:, index[j]])
+            assert a.dtype == b.dtype == torch.int32
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends to others, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.calls = {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition("::")[2].partition(".")[0]
+        if "_c10d_functional" in func.name() and name != "wait_tensor":
+            x = args[0]
+            if name == "all_to_all_single":
+                me = dist.get_rank(_resolve_process_group(args[3]))
+                amount = sum(n for rank, n in enumerate(args[2]) if rank != me)
+            elif name == "all_gather_into_tensor":
+                amount = x.numel() * (args[1] - 1)  # each rank's shard goes to all others
+            else:
+                assert name == "reduce_scatter_tensor"
+                amount = x.numel() // args[2] * (args[2] - 1)
+            self.bytes[name] = self.bytes.get(name, 0) + amount * x.element_size()
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_bytes(length):
+    """Against what the papers count, for bf16: 2 bytes an element, 4 where gradients are summed."""
+    H, G, dtype = 8, 4, torch.bfloat16
+    size = dist.get_world_size()
+    n = length // size
+
+    def send(kind, cp, **mask):
+        q, k, v = (draw(i, B, n, h, K).to(dtype).requires_grad_() for i, h in enumerate((H, G, G)))
+        counts = []
+        with Sent() as sent:
+            y = context_attention(q, k, v, kind, cp, **mask)
+        counts.append(sent)
+        with Sent() as sent:
+            y.backward(torch.ones_like(y))
+        counts.append(sent)
+        return counts
+
+    q_bytes, kv_bytes = 2 * B * n * H * K, 2 * B * n * 2 * G * K
+    for forward, backward in [send("alltoall", cp_axis("alltoall"))]:
+        for sent in (forward, backward):  # q, k, v and o
+            assert sent.calls == {"all_to_all_single": 4}
+            assert sent.bytes["all_to_all_single"] == (2 * q_bytes + kv_bytes) * (size - 1) // size
+    for kind, mask in (("ring", {"causal": False}), ("zigzag", {}), ("zigzag", {"causal": False})):
+        forward, backward = send(kind, cp_axis(kind), **mask)
+        assert forward.bytes == {"all_to_all_single": (size - 1) * kv_bytes}  # each block passes each rank once
+        assert backward.bytes == {"all_to_all_single": (size - 1) * kv_bytes + size * 2 * kv_bytes}
+    cp = cp_axis("ring")
+    forward, backward = send("ring", cp)  # a block goes up to the last rank, its gradient all the way and home
+    last = cp.rank == size - 1
+    assert forward.bytes == {"all_to_all_single": 0 if last else (cp.rank + 1) * kv_bytes}
+    home = (size - 1) if last else (cp.rank + 1)
+    assert backward.bytes == {"all_to_all_single": (0 if last else (cp.rank + 1) * kv_bytes) + home * 2 * kv_bytes}
+    forward, _ = send("ring", cp, window=n)
+    assert forward.bytes == {"all_to_all_single": 0 if last else kv_bytes}  # only the neighbour's keys are in sight
+    assert forward.calls == {"all_to_all_single": 1}
+    forward, backward = send("allgather", cp_axis("allgather"))
+    assert forward.bytes == {"all_gather_into_tensor": (size - 1) * kv_bytes}
+    assert backward.bytes == {
+        "all_gather_into_tensor": (size - 1) * kv_bytes,
+        "reduce_scatter_tensor": 2 * (size - 1) * kv_bytes,
+    }
+    cp = cp_axis("two-level")
+    assert cp.levels is not None
+    outer, inner = (axis.size for axis in cp.levels)
+    forward, _ = send("two-level", cp)
+    exchange = (2 * q_bytes + kv_bytes) * (inner - 1) // inner
+    assert forward.bytes == {"all_to_all_single": exchange + (outer - 1) * kv_bytes}
+
+
+def test_bytes_sent_are_those_of_theory(ranks):
+    for size in (2, 4):
+        ranks(size, check_bytes, 8)
+
+
+def check_documents_stay():
+    """Documents that end where ranks do: nothing is sent, neither forward nor backward."""
+    cp = cp_axis("ring")
+    q, k, v = (draw(i, 1, 3, 4, K).requires_grad_() for i in range(3))
+    with Sent() as sent:
+        context_attention(q, k, v, "ring", cp, cu_seqlens=torch.tensor([0, 3, 6, 7, 9, 12])).sum().backward()
+    assert sent.calls == {}
+
+
+def test_documents_that_end_where_ranks_do_send_nothing(ranks):
+    ranks(4, check_documents_stay)
+
+
+def saved_bytes(kind):
+    cp, length = cp_axis(kind), 48
+    layer = ParallelAttention(D, 4, 4, K, cp=cp, context=kind, rope=RotaryEmbedding(K)).double()
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = layer(draw(1, B, length // cp.size, D).requires_grad_())
+    del y
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_bytes_fall_as_one_over_cp(ranks, kind):
+    two, four = ranks(2, saved_bytes, kind), ranks(4, saved_bytes, kind)
+    assert max(four) <= min(two) / 2
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused():
+    four = planned(4)
+    with pytest.raises(ValueError, match=r"context 'spiral' is none of 'alltoall', 'ring', 'zigzag'"):
+        ParallelAttention(D, 4, context="spiral", cp=four, head_dim=K)
+    with pytest.raises(ValueError, match="the cp size 4 needs a context, one of 'alltoall', 'ring'"):
+        ParallelAttention(D, 4, cp=four, head_dim=K)
+    with pytest.raises(ValueError, match="'alltoall' can't cut 3 heads over the cp size 4: 'zigzag', 'ring' and"):
+        ParallelAttention(D, 3, cp=four, context="alltoall", head_dim=K)
+    with pytest.raises(ValueError, match="'alltoall' can't cut 2 heads over the cp size 4"):
+        ParallelAttention(D, 4, cp=four, tp=Axis(2, 0, None, "tp"), context="alltoall", head_dim=K)
+    with pytest.raises(ValueError, match="'two-level' can't cut 3 heads over the cp_inner size 4"):
+        ParallelAttention(D, 3, cp=planned(8, inner=4), context="two-level", head_dim=K)
+    with pytest.raises(ValueError, match=r"'two-level' needs the cp axis of size 4 as outer x inner: build_mesh\(cp=4"):
+        ParallelAttention(D, 4, cp=four, context="two-level", head_dim=K)
+    for kind in KINDS:
+        cp = planned(4, inner=2)
+        with pytest.raises(ValueError, match=r"3 tokens is shorter than the cp size 4, .*: pad it to 4 .* cp 3"):
+            shard_sequence(torch.zeros(2, 3), cp, kind)
+        q = torch.zeros(1, 4, 4, K)
+        with pytest.raises(ValueError, match=r"this rank has 4 tokens, but rank 0 of .* holds 3 of 11: give the"):
+            context_attention(q, q, q, kind, cp, length=11)
+        with pytest.raises(ValueError, match="window 3 needs a causal mask"):
+            context_attention(q, q, q, kind, cp, causal=False, window=3)
+        with pytest.raises(ValueError, match="rise from 0 to the sequence length 16, but runs from 0 to 15"):
+            context_attention(q, q, q, kind, cp, cu_seqlens=torch.tensor([0, 4, 15]))
+        with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+            context_attention(*[q.expand(2, 4, 4, K)] * 3, kind, cp, cu_seqlens=torch.tensor([0, 16]))
+    layer = ParallelAttention(D, 4, cp=four, context="ring", head_dim=K)
+    with pytest.raises(ValueError, match=r"'ring' can't serve a mask \(8, 8\) .*: 'allgather' and 'alltoall' can"):
+        layer(torch.zeros(1, 2, D), mask=torch.ones(8, 8, dtype=torch.bool))
+    layer = ParallelAttention(D, 4, cp=four, context="allgather", head_dim=K)
+    with pytest.raises(ValueError, match=r"mask \(9, 9\) is not \[T, T\] for 4 tokens on each of 4 ranks"):
+        layer(torch.zeros(1, 4, D), mask=torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="no softcap, impl or cu_seqlens"):
+        ParallelAttention(D, 4, softcap=1.0, head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
+    with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):
+        shard_sequence({"a": torch.zeros(8), "b": torch.zeros(1, 9)}, four, "ring")
+
+
+def test_one_rank_is_the_whole():
+    x = torch.arange(5)
+    for kind in KINDS:
+        assert shard_sequence(x, Axis(), kind) is x
+        assert unshard_sequence(x, Axis(), kind) is x
+    q, k, v = inputs((4, 2), 1)
+    for kind in KINDS:
+        assert torch.equal(context_attention(q, k, v, kind, Axis()), attention(q, k, v)[0])
+
+
+def check_count():
+    """One valid token in the whole batch: the loss is its own, whatever the number of ranks."""
+    for kind in KINDS:
+        cp = cp_axis(kind)
+        targets = torch.full((1, T), -100)
+        targets[0, 7] = 1
+        values = draw(1, 1, T).requires_grad_()
+        mine, valid = shard_sequence(values, cp, kind), shard_sequence(targets, cp, kind) != -100
+        count = all_reduce(valid.sum(), cp)
+        assert count == 1
+        (mine * valid).sum().div(count).backward()
+        assert values.grad.sum() == 1
+
+
+def test_pitfall_25_one_valid_token_in_all(ranks):
+    for size in (2, 4):
+        ranks(size, check_count)
