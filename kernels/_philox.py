@@ -48,7 +48,7 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     Args:
         key: as `stream_key` gives it.
         samples: [B] int64, global sample index of each row of the batch.
-        tokens: [T] int64, index in the sequence of each token.
+        tokens: [T] int64, index in the sequence of each token; [B, T] where rows differ.
         features: the run of feature indices.
 
     Returns:
@@ -56,7 +56,7 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     """
     first, last = features.start // 4, (features.stop + 3) // 4
     c0 = torch.arange(first, last, device=samples.device)
-    words = philox(key, c0, tokens[:, None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
+    words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
     flat = torch.stack(words, dim=-1).flatten(-2)
     return flat[..., features.start - 4 * first : features.stop - 4 * first]
 

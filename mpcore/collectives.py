@@ -14,6 +14,7 @@ How a tensor lives on an axis:
     all_gather       S(d) -> R     reduce_scatter
     reduce_scatter   P -> S(d)     all_gather
     all_to_all       S(c) -> S(s)  all_to_all with the dimensions exchanged
+    all_to_all_rows  S(0) -> S(0)  all_to_all_rows with the sizes exchanged
 
 Each backward calls its dual, so gradients of gradients work too. On an axis of size 1 each returns its input. No input
 and no incoming gradient is ever written to: torch's functional collectives make a new tensor.
@@ -261,6 +262,17 @@ class _AllToAll(Function):
         return dx, None, None, None, None
 
 
+class _AllToAllRows(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return _call(_ops.all_to_all_single.default, x.contiguous(), receive, send, _group(axis), wait=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _AllToAllRows.apply(dy, ctx.axis, ctx.receive, ctx.send), None, None, None
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """I -> R. Identity; in backward the ranks' gradients are summed. Megatron's f."""
     return _Copy.apply(x, axis) if axis.size > 1 and torch.is_grad_enabled() else x
@@ -309,3 +321,27 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_le
         concat_length: length of the whole `concat_dim` where its shards are uneven.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)
+
+
+def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
+    """S(0) -> S(0). Each rank sends some of its rows to each other rank; what arrives lies in the order of ranks.
+
+    Args:
+        x: [N, ...], the rows for rank 0 first.
+        send, receive: how many rows go to, and come from, each rank; None: N / size each.
+
+    Returns:
+        [sum(receive), ...].
+
+    Raises:
+        ValueError: if N is not what the sizes say.
+    """
+    if axis.size == 1:
+        return x
+    if send is None or receive is None:
+        if len(x) % axis.size:
+            raise ValueError(f"{len(x)} rows are not a multiple of the {axis.name} size {axis.size}")
+        send = receive = [len(x) // axis.size] * axis.size
+    if sum(send) != len(x):
+        raise ValueError(f"x has {len(x)} rows, but {sum(send)} are to be sent to the {axis.name} axis")
+    return _AllToAllRows.apply(x, axis, send, receive)

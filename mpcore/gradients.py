@@ -202,10 +202,8 @@ def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
         if found is None:
             continue
         sharding = sharding_of(module, leaf, parameter)
-        sharded_over = [shard.axis.group for shard in sharding.shards]  # the group, not the name, says which ranks
-        replicated_over = [axis for axis in (mesh.tp, *sharding.partial) if axis.group not in sharded_over]
         first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
-        if not first or any(axis.rank > 0 for axis in replicated_over):
+        if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
             continue
         grad = local_tensor(found)
         for shard in sharding.shards:

@@ -1,7 +1,8 @@
-"""Floor 1: which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp and ep.
+"""Floor 1: which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp, ep and etp.
 
 Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-parallel group lies inside a node:
-rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
+rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Experts cut the same ranks of a stage in their own way,
+etp fastest, then ep and edp: rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
 
 Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.1, and its default order tp-cp-ep-dp-pp.
 """
@@ -60,7 +61,8 @@ class Mesh:
 
     Attributes:
         tp, cp, dp, pp: tensor, context, data and pipeline parallel.
-        ep: experts, over the ranks of dp x cp; `edp` is what ep leaves of them: replicas of the same experts.
+        ep, etp: experts, and tensor parallel inside each of them, over the ranks of a stage; `edp` is what they leave:
+            replicas of the same experts. etp x ep x edp = tp x cp x dp.
         data: dp x cp, every rank that sees other tokens with the same weights.
         ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
         world: all ranks.
@@ -72,6 +74,7 @@ class Mesh:
     dp: Axis = Axis(name="dp")
     pp: Axis = Axis(name="pp")
     ep: Axis = Axis(name="ep")
+    etp: Axis = Axis(name="etp")
     edp: Axis = Axis(name="edp")
     data: Axis = Axis(name="data")
     ends: Axis = Axis(name="ends")
@@ -80,7 +83,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
 
     def __str__(self) -> str:
-        sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp")}
+        sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
         return layout_table(**sizes, rank=self.world.rank)
 
     @property
@@ -91,17 +94,28 @@ class Mesh:
         return torch.device(self.device_type)
 
 
-def mesh_shape(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> dict:
-    """Sizes of all axes, `dp` inferred from the world size where it isn't given.
+def mesh_shape(
+    world_size: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int | None = None,
+    etp: int | None = None,
+) -> dict:
+    """Sizes of all axes; `dp` is inferred from the world size where it isn't given, and `etp` is tp.
 
     Returns:
-        `{"tp": ..., "cp": ..., "pp": ..., "ep": ..., "dp": ...}`.
+        `{"tp": ..., "cp": ..., "pp": ..., "ep": ..., "dp": ..., "etp": ...}`.
 
     Raises:
-        ValueError: if a size isn't a positive integer, the product isn't the world size, or ep doesn't divide dp x cp.
+        ValueError: if a size isn't a positive integer, the product isn't the world size, or etp x ep doesn't divide
+            tp x cp x dp.
     """
-    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep} | ({} if dp is None else {"dp": dp})
-    asked = " x ".join(f"{name} {size}" for name, size in given.items() if name != "ep")
+    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+    given |= {name: size for name, size in (("dp", dp), ("etp", etp)) if size is not None}
+    asked = " x ".join(f"{name} {size}" for name, size in given.items() if name not in ("ep", "etp"))
     for name, size in given.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} {size!r} is not a positive integer ({asked}, world size {world_size})")
@@ -119,42 +133,62 @@ def mesh_shape(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: in
             f"{asked} = {inner * dp} is not the world size {world_size}: start {inner * dp} processes, "
             f"or leave dp out to have it inferred"
         )
-    if (dp * cp) % ep:
+    if etp in (None, tp) and (dp * cp) % ep:
         raise ValueError(f"ep {ep} does not divide dp x cp = {dp} x {cp} = {dp * cp} (world size {world_size})")
-    return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp}
+    etp = tp if etp is None else etp
+    if (tp * cp * dp) % (etp * ep):
+        raise ValueError(
+            f"etp x ep = {etp} x {ep} = {etp * ep} does not divide tp x cp x dp = {tp} x {cp} x {dp} = {tp * cp * dp} "
+            f"(world size {world_size})"
+        )
+    return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, "etp": etp}
 
 
-def mesh_ranks(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1) -> dict[str, list[list[int]]]:
+def mesh_ranks(
+    *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None
+) -> dict[str, list[list[int]]]:
     """Ranks of every group of every axis: a pure function, no process group needed.
 
     Returns:
-        For each of tp, cp, dp, pp, ep, edp, data and ends the list of its groups, each the list of its world ranks in
+        For each of tp, cp, dp, pp, ep, etp, edp, data and ends the list of its groups, each the list of its world ranks in
         axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks are.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
-    expert = data.view(pp, tp, dp * cp // ep, ep)
+    etp = tp if etp is None else etp
+    expert = grid.view(pp, -1, ep, etp)
     return {
         "tp": grid.reshape(-1, tp).tolist(),
         "cp": grid.transpose(2, 3).reshape(-1, cp).tolist(),
         "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp).tolist(),
         "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp).tolist(),
         "data": data.reshape(-1, dp * cp).tolist(),
-        "ep": expert.reshape(-1, ep).tolist(),
-        "edp": expert.transpose(2, 3).reshape(-1, dp * cp // ep).tolist(),
+        "ep": expert.transpose(2, 3).reshape(-1, ep).tolist(),
+        "etp": expert.reshape(-1, etp).tolist(),
+        "edp": expert.permute(0, 2, 3, 1).reshape(-1, expert.shape[1]).tolist(),
         "ends": torch.stack([grid[0].flatten(), grid[-1].flatten()], dim=1).tolist() if pp > 1 else [],
     }
 
 
-def layout_table(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, rank: int | None = None) -> str:
+def layout_table(
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    etp: int | None = None,
+    rank: int | None = None,
+) -> str:
     """The mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
 
     Args:
         rank: the rank to mark with brackets; None marks none.
     """
     world = tp * cp * pp * dp
-    lines = [f"mesh of {world} ranks: pp {pp} x dp {dp} x cp {cp} x tp {tp}" + (f", ep {ep}" if ep > 1 else "")]
-    groups = mesh_ranks(tp=tp, cp=cp, pp=pp, ep=ep, dp=dp)["tp"]
+    experts = (f", ep {ep}" if ep > 1 else "") + (f", etp {etp}" if etp not in (None, tp) else "")
+    lines = [f"mesh of {world} ranks: pp {pp} x dp {dp} x cp {cp} x tp {tp}{experts}"]
+    groups = mesh_ranks(tp=tp, cp=cp, pp=pp, dp=dp)["tp"]
     per_stage, most = dp * cp, 4
 
     def short(items: list[str], gap: str) -> str:
@@ -179,6 +213,7 @@ def build_mesh(
     dp: int | None = None,
     device_type: str | None = None,
     cp_inner: int | None = None,
+    etp: int | None = None,
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
@@ -190,6 +225,7 @@ def build_mesh(
         dp: size of the data-parallel axis; None takes what the others leave of the world.
         device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
+        etp: tensor parallel inside each expert, of any size; None: as tp.
 
     Returns:
         The mesh as this rank sees it.
@@ -205,7 +241,7 @@ def build_mesh(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
-        shape = mesh_shape(world_size, tp=tp, cp=cp, pp=pp, ep=ep, dp=dp)
+        shape = mesh_shape(world_size, tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
         ranks = mesh_ranks(**shape)
         ranks |= {} if cp_inner is None else _level_ranks(ranks["cp"], cp_inner)
     except ValueError as error:
@@ -225,8 +261,12 @@ def build_mesh(
     names = ("pp", "dp", "cp", "tp")
     device_mesh = init_device_mesh(device_type, tuple(shape[n] for n in names), mesh_dim_names=names)
     axes = {name: _torch_axis(device_mesh, name) for name in names}
-    same_as = {"data": "dp" if shape["cp"] == 1 else None, "edp": "data" if shape["ep"] == 1 else None}
-    for name in ("data", "ep", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
+    same_as = {
+        "data": "dp" if shape["cp"] == 1 else None,
+        "etp": "tp" if shape["etp"] == shape["tp"] else None,
+        "edp": "data" if (shape["ep"], shape["etp"]) == (1, shape["tp"]) else None,
+    }
+    for name in ("data", "ep", "etp", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
         twin = same_as.get(name)
         if twin is not None:
             axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, name)

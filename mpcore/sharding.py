@@ -98,7 +98,15 @@ class Sharding:
 
         That is `mesh.edp` for what is sharded over the experts' axis, and `mesh.data` for all else.
         """
-        return mesh.edp if any(_same_axis(shard.axis, mesh.ep) for shard in self.shards) else mesh.data
+        return mesh.edp if self._is_expert(mesh) else mesh.data
+
+    def replica_axes(self, mesh: Mesh) -> tuple[Axis, ...]:
+        """The axes besides `data_axis` on which other ranks hold the same elements."""
+        over = self.partial if self._is_expert(mesh) else (mesh.tp, *self.partial)  # experts have their own etp
+        return tuple(axis for axis in over if not any(_same_axis(axis, shard.axis) for shard in self.shards))
+
+    def _is_expert(self, mesh: Mesh) -> bool:
+        return any(_same_axis(shard.axis, mesh.ep) for shard in self.shards)
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""

@@ -17,6 +17,7 @@ from tests.pool import mesh
 GOLDEN = {
     (1, 1, 1, 1, 1): {
         "tp": [[0]],
+        "etp": [[0]],
         "cp": [[0]],
         "dp": [[0]],
         "pp": [[0]],
@@ -27,6 +28,7 @@ GOLDEN = {
     },
     (2, 1, 2, 1, 1): {  # tp 2, pp 2
         "tp": [[0, 1], [2, 3]],
+        "etp": [[0, 1], [2, 3]],
         "cp": [[0], [1], [2], [3]],
         "dp": [[0], [1], [2], [3]],
         "pp": [[0, 2], [1, 3]],
@@ -37,6 +39,7 @@ GOLDEN = {
     },
     (1, 1, 3, 1, 2): {  # pp 3, dp 2: the ends skip the middle stage
         "tp": [[0], [1], [2], [3], [4], [5]],
+        "etp": [[0], [1], [2], [3], [4], [5]],
         "cp": [[0], [1], [2], [3], [4], [5]],
         "dp": [[0, 1], [2, 3], [4, 5]],
         "pp": [[0, 2, 4], [1, 3, 5]],
@@ -47,6 +50,7 @@ GOLDEN = {
     },
     (2, 2, 1, 4, 2): {  # tp 2, cp 2, dp 2, ep 4: experts over all of dp x cp
         "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "etp": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "dp": [[0, 4], [2, 6], [1, 5], [3, 7]],
         "pp": [[0], [1], [2], [3], [4], [5], [6], [7]],
@@ -57,6 +61,7 @@ GOLDEN = {
     },
     (2, 2, 2, 2, 2): {
         "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
+        "etp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
         "cp": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
         "dp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
         "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
@@ -75,6 +80,20 @@ def test_ranks_of_every_group_are_the_golden_table(sizes):
     assert {name: sorted(groups) for name, groups in got.items()} == {
         name: sorted(groups) for name, groups in GOLDEN[sizes].items()
     }
+
+
+def test_experts_cut_a_stage_in_their_own_way():
+    """rank = ((pp * EDP + edp) * EP + ep) * ETP + etp."""
+    groups = mesh_ranks(tp=2, dp=4, pp=2, ep=2, etp=1)
+    assert groups["etp"] == [[rank] for rank in range(16)]
+    assert sorted(groups["ep"]) == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert sorted(groups["edp"]) == [[i, i + 2, i + 4, i + 6] for i in (0, 1, 8, 9)]
+    groups = mesh_ranks(dp=8, ep=2, etp=2)
+    assert sorted(groups["etp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sorted(groups["ep"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sorted(groups["edp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout_table(dp=8, ep=2, etp=2).startswith("mesh of 8 ranks: pp 1 x dp 8 x cp 1 x tp 1, ep 2, etp 2\n")
+    assert mesh_ranks(**BIG, etp=8) == mesh_ranks(**BIG)
 
 
 def test_laws_of_a_thousand_ranks():
@@ -144,6 +163,8 @@ def test_the_layout_is_printed_as_a_table():
         (4, {"dp": "2"}, "dp '2' is not a positive integer"),
         (4, {"cp": True}, "cp True is not a positive integer"),
         (4, {"ep": 0}, "ep 0 is not a positive integer"),
+        (4, {"etp": 0}, "etp 0 is not a positive integer (tp 1 x cp 1 x pp 1, world size 4)"),
+        (8, {"tp": 2, "pp": 2, "etp": 1, "ep": 8}, "etp x ep = 1 x 8 = 8 does not divide tp x cp x dp = 2 x 1 x 2 = 4"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_named(world, sizes, message):
@@ -152,14 +173,14 @@ def test_sizes_that_do_not_fit_are_named(world, sizes, message):
 
 
 def test_dp_takes_what_the_others_leave():
-    assert mesh_shape(24, tp=2, pp=3) == {"tp": 2, "cp": 1, "pp": 3, "ep": 1, "dp": 4}
+    assert mesh_shape(24, tp=2, pp=3) == {"tp": 2, "cp": 1, "pp": 3, "ep": 1, "dp": 4, "etp": 2}
     assert mesh_shape(24, tp=2, pp=3, cp=2, dp=2, ep=4)["dp"] == 2
 
 
 def test_without_torch_distributed_every_axis_has_size_one():
     m = build_mesh()
     assert m.device_mesh is None
-    for name in ("tp", "cp", "dp", "pp", "ep", "edp", "data", "ends", "world"):
+    for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world"):
         axis = getattr(m, name)
         assert (axis.size, axis.rank, axis.group) == (1, 0, None), name
     assert str(m) == "mesh of 1 ranks: pp 1 x dp 1 x cp 1 x tp 1\n  stage 0 | dp 0: [0]"
@@ -201,6 +222,10 @@ def check_groups(sizes):
         {"pp": 4},
         {"pp": 2, "cp": 2},
         {"tp": 2, "cp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "etp": 1},
+        {"tp": 2, "dp": 2, "etp": 1, "ep": 4},
+        {"dp": 4, "etp": 2, "ep": 2},
+        {"tp": 2, "pp": 2, "etp": 1, "ep": 2},
     ],
     ids=lambda sizes: "x".join(f"{k}{v}" for k, v in sizes.items()),
 )

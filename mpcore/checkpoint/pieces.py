@@ -137,8 +137,7 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
     dims = [[(0, 0, size, True)] for size in sharding.shape]
     for shard in sharding.shards:
         dims[shard.dim] = _declared(shard.mine, shard.owned)
-    cut_over = {shard.axis.name for shard in sharding.shards}
-    replicas = [axis for axis in (mesh.tp, *sharding.partial) if axis.name not in cut_over]
+    replicas = list(sharding.replica_axes(mesh))
     first = True
     if is_dtensor(placed):
         dims, first = _over_data(name, placed, dims)

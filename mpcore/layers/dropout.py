@@ -83,7 +83,7 @@ class Dropout(nn.Module):
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give every `Dropout` of the model its own stream, from the seed and the module's full name."""
+    """Give every `Dropout`, and what else draws, its own stream, from the seed and the module's full name."""
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if hasattr(module, "key"):
             module.key = stream_key(seed, name)

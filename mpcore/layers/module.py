@@ -59,7 +59,7 @@ class ParallelModule(nn.Module):
         shape: tuple[int, ...],
         init: Init,
         *,
-        shard: Shard | None = None,
+        shard: Shard | tuple[Shard, ...] | None = None,
         partial: tuple[Axis, ...] = (),
         blocks: tuple[int, ...] = (),
         device: torch.device | str | None = None,
@@ -74,13 +74,15 @@ class ParallelModule(nn.Module):
             name: the parameter's name in this module.
             shape: the logical shape.
             init: fills the logical tensor.
-            shard: how it is cut; None: replicated.
+            shard: how it is cut; None: replicated. Of several, cut one after the other, those of size 1 stay declared:
+                experts on ep 1 have their own data axis too.
             partial: axes over which a replica's gradient is one term of a sum.
             blocks: lengths along dimension 0 of the matrices it is made of, as of `Sharding`.
             device, dtype: of the parameter. On the meta device nothing is drawn: call `mpcore.materialize`.
         """
-        cut = () if shard is None or shard.axis.size == 1 else (shard,)
-        sharding = Sharding(shape, cut, tuple(axis for axis in partial if axis.size > 1), blocks)
+        if isinstance(shard, Shard):
+            shard = (shard,) if shard.axis.size > 1 else None
+        sharding = Sharding(shape, shard or (), tuple(axis for axis in partial if axis.size > 1), blocks)
         self.shardings[name], self.inits[name] = sharding, init
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "meta":
