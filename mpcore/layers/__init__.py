@@ -18,8 +18,10 @@ from mpcore.layers.loss import (
     vocab_parallel_log_prob,
 )
 from mpcore.layers.mlp import ParallelMLP
+from mpcore.layers.moe import ParallelMoE, upcycle
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
+from mpcore.layers.router import Router, RouterStatistics, update_routers
 
 __all__ = [
     "ColumnParallelLinear",
@@ -28,10 +30,13 @@ __all__ = [
     "LayerNorm",
     "ParallelAttention",
     "ParallelMLP",
+    "ParallelMoE",
     "PositionEmbedding",
     "QKVParallelLinear",
     "RMSNorm",
     "RotaryEmbedding",
+    "Router",
+    "RouterStatistics",
     "RowParallelLinear",
     "TransformerBlock",
     "VocabParallelCrossEntropy",
@@ -42,6 +47,8 @@ __all__ = [
     "sequence_index",
     "shard_sequence",
     "unshard_sequence",
+    "upcycle",
+    "update_routers",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_prob",
 ]
