@@ -3,8 +3,8 @@
     y[row[t, k]] = x[t]                              permute
     out[t] = sum over k of weight[t, k] y[row[t, k]] unpermute
 
-Rows are stable: expert by expert, in an expert by (t, k). A choice that is no expert (a masked token, a full or a remote
-expert) has no row. The map of rows is made on the device and nothing is read back: the number of rows is a bound that
+Rows are stable: expert by expert, in an expert by (t, k). A choice that is no expert (a masked token, a full or a
+remote expert) has no row. The map of rows is made on the device and nothing is read back: the number of rows is a bound that
 the caller gives, and rows that no choice has are zero. Each of the two is the other's backward, a gather both times: no
 atomics, so results repeat bit for bit.
 

@@ -150,8 +150,8 @@ def mesh_ranks(
     """Ranks of every group of every axis: a pure function, no process group needed.
 
     Returns:
-        For each of tp, cp, dp, pp, ep, etp, edp, data and ends the list of its groups, each the list of its world ranks in
-        axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks are.
+        For each of tp, cp, dp, pp, ep, etp, edp, data and ends the list of its groups, each the list of its world ranks
+        in axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)

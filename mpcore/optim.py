@@ -40,7 +40,7 @@ def decay_groups(model: nn.Module, weight_decay: float, exclude: Iterable[nn.Par
         exclude: parameters that belong to other groups.
     """
     left = {id(p) for p in exclude}
-    parameters = [p for p in model.parameters() if id(p) not in left]
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},

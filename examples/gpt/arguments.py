@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from examples.gpt.hf import read_config
-from examples.gpt.model import GPT, PRESETS, GPTConfig
+from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
 from mpcore.layers.context import KINDS, check_heads, check_kind
+from mpcore.layers.moe import DISPATCHES
+from mpcore.layers.router import AUX_LOSSES
 from mpcore.optim import SCHEDULES, AdamW, Muon
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
@@ -32,6 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
         add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
     add("--dp", type=int, help="data parallel size (default: what the others leave of the world)")
+    add("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
     add(
         "--zero",
         type=int,
@@ -64,6 +67,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--d-ff", type=int)
     add("--dropout", type=float)
     add("--tie-embeddings", action="store_true", default=None, help="head and embedding share one table")
+    add = parser.add_argument_group("mixture of experts").add_argument
+    add("--experts", type=int, help="experts in the place of each MLP; 0: none (default: the preset's)")
+    add("--top-k", type=int, help="experts each token goes through")
+    add("--shared-experts", type=int, help="experts' width that every token goes through besides")
+    add("--expert-d-ff", type=int, help="hidden width of each expert (default: the dense MLP's)")
+    add("--moe-every", type=int, help="every how many-th block has experts, the others a dense MLP")
+    add("--balance", choices=("aux", "bias", "none"), help="of the experts' loads: by a loss, by a bias, not at all")
+    add("--aux-loss", choices=AUX_LOSSES, help="scope of the loss of --balance aux (default sequence)")
+    add("--aux-coefficient", type=float, help="factor of that loss (default 0.01)")
+    add("--router-z-loss", type=float, help="factor of the squared log-sum-exp of the router's logits (default 0)")
+    add("--bias-rate", type=float, help="step of the bias of --balance bias (default 0.001)")
+    add("--router-jitter", type=float, help="noise on the router's input in training (default 0)")
+    add(
+        "--capacity-factor", type=float, help="what is over factor x mean load of a sequence is dropped (default: none)"
+    )
+    add("--dispatch", choices=DISPATCHES, help="how tokens reach experts on other ranks")
     add = parser.add_argument_group("data").add_argument
     add(
         "--data",
@@ -149,8 +168,34 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
             raise ValueError(
                 f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {args.init_from_hf}"
             )
-        return dataclasses.replace(config, **changes)
-    return dataclasses.replace(PRESETS[args.preset], vocab_size=vocab_size, **changes)
+        return dataclasses.replace(config, moe=moe_config(args, config.moe), **changes)
+    preset = PRESETS[args.preset]
+    return dataclasses.replace(preset, vocab_size=vocab_size, moe=moe_config(args, preset.moe), **changes)
+
+
+def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig | None:
+    """The preset's mixture with what the flags change of it."""
+    flags = {"top_k": "top_k", "shared_experts": "shared_experts", "expert_d_ff": "d_ff", "moe_every": "every",
+             "aux_loss": "aux_loss", "aux_coefficient": "aux_coefficient", "router_z_loss": "z_loss",
+             "bias_rate": "bias_rate", "router_jitter": "jitter", "capacity_factor": "capacity_factor",
+             "dispatch": "dispatch"}  # fmt: skip
+    changes = {field: getattr(args, flag) for flag, field in flags.items() if getattr(args, flag) is not None}
+    if args.experts == 0 or (args.experts is None and preset is None):
+        given = [f"--{flag.replace('_', '-')}" for flag in (*flags, "balance") if getattr(args, flag) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} without experts: --experts says how many")
+        return None
+    if args.experts is not None:
+        changes["experts"] = args.experts
+    if args.balance in ("bias", "none"):
+        if args.aux_loss or args.aux_coefficient:
+            raise ValueError(f"--aux-loss and --aux-coefficient are of --balance aux, not of {args.balance}")
+        changes["aux_loss"] = None
+    if args.balance == "bias":
+        changes.setdefault("bias_rate", 0.001)
+    elif args.balance is not None and args.bias_rate:
+        raise ValueError(f"--bias-rate {args.bias_rate} is of --balance bias, not of {args.balance}")
+    return dataclasses.replace(preset or MoEConfig(), **changes)
 
 
 def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
@@ -167,8 +212,14 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     for name in ("keep", "exit_step"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
-    if mesh.ep.size > 1:
-        raise ValueError(f"--ep {mesh.ep.size}: this model has no ep layers yet, only size 1 works")
+    if config.moe is None:
+        if mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size:
+            raise ValueError(
+                f"--ep {mesh.ep.size} and --etp {mesh.etp.size} are of experts, and there are none: --experts says how "
+                "many"
+            )
+    else:
+        GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit the experts
     limit = PRESETS[args.preset].seq_len
     if not args.init_from_hf and PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {limit} positions of {args.preset}")

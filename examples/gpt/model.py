@@ -20,6 +20,7 @@ from mpcore import (
     Mesh,
     ParallelAttention,
     ParallelMLP,
+    ParallelMoE,
     PositionEmbedding,
     RMSNorm,
     RotaryEmbedding,
@@ -29,7 +30,34 @@ from mpcore import (
 )
 from mpcore.collectives import shard_range
 from mpcore.layers.module import normal
-from mpcore.sharding import add_partial
+from mpcore.sharding import add_partial, owners
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The mixture of experts in the place of a dense MLP; names as of `mpcore.ParallelMoE` and `mpcore.Router`."""
+
+    experts: int = 8
+    top_k: int = 2
+    shared_experts: int = 0
+    d_ff: int | None = None  # of each expert; None: as the dense MLP's
+    every: int = 1  # block i has experts where (i + 1) % every == 0, and a dense MLP elsewhere
+    score: str = "softmax"
+    normalize: bool = True
+    groups: int = 1
+    top_groups: int | None = None
+    aux_loss: str | None = "sequence"
+    aux_coefficient: float = 0.01
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    dispatch: str | None = None
+
+    def routing(self) -> dict:
+        """What `mpcore.ParallelMoE` takes of it by the same name."""
+        own = ("experts", "d_ff", "every")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in own}
 
 
 @dataclass(frozen=True)
@@ -59,6 +87,7 @@ class GPTConfig:
     dropout: float = 0.0
     tie_embeddings: bool = False
     init_std: float = 0.02  # as GPT-2
+    moe: MoEConfig | None = None  # None: every MLP is dense
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
@@ -72,6 +101,11 @@ class GPTConfig:
             raise ValueError(
                 f"norm {self.norm!r} must be 'rms' or 'layer', positions {self.positions!r} 'rope' or 'learned'"
             )
+        if self.moe is not None:
+            if self.biases[2]:
+                raise ValueError(f"{self.moe.experts} experts in the place of an MLP with biases: experts have none")
+            if not 1 <= self.moe.every <= self.layers:
+                raise ValueError(f"moe every {self.moe.every} is not between 1 and the {self.layers} layers")
 
     @property
     def eps(self) -> float:
@@ -94,6 +128,10 @@ class GPTConfig:
         gated = self.activation in ("swiglu", "geglu")
         return -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model
 
+    def has_experts(self, block: int) -> bool:
+        """Whether a block's MLP is a mixture."""
+        return self.moe is not None and (block + 1) % self.moe.every == 0
+
 
 _gpt2 = partial(
     GPTConfig,
@@ -108,6 +146,18 @@ _gpt2 = partial(
 _llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0)
 PRESETS = {
     "tiny": GPTConfig(),
+    "tiny-moe": GPTConfig(moe=MoEConfig(experts=8, top_k=2, d_ff=192)),
+    "mixtral-8x7b": GPTConfig(
+        vocab_size=32000,
+        seq_len=32768,
+        layers=32,
+        d_model=4096,
+        heads=32,
+        kv_heads=8,
+        d_ff=14336,
+        rope_base=1e6,
+        moe=MoEConfig(experts=8, top_k=2, aux_coefficient=0.02),
+    ),
     "gpt2": _gpt2(layers=12, d_model=768, heads=12),
     "gpt2-medium": _gpt2(layers=24, d_model=1024, heads=16),
     "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
@@ -167,28 +217,44 @@ class GPT(nn.Module):
         self.rope = RotaryEmbedding(c.head_dim or c.d_model // c.heads, **turning) if c.positions == "rope" else None
         qkv_bias, output_bias, mlp_bias = c.biases
 
-        def block() -> TransformerBlock:
+        def mlp(i: int, **options) -> nn.Module:
+            if c.moe is None or not c.has_experts(i):
+                return ParallelMLP(c.d_model, c.hidden, c.activation, bias=mlp_bias, **options)
+            axes = {"ep": mesh.ep, "etp": mesh.etp, "cp": mesh.cp, "data": mesh.data}
+            sizes = (c.d_model, c.moe.d_ff or c.hidden, c.moe.experts)
+            routing = c.moe.routing()
+            return ParallelMoE(*sizes, activation=c.activation, **routing, **axes, **options)
+
+        def block(i: int) -> TransformerBlock:
             options = {"init": init, "output_init": output_init, **sp, **like}
             looks = {"rope": self.rope, "qk_norm": c.qk_norm, "norm_eps": c.eps, "window": c.window}
             looks |= {"context": context, "cp": mesh.cp}
             biases = {"bias": qkv_bias, "output_bias": output_bias}
             attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, c.head_dim, **looks, **biases, **options)
-            mlp = ParallelMLP(c.d_model, c.hidden, c.activation, bias=mlp_bias, **options)
             norms = [norm(c.d_model, c.eps, **sp, **like) for _ in range(2)]
-            return TransformerBlock(attention, mlp, *norms, dropout=c.dropout, **sp)
+            return TransformerBlock(attention, mlp(i, **options), *norms, dropout=c.dropout, **sp)
 
-        self.blocks = nn.ModuleDict({str(i): block() for i in blocks})
+        self.blocks = nn.ModuleDict({str(i): block(i) for i in blocks})
         if self.last:
             self.norm = norm(c.d_model, c.eps, **sp, **like)
             self.head = ColumnParallelLinear(c.d_model, c.vocab_size, bias=False, init=init, **sp, **like)
             if c.tie_embeddings:
                 self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        samples: Tensor | None = None,
+        loss_scale: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """[B, T/cp] ids -> logits [B, T/cp, V/tp]; between stages [B, T/cp, D], or a tp-th with sequence parallel.
 
         Args:
             samples: [B] global sample index of each row; dropout in training needs it.
+            loss_scale: [B], equal numbers: what the loss's sum over tokens is multiplied by. Balance losses of experts
+                need it in training.
+            mask: [B, T] bool, False for padding, which goes to no expert; None: there is none.
         """
         length = x.shape[1] * self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
         tokens = None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, x.device)
@@ -203,8 +269,10 @@ class GPT(nn.Module):
             wide = torch.promote_types(x.dtype, torch.float32)
             where = torch.arange(length, device=x.device) if tokens is None else tokens
             arguments["rotary"] = self.rope(where, wide)
-        for block in self.blocks.values():
-            x = block(x, samples=samples, tokens=tokens, **arguments)
+        routing = {"samples": samples, "loss_scale": loss_scale, "mask": mask, "positions": tokens}
+        for i, block in self.blocks.items():
+            mixed = routing if self.config.has_experts(int(i)) else None
+            x = block(x, samples=samples, tokens=tokens, mlp_arguments=mixed, **arguments)
         return self.head(self.norm(x)) if self.last else x
 
 
@@ -239,4 +307,12 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
 
 def count_parameters(config: GPTConfig) -> int:
     """Logical parameters of the whole model."""
-    return sum(p.numel() for p in GPT(config, device="meta").parameters())
+    return sum(p.numel() for p in GPT(config, device="meta").parameters() if p.requires_grad)
+
+
+def count_active_parameters(config: GPTConfig) -> int:
+    """Logical parameters that one token goes through."""
+    if config.moe is None:
+        return count_parameters(config)
+    held = owners(GPT(config, device="meta"))
+    return round(sum(p.numel() * getattr(module, "used_share", 1) for _, module, _, p in held if p.requires_grad))

@@ -33,7 +33,7 @@ from examples.gpt.arguments import (
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
-from examples.gpt.model import GPTConfig, build_stages, count_parameters
+from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
 from mpcore import (
     Mesh,
@@ -44,6 +44,7 @@ from mpcore import (
     materialize,
     reduce_gradients,
     shard_sequence,
+    update_routers,
 )
 from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
@@ -140,15 +141,18 @@ class Trainer:
         tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in (tokens, targets))
         return tokens, targets, torch.tensor(list(indices), device=self.mesh.device)
 
-    def step(self, step: int) -> dict[str, float]:
-        """One optimizer step. Returns the loss before it, the gradient norm and the learning rate."""
+    def step(self, step: int) -> dict[str, Any]:
+        """One optimizer step. Returns the loss before it, the gradient norm, the learning rate, the experts' loads."""
         lr = learning_rate(self.args, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         tokens, targets, samples = self.batch(self.train, self.sample(step), self.args.global_batch)
         self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
+        arguments = {"samples": samples}
+        if self.config.moe is not None:
+            arguments["loss_scale"] = torch.full_like(samples, self.scale / self.tokens_of_step, dtype=torch.float64)
         with self.autocast():
-            total = self.pipeline.forward_backward(tokens, targets, samples=samples)
+            total = self.pipeline.forward_backward(tokens, targets, **arguments)
         reduce_gradients(self.model)
         if self.scaler:
             self.scaler.unscale(self.model)
@@ -159,7 +163,23 @@ class Trainer:
             clip_gradients(self.model, self.args.clip, norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "grad_norm": float(norm), "lr": lr}
+        return {"loss": loss, "grad_norm": float(norm), "lr": lr, **self.balance()}
+
+    def balance(self) -> dict[str, Any]:
+        """Move the routers' biases, and say what the experts' loads were: of each layer with experts, lowest first."""
+        if self.config.moe is None:
+            return {}
+        rows = torch.zeros(
+            self.config.layers, 5 + self.config.moe.experts, dtype=torch.float64, device=self.mesh.device
+        )
+        for name, of in update_routers(self.model, self.mesh).items():
+            block = int(name.split("blocks.")[1].split(".")[0])
+            rows[block] = torch.cat([torch.stack(of[1:]), of.tokens_per_expert])
+        mixed = [i for i in range(self.config.layers) if self.config.has_experts(i)]
+        names = ("entropy", "dropped", "max_violation", "aux_loss", "z_loss")
+        *facts, tokens = all_reduce(rows, self.mesh.pp)[mixed].split([1] * 5 + [self.config.moe.experts], 1)
+        found: dict[str, Any] = {name: fact.flatten().tolist() for name, fact in zip(names, facts, strict=True)}
+        return {"experts": found | {"tokens_per_expert": tokens.long().tolist()}}
 
     def sample(self, step: int) -> int:
         """Global index of a step's first sample: all that there is to know of the data's state."""
@@ -319,6 +339,9 @@ class Trainer:
             record(entry)
             values = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}"}
             values["tok/s"] = f"{entry['tokens_per_second']:.0f}"
+            if "experts" in entry:
+                values["max load"] = f"{1 + max(entry['experts']['max_violation']):.2f}"
+                values["dropped"] = f"{max(entry['experts']['dropped']):.1%}"
             if self.mesh.device_type == "cuda":
                 values["MFU"] = f"{self.mfu(entry['tokens_per_second']):.1%}"
             bar.set_postfix(values)
@@ -367,6 +390,7 @@ class Trainer:
 
     def summary(self) -> str:
         """The mesh, the parameters and the memory they take, for people."""
+        active = f" ({count_active_parameters(self.config):,} active)" if self.config.moe is not None else ""
         here = sum(local_tensor(p).numel() for p in self.model.parameters())
         size = sum(local_tensor(p).numel() * p.element_size() for p in self.model.parameters())
         if self.mesh.device_type == "cuda":
@@ -375,7 +399,8 @@ class Trainer:
             held = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB resident"
         return (
             f"{self.mesh}\n"
-            f"{count_parameters(self.config):,} parameters, {here:,} on this rank; parameters, gradients and Adam: "
+            f"{count_parameters(self.config):,} parameters{active}, {here:,} on this rank; "
+            f"parameters, gradients and Adam: "
             f"{4 * size / 2**20:.1f} MiB ({held} so far)\n"
             f"{len(self.train):,} training samples of {self.config.seq_len} tokens, {len(self.held_out):,} held out; "
             f"{self.micro_batches} micro-batches a step"
@@ -384,7 +409,7 @@ class Trainer:
     def mfu(self, tokens_per_second: float) -> float:
         """Model FLOPs (6N + 12 L D T a token, PaLM appendix B) over the device's peak."""
         c = self.config
-        flops = 6 * count_parameters(c) + 12 * c.layers * c.d_model * c.seq_len
+        flops = 6 * count_active_parameters(c) + 12 * c.layers * c.d_model * c.seq_len
         name = torch.cuda.get_device_name()
         peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
         return flops * tokens_per_second / (peak * self.mesh.world.size)
@@ -393,7 +418,7 @@ class Trainer:
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse(argv)
-    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp")}
+    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
     try:
         trainer = Trainer(args, build_mesh(**sizes, cp_inner=inner_size(args)))
         for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
 from mpcore.layers.dropout import Dropout
@@ -13,7 +16,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         attention: called as `attention(x, **attention_arguments)`.
-        mlp: called as `mlp(x)`.
+        mlp: called as `mlp(x, **mlp_arguments)`.
         attention_norm, mlp_norm: called as `norm(x)`.
         dropout: probability on each branch, before it is added.
         tp, sequence_parallel, sequence_dim: of the dropout's input.
@@ -40,15 +43,23 @@ class TransformerBlock(nn.Module):
         self.attention_dropout, self.mlp_dropout = Dropout(dropout, **sp), Dropout(dropout, **sp)
 
     def forward(
-        self, x: Tensor, *, samples: Tensor | None = None, tokens: Tensor | None = None, **attention_arguments
+        self,
+        x: Tensor,
+        *,
+        samples: Tensor | None = None,
+        tokens: Tensor | None = None,
+        mlp_arguments: Mapping[str, Any] | None = None,
+        **attention_arguments,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D], or this rank's shard of the sequence to the same.
 
         Args:
             samples: [B] global sample index of each row, for dropout in training.
             tokens: [T] place of each token in the whole sequence, for dropout where context parallel cuts it.
+            mlp_arguments: passed to the MLP, such as `loss_scale` to a mixture of experts.
             attention_arguments: passed on, such as `rotary` or `cu_seqlens`.
         """
         y = self.attention(self.attention_norm(x), **attention_arguments)
         x = self.attention_dropout(y, samples, tokens, residual=x)
-        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples, tokens, residual=x)
+        y = self.mlp(self.mlp_norm(x), **(mlp_arguments or {}))
+        return self.mlp_dropout(y, samples, tokens, residual=x)

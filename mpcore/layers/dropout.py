@@ -86,4 +86,4 @@ def seed_dropout(model: nn.Module, seed: int) -> None:
     """Give every `Dropout`, and what else draws, its own stream, from the seed and the module's full name."""
     for name, module in model.named_modules():
         if hasattr(module, "key"):
-            module.key = stream_key(seed, name)
+            module.key = stream_key(seed, name)  # type: ignore[assignment]

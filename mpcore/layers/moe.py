@@ -1,10 +1,10 @@
 """The mixture of experts: each token goes through the few experts that its router chose, wherever they lie.
 
-Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are cut over tp already, without it
-they are cut here. Experts lie on other axes of the same ranks: ep deals them out, etp cuts each of them, and edp holds
+Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are cut over tp already, without
+it they are cut here. Experts lie on other axes of the same ranks: ep deals them out, etp cuts each of them, and edp holds
 replicas. So each token is computed once, whatever the sizes of tp and etp.
 
-    gather over etp -> to the experts over ep -> experts, a term of a sum over etp -> back over ep -> reduce-scatter over etp
+    gather over etp -> to experts over ep -> experts, a term of a sum over etp -> back over ep -> reduce-scatter over etp
 
 Two ways over ep. "all_gather" brings every token to every rank and adds up what they return: nothing is read back from
 the device, for a small ep or many choices the bytes are no more, but a rank has rows for the worst case. "all_to_all"
@@ -48,6 +48,7 @@ class GroupedLinear(ParallelModule):
         num_experts, in_features, out_features: logical sizes.
         ep: the axis that experts are dealt out over.
         shard: how each expert is cut.
+        used_share: share of the experts that a token goes through, for those who count the work of a layer.
         init: fills the logical weight [E, F, D]; None: as `torch.nn.Linear`.
         device, dtype: of the parameter.
     """
@@ -62,12 +63,14 @@ class GroupedLinear(ParallelModule):
         *,
         ep: Axis,
         shard: Shard,
+        used_share: float = 1.0,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.sizes = num_experts, in_features, out_features
+        self.used_share = used_share
         shards = (cut(num_experts, ep, 0), shard)
         init = init or uniform(1 / math.sqrt(in_features))
         self.declare("weight", (num_experts, out_features, in_features), init, shard=shards, device=device, dtype=dtype)
@@ -92,6 +95,7 @@ class Experts(nn.Module):
         num_experts, dim, hidden_dim: E, D and F.
         activation: as of `ParallelMLP`; `gate_up` is [E, 2F, D], gate above up, or [E, F, D] where there is no gate.
         ep, etp: the axes; the output is a pending sum over etp.
+        used_share: of `GroupedLinear`.
         init, output_init: fill the logical weights.
         device, dtype: of the parameters.
     """
@@ -105,6 +109,7 @@ class Experts(nn.Module):
         *,
         ep: Axis = Axis(name="ep"),
         etp: Axis = Axis(name="etp"),
+        used_share: float = 1.0,
         init: Init | None = None,
         output_init: Init | None = None,
         device: torch.device | str | None = None,
@@ -118,7 +123,7 @@ class Experts(nn.Module):
         check_size("hidden_dim", hidden_dim, etp)
         self.activation = activation
         blocks = (hidden_dim,) * (1 + (activation in GATED))
-        like = {"ep": ep, "device": device, "dtype": dtype}
+        like = {"ep": ep, "used_share": used_share, "device": device, "dtype": dtype}
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
         self.gate_up = GroupedLinear(num_experts, dim, sum(blocks), shard=rows, init=init, **like)
         self.down = GroupedLinear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **like)
@@ -147,7 +152,7 @@ class ParallelMoE(nn.Module):
         routing: of `Router`: score, groups, aux_loss, bias_rate, capacity_factor and so on.
 
     Raises:
-        ValueError: if K is more than E, ep doesn't divide E, a hidden dimension is smaller than etp, or a name is unknown.
+        ValueError: if K is more than E, ep doesn't divide E, F is smaller than etp, or a name is unknown.
     """
 
     def __init__(
@@ -184,7 +189,8 @@ class ParallelMoE(nn.Module):
         axes = {"tp": tp, "cp": cp, "data": data}
         self.router = Router(dim, num_experts, top_k, init=init, **axes, **routing, **like)
         inits = {"init": init, "output_init": output_init}
-        self.experts = Experts(num_experts, dim, hidden_dim, activation, ep=ep, etp=etp, **inits, **like)
+        options = {"ep": ep, "etp": etp, "used_share": top_k / num_experts}
+        self.experts = Experts(num_experts, dim, hidden_dim, activation, **options, **inits, **like)
         self.local_experts = num_experts // ep.size
         bounded = self.router.capacity_factor is not None
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
@@ -237,8 +243,8 @@ class ParallelMoE(nn.Module):
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
             here = slice(self.tp.rank * len(tokens), (self.tp.rank + 1) * len(tokens))
-            parts = (F.pad(part, (0, short))[here] for part in places[:3])
-            places = Places(*parts, *places[3:])
+            parts = [F.pad(part, (0, short))[here] for part in places[:3]]
+            places = Places(parts[0], parts[1], parts[2], places.sequences, places.length)
         routing = self.router(tokens, places, samples, loss_scale)
         y = self._through_experts(tokens, routing, places)
         if routing.loss is not None:
@@ -260,8 +266,8 @@ class ParallelMoE(nn.Module):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, but this rank's sequences are {(B, whole)}")
         rows = torch.arange(B, device=x.device)[:, None].expand(B, T)
         position = positions[start : start + T].expand(B, T)
-        parts = (part.reshape(-1) for part in (rows, position, mask[:, start : start + T]))
-        return Places(*parts, B, self.cp.size * whole)
+        real = mask[:, start : start + T].reshape(-1)
+        return Places(rows.reshape(-1), position.reshape(-1), real, B, self.cp.size * whole)
 
     def _through_experts(self, x: Tensor, routing: Routing, places: Places) -> Tensor:
         """[N, D] -> [N, D], the weighted sum over each token's experts."""

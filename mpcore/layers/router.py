@@ -5,8 +5,8 @@ lower expert, jitter to the token's global place, capacity to the sequence, and 
 
 Balance losses. With p the router's probabilities and f_i = E / (K |S|) x (choices of expert i in a scope S), each token
 of S has the loss sum_i f_i p_i, whose mean over S is the usual E sum_i f_i P_i. It is summed over tokens and divided by
-the step's token count as the main loss is (`loss_scale`), so tp, cp, dp, ep, pp and padding change nothing. Counts have no
-gradient. The scope is
+the step's token count as the main loss is (`loss_scale`), so tp, cp, dp, ep, pp and padding change nothing. Counts have
+no gradient. The scope is
 
     "sequence"     the token's sequence: exact for any layout and any micro-batches (Switch, a group a sequence)
     "micro_batch"  the tokens that all ranks hold of one micro-batch: by definition another loss for other micro-batches

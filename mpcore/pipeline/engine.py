@@ -248,6 +248,16 @@ class _Stage(PipelineStage):
 
     noted: Callable[[str, int, int], Any]
 
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        # torch's dry run for shapes, of memory nobody wrote: it must not count as a step's tokens (of experts).
+        training = {each: each.training for each in module.modules()}
+        module.eval()
+        try:
+            return super()._compute_outputs(*args, module=module, **kwargs)
+        finally:
+            for each, mode in training.items():
+                each.training = mode
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.noted("F", self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

@@ -161,12 +161,13 @@ def _check_stages(stages: int, blocks: int) -> None:
 def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
     """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
 
+    Of experts, the share that a token goes through (`used_share`).
     A table is the weight of an embedding, which is read and not multiplied with: any module with `num_embeddings`.
     """
     return [
         float(
             sum(
-                parameter.numel()
+                parameter.numel() * getattr(module, "used_share", 1.0)
                 for module in root.modules()
                 if not hasattr(module, "num_embeddings")
                 for parameter in module.parameters(recurse=False)
