@@ -4,9 +4,9 @@
     out[t] = sum over k of weight[t, k] y[row[t, k]] unpermute
 
 Rows are stable: expert by expert, in an expert by (t, k). A choice that is no expert (a masked token, a full or a
-remote expert) has no row. The map of rows is made on the device and nothing is read back: the number of rows is a bound that
-the caller gives, and rows that no choice has are zero. Each of the two is the other's backward, a gather both times: no
-atomics, so results repeat bit for bit.
+remote expert) has no row. The map of rows is made on the device and nothing is read back: the number of rows is a
+bound that the caller gives, and rows that no choice has are zero. Each of the two is the other's backward, a gather
+both times: no atomics, so results repeat bit for bit.
 
 Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), section 5.2.
 """
@@ -16,18 +16,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._launch import launch
+from ._rows import as_rows, ceil_div, next_power_of_2
 
-def moe_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+MOST_EXPERTS = 1024  # of one call: a program sees all of them at once
+
+
+def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """Give each choice its row: expert by expert, in an expert in the order of (token, choice).
 
     Args:
         experts: `[T, K]` integers, the experts that each token chose; those outside `[0, num_experts)` are none.
         num_experts: E.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device.
 
     Returns:
         `(row [T, K], counts [E])`, int32: the row of each choice, or -1, and the rows of each expert.
+
+    Raises:
+        ValueError: `experts` isn't `[T, K]` of integers, or `impl` can't run here.
     """
-    return moe_rows_reference(experts, num_experts)
+    if experts.dim() != 2 or experts.is_floating_point():
+        raise ValueError(f"experts {tuple(experts.shape)} of {experts.dtype} is not [T, K] of integers")
+    triton_runs = runs_triton(impl, experts.new_empty(0, dtype=torch.float32)) and num_experts <= MOST_EXPERTS
+    return (_rows_op if triton_runs or experts.is_meta else moe_rows_reference)(experts, num_experts)
 
 
 def moe_rows_reference(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -42,17 +55,25 @@ def moe_rows_reference(experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     return row.view(experts.shape).int(), bounds.diff().int()
 
 
-def moe_permute(x: Tensor, row: Tensor, rows: int) -> Tensor:
+def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -> Tensor:
     """Copy each token to the rows of its choices.
 
     Args:
         x: `[T, D]`.
         row: `[T, K]`, no row twice; negative ones, and those not below `rows`, are none.
         rows: R, how many rows there are.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
         `[R, D]`; rows of no choice are zero.
+
+    Raises:
+        ValueError: shapes don't go together, or `impl` can't run here.
     """
+    if x.dim() != 2 or row.dim() != 2 or len(x) != len(row):
+        raise ValueError(f"x {tuple(x.shape)} and row {tuple(row.shape)} are not [T, D] and [T, K]")
+    if runs_triton(impl, x) or x.is_meta:
+        return _Permute.apply(x, row, rows)
     return moe_permute_reference(x, row, rows)
 
 
@@ -65,17 +86,26 @@ def moe_permute_reference(x: Tensor, row: Tensor, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(1, x.shape[1])])[source]
 
 
-def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
+def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """Sum for each token the rows of its choices, times their weights.
 
     Args:
         y: `[R, D]`.
         row: `[T, K]`, as `moe_permute` takes it.
         weight: `[T, K]`, or `None` for ones.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `y`.
 
     Returns:
         `[T, D]` in the dtype of `y`, summed in float32 (float64 for float64) in the order of k.
+
+    Raises:
+        ValueError: shapes don't go together, or `impl` can't run here.
     """
+    if y.dim() != 2 or row.dim() != 2 or (weight is not None and weight.shape != row.shape):
+        shape = None if weight is None else tuple(weight.shape)
+        raise ValueError(f"y {tuple(y.shape)}, row {tuple(row.shape)}, weight {shape} are not [R, D], [T, K], [T, K]")
+    if runs_triton(impl, y) or y.is_meta:
+        return _Unpermute.apply(y, row, weight)
     return moe_unpermute_reference(y, row, weight)
 
 
@@ -87,3 +117,202 @@ def moe_unpermute_reference(y: Tensor, row: Tensor, weight: Tensor | None = None
     if weight is not None:
         chosen = chosen * weight.to(exact)[..., None]
     return chosen.sum(1).to(y.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, row, rows):
+        ctx.save_for_backward(row)
+        return _permute_op(x, row, rows)
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivative("moe_permute")
+        (row,) = ctx.saved_tensors
+        return _unpermute_op(dy, row, None), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, row, weight):
+        ctx.save_for_backward(None if weight is None else y, row, weight)
+        ctx.rows = len(y)
+        return _unpermute_op(y, row, weight)
+
+    @staticmethod
+    def backward(ctx, dout):
+        refuse_second_derivative("moe_unpermute")
+        y, row, weight = ctx.saved_tensors
+        if weight is None:
+            return _permute_op(dout, row, ctx.rows), None, None
+        dy, dweight = _backward_op(dout, y, row, weight)
+        return dy, None, dweight
+
+
+def _empty_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return experts.new_empty(experts.shape, dtype=torch.int32), experts.new_empty(num_experts, dtype=torch.int32)
+
+
+def _empty_permute(x: Tensor, row: Tensor, rows: int) -> Tensor:
+    return x.new_empty((rows, x.shape[1]))
+
+
+def _empty_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
+    return y.new_empty((row.shape[0], y.shape[1]))
+
+
+def _empty_backward(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), weight.new_empty(weight.shape)
+
+
+_rows_op = define("moe_rows(Tensor experts, int num_experts) -> (Tensor row, Tensor counts)", _empty_rows)
+_permute_op = define("moe_permute(Tensor x, Tensor row, SymInt rows) -> Tensor y", _empty_permute)
+_unpermute_op = define("moe_unpermute(Tensor y, Tensor row, Tensor? weight) -> Tensor out", _empty_unpermute)
+_backward_op = define(
+    "moe_unpermute_backward(Tensor dout, Tensor y, Tensor row, Tensor weight) -> (Tensor dy, Tensor dweight)",
+    _empty_backward,
+)
+
+
+@launches(_rows_op)
+def _launch_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    row, counts = outs = _empty_rows(experts, num_experts)
+    N = experts.numel()
+    if N == 0 or num_experts == 0:
+        row.fill_(-1)
+        counts.zero_()
+        return outs
+    experts = experts.contiguous()
+    block_e = max(next_power_of_2(num_experts), 16)
+    block_n = max(8192 // block_e, 16)
+    blocks = ceil_div(N, block_n)
+    held = row.new_empty((blocks, num_experts))
+    constants = (num_experts, block_n, block_e)
+    launch(_count_kernel, (blocks, 1, 1), (experts, held), (N,), constants, num_warps=4)
+    upto = held.cumsum(0, dtype=torch.int32)
+    counts.copy_(upto[-1])
+    first = upto - held + (counts.cumsum(0, dtype=torch.int32) - counts)
+    launch(_place_kernel, (blocks, 1, 1), (experts, first, row), (N,), constants, num_warps=4)
+    return outs
+
+
+@launches(_permute_op)
+def _launch_permute(x: Tensor, row: Tensor, rows: int) -> Tensor:
+    y = _empty_permute(x, row, rows)
+    return y if y.numel() == 0 else _scattered(x, y, row, None, None, None)
+
+
+@launches(_unpermute_op)
+def _launch_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
+    out = _empty_unpermute(y, row, weight)
+    if out.numel() == 0:
+        return out
+    (T, K), (R, D) = row.shape, y.shape
+    y, stride = as_rows(y)
+    block = min(next_power_of_2(D), 1024)
+    tensors = (y, row.contiguous(), None if weight is None else weight.contiguous(), out)
+    launch(_unpermute_kernel, (T, ceil_div(D, block), 1), tensors, (R,), (stride, K, D, block), num_warps=4)
+    return out
+
+
+@launches(_backward_op)
+def _launch_backward(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dy, dweight = outs = _empty_backward(dout, y, row, weight)
+    if dout.numel() == 0 or y.numel() == 0:
+        dy.zero_()
+        dweight.zero_()
+        return outs
+    _scattered(dout, dy, row, y, weight, dweight)
+    return outs
+
+
+def _scattered(
+    x: Tensor, out: Tensor, row: Tensor, y: Tensor | None, weight: Tensor | None, dweight: Tensor | None
+) -> Tensor:
+    """Write the rows of `x`, times their weights, and zeros where no choice writes; dweight beside."""
+    (T, K), (R, D) = row.shape, out.shape
+    x, stride = as_rows(x)
+    y, y_stride = (None, 0) if y is None else as_rows(y)
+    filled = row.new_zeros(R)
+    block = min(next_power_of_2(D), 1024)
+    tensors = (x, row.contiguous(), y, None if weight is None else weight.contiguous(), out, filled, dweight)
+    if T:
+        launch(_scatter_kernel, (T, 1, 1), tensors, (R,), (stride, y_stride, K, D, block), num_warps=4)
+    launch(_fill_kernel, (ceil_div(R, 16), 1, 1), (out, filled), (R,), (D, 16, min(block, 256)), num_warps=4)
+    return out
+
+
+@triton.jit
+def _chosen(experts_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+    places = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    key = tl.load(experts_ptr + places, mask=places < N, other=-1).to(tl.int32)
+    experts = tl.arange(0, BLOCK_E)
+    return places, ((key[:, None] == experts[None, :]) & (experts < E)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(experts_ptr, held_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+    _, chosen = _chosen(experts_ptr, N, E, BLOCK_N, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
+    experts = tl.arange(0, BLOCK_E)
+    tl.store(held_ptr + tl.program_id(0).to(tl.int64) * E + experts, tl.sum(chosen, 0), mask=experts < E)
+
+
+@triton.jit
+def _place_kernel(experts_ptr, first_ptr, row_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+    places, chosen = _chosen(experts_ptr, N, E, BLOCK_N, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
+    experts = tl.arange(0, BLOCK_E)
+    first = tl.load(first_ptr + tl.program_id(0).to(tl.int64) * E + experts, mask=experts < E, other=0)
+    row = tl.sum(chosen * (tl.cumsum(chosen, 0) + first[None, :]), 1) - 1  # no expert: nothing is summed, -1
+    tl.store(row_ptr + places, row, mask=places < N)
+
+
+@triton.jit
+def _unpermute_kernel(
+    y_ptr, row_ptr, weight_ptr, out_ptr, R,
+    Y_STRIDE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for k in range(K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        there = (row >= 0) & (row < R)
+        part = tl.load(y_ptr + row * Y_STRIDE + cols, mask=there & (cols < D), other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            part *= tl.load(weight_ptr + token * K + k).to(tl.float32)
+        total += tl.where(there, part, 0.0)
+    tl.store(out_ptr + token * D + cols, total.to(out_ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _scatter_kernel(
+    x_ptr, row_ptr, y_ptr, weight_ptr, out_ptr, filled_ptr, dweight_ptr, R,
+    X_STRIDE: tl.constexpr, Y_STRIDE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    for k in range(K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        there = (row >= 0) & (row < R)
+        dots = tl.zeros((BLOCK_D,), tl.float32)
+        for start in range(0, D, BLOCK_D):  # after the first choice the token comes from the cache
+            cols = start + tl.arange(0, BLOCK_D)
+            x = tl.load(x_ptr + token * X_STRIDE + cols, mask=cols < D, other=0.0).to(tl.float32)
+            out = x
+            if weight_ptr is not None:
+                out = x * tl.load(weight_ptr + token * K + k).to(tl.float32)
+                dots += x * tl.load(y_ptr + row * Y_STRIDE + cols, mask=there & (cols < D), other=0.0).to(tl.float32)
+            tl.store(out_ptr + row * D + cols, out.to(out_ptr.dtype.element_ty), mask=there & (cols < D))
+        tl.store(filled_ptr + row, 1, mask=there)
+        if weight_ptr is not None:
+            dot = tl.where(there, tl.sum(dots, 0), 0.0)
+            tl.store(dweight_ptr + token * K + k, dot.to(dweight_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _fill_kernel(out_ptr, filled_ptr, R, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    empty = (tl.load(filled_ptr + rows, mask=rows < R, other=1) == 0)[:, None]
+    zero = tl.zeros((BLOCK_R, BLOCK_D), out_ptr.dtype.element_ty)
+    for start in range(0, D, BLOCK_D):
+        cols = start + tl.arange(0, BLOCK_D)[None, :]
+        tl.store(out_ptr + rows[:, None] * D + cols, zero, mask=empty & (cols < D))

@@ -107,7 +107,11 @@ def shard_data_parallel(
     _check(stages, blocks, mesh, zero, replicate, param_dtype, reduce_dtype)
     asked = {"zero": zero, "replicate": replicate, "blocks": len(blocks), "dtypes": (param_dtype, reduce_dtype)}
     check_same("data parallelism", asked, mesh.data)
-    if mesh.device_mesh is None or (mesh.data.size == 1 and param_dtype is None):
+    if mesh.device_mesh is None:
+        return model
+    if mesh.data.size == 1 and param_dtype is None:
+        for stage in stages:
+            _declare_pending(stage, mesh, lambda _: True)  # experts with an etp of their own have replicas over tp
         return model
     if zero == 0:
         for stage in stages:
@@ -217,7 +221,7 @@ class _Wrap:
         else:
             self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
         self.experts: ShardPlacementResult | None = None
-        if mesh.ep.size > 1 and mesh.edp.size > replicate:
+        if mesh.edp.size > replicate and mesh.edp.group is not mesh.data.group:
             cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
             info = FSDPMeshInfo(cut, 0) if replicate == 1 else HSDPMeshInfo(cut, 1, 0)
             self.experts = ShardPlacementResult(None, info)

@@ -1,10 +1,10 @@
 """The mixture of experts: each token goes through the few experts that its router chose, wherever they lie.
 
-Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are cut over tp already, without
-it they are cut here. Experts lie on other axes of the same ranks: ep deals them out, etp cuts each of them, and edp holds
-replicas. So each token is computed once, whatever the sizes of tp and etp.
+Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are cut over tp already,
+without it they are cut here. Experts lie on other axes of the same ranks: ep deals them out, etp cuts each of them,
+and edp holds replicas. So each token is computed once, whatever the sizes of tp and etp.
 
-    gather over etp -> to experts over ep -> experts, a term of a sum over etp -> back over ep -> reduce-scatter over etp
+    gather over etp -> to experts over ep -> experts, a sum pending over etp -> back over ep -> reduce-scatter over etp
 
 Two ways over ep. "all_gather" brings every token to every rank and adds up what they return: nothing is read back from
 the device, for a small ep or many choices the bytes are no more, but a rank has rows for the worst case. "all_to_all"

@@ -1,0 +1,104 @@
+"""Numerics of moe_permute, moe_unpermute and grouped_linear."""
+
+import functools
+
+import laws
+import pytest
+import torch
+
+from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from mpcore.kernels.moe_permute import (
+    moe_permute,
+    moe_permute_reference,
+    moe_rows,
+    moe_rows_reference,
+    moe_unpermute,
+    moe_unpermute_reference,
+)
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+permute = functools.partial(moe_permute, impl="triton")
+unpermute = functools.partial(moe_unpermute, impl="triton")
+product = functools.partial(grouped_linear, impl="triton")
+
+
+def draw(*shape, dtype=F32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def choices(T, K, E):
+    return torch.randint(-1, E + 1, (T, K), generator=torch.Generator().manual_seed(T))  # -1 and E are none
+
+
+@pytest.mark.parametrize(("T", "K", "E"), [(7, 2, 5), (300, 3, 20), (1100, 1, 8), (40, 8, 300), (5, 2, 1), (0, 2, 4)])
+def test_rows(T, K, E):
+    experts = choices(T, K, E)
+    row, counts = moe_rows(experts, E, impl="triton")
+    wanted = moe_rows_reference(experts, E)
+    assert torch.equal(row, wanted[0])
+    assert torch.equal(counts, wanted[1])
+    laws.check_operator(torch.ops.mpcore.moe_rows, experts, E)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided rows", "strided columns"])
+@pytest.mark.parametrize(
+    ("T", "K", "D", "rows", "dtype"), [(7, 2, 100, 14, BF16), (20, 3, 33, 50, F32), (20, 3, 1100, 90, F16)]
+)
+def test_permute_and_back(T, K, D, rows, dtype, layout):
+    """Also with fewer rows than choices, and with more."""
+    row, _ = moe_rows_reference(choices(T, K, 4), 4)
+    laws.check_errors(permute, moe_permute_reference, {"x": draw(T, D, dtype=dtype)}, layout, row=row, rows=rows)
+    y = draw(rows, D, dtype=dtype)
+    laws.check_errors(unpermute, moe_unpermute_reference, {"y": y}, layout, row=row)
+    inputs = {"y": y, "weight": draw(T, K)}
+    laws.check_errors(unpermute, moe_unpermute_reference, inputs, layout, row=row)
+
+
+@pytest.mark.parametrize(("T", "rows"), [(0, 3), (3, 0)])
+def test_nothing_to_permute(T, rows):
+    row = torch.full((T, 2), -1, dtype=torch.int32)
+    laws.check_errors(permute, moe_permute_reference, {"x": draw(T, 8)}, row=row, rows=rows)
+    laws.check_errors(unpermute, moe_unpermute_reference, {"y": draw(rows, 8), "weight": draw(T, 2)}, row=row)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided rows"])
+@pytest.mark.parametrize(
+    ("counts", "rows", "D", "F", "dtype"),
+    [
+        ([3, 0, 130, 2], 140, 40, 70, F32),
+        ([3, 0, 130, 2], 135, 100, 33, BF16),
+        ([0, 0, 5], 300, 70, 8, F16),
+        ([0, 0], 4, 8, 8, F32),
+        ([9], 9, 16, 16, BF16),
+    ],
+)
+def test_grouped_product(counts, rows, D, F, dtype, layout):
+    inputs = {"x": draw(rows, D, dtype=dtype), "weight": draw(len(counts), F, D, dtype=dtype)}
+    laws.check_errors(product, grouped_linear_reference, inputs, layout, counts=torch.tensor(counts))
+
+
+def test_operators_and_compilation():
+    row, counts = moe_rows_reference(choices(6, 2, 3), 3)
+    x, y, weight, w = draw(6, 8), draw(12, 8), draw(6, 2), draw(3, 4, 8)
+    ops = torch.ops.mpcore
+    laws.check_operator(ops.moe_permute, x, row, 12)
+    laws.check_operator(ops.moe_unpermute, y, row, weight)
+    laws.check_operator(ops.moe_unpermute_backward, x, y, row, weight)
+    laws.check_operator(ops.grouped_linear_forward, y, w, counts)
+    laws.check_operator(ops.grouped_linear_weight, draw(12, 4), y, counts)
+    laws.check_compiles(permute, {"x": x}, row=row, rows=12)
+    laws.check_compiles(unpermute, {"y": y, "weight": weight}, row=row)
+    laws.check_compiles(product, {"x": y, "weight": w}, counts=counts)
+
+
+@pytest.mark.parametrize("name", ["moe_permute", "moe_unpermute", "grouped_linear"])
+def test_a_second_derivative_is_refused(name):
+    row, counts = moe_rows_reference(choices(6, 2, 3), 3)
+    x, y = draw(6, 8).requires_grad_(), draw(12, 8).requires_grad_()
+    out, given = {
+        "moe_permute": lambda: (permute(x, row, 12), x),
+        "moe_unpermute": lambda: (unpermute(y, row, draw(6, 2)), y),
+        "grouped_linear": lambda: (product(y, draw(3, 4, 8), counts), y),
+    }[name]()
+    with pytest.raises(RuntimeError, match=f"{name} kernel has no second derivative"):
+        torch.autograd.grad(out.sum(), given, create_graph=True)
