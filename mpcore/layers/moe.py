@@ -78,7 +78,7 @@ class GroupedLinear(ParallelModule):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
         weight = self.weight
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         return grouped_linear(x, weight, counts)

@@ -21,6 +21,7 @@ al. 2022 (arXiv:2202.08906), equation 5; bias: Wang et al. 2024 (arXiv:2408.1566
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -190,7 +191,7 @@ class Router(ParallelModule):
             loss_scale: what the main loss's sum over tokens is multiplied by, a number or [B].
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = F.linear(self._jittered(x.to(wide), places, samples), self.weight.to(wide))
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
             chosen = self._choose(scores.detach())

@@ -1,12 +1,34 @@
 """The mixture of experts: equal to a loop over tokens and experts, in values and gradients, for every layout."""
 
+import contextlib
 import itertools
+import math
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from mpcore import ParallelMoE, load_full_state_dict, reduce_gradients, update_routers
+from mpcore import (
+    Axis,
+    Mesh,
+    ParallelMLP,
+    ParallelMoE,
+    full_state_dict,
+    grad_norm,
+    load_full_state_dict,
+    materialize,
+    reduce_gradients,
+    shardings,
+    upcycle,
+    update_routers,
+)
 from mpcore import collectives as c
+from mpcore.checkpoint import load, save
+from mpcore.data_parallel import shard_data_parallel, sync_gradients
+from mpcore.layers import moe as moe_module
+from mpcore.sharding import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh
@@ -137,3 +159,423 @@ def test_every_layout_equals_a_loop_over_tokens_and_experts(ranks, sizes):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank")
 def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
+
+
+def check_odd_and_small():
+    """Token counts that tp doesn't divide, one token, none at all: the dense layer's values and gradients."""
+    m = mesh(tp=4, etp=2, ep=2)
+    axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
+    for shape, (capacity, dispatch) in itertools.product(((1, 3), (3, 7), (1, 1), (0, 5)), WAYS):
+        options = {"top_k": K, "dispatch": dispatch, "capacity_factor": capacity, "dtype": torch.float64}
+        dense, sharded = ParallelMoE(D, HIDDEN, E, **options), ParallelMoE(D, HIDDEN, E, **options, **axes)
+        p = weights({}, "plain")
+        load_full_state_dict(dense, p)
+        load_full_state_dict(sharded, p)
+        results = []
+        for moe in (dense, sharded):
+            x = draw(8, *shape, D).requires_grad_()
+            y = moe(x)
+            (y * draw(9, *shape, D)).sum().backward()
+            results.append((y.detach(), x.grad))
+        reduce_gradients(sharded, m)
+        for got, want, what in zip(results[1], results[0], ("y", "dx"), strict=True):
+            close(got, want, what)
+        want, got = full_gradients(dense), full_gradients(sharded)
+        for name, gradient in want.items():
+            close(got[name], gradient, name)
+
+
+def test_any_number_of_tokens(ranks):
+    ranks(4, check_odd_and_small)
+
+
+def build(sizes=None, **options):
+    axes = {} if sizes is None else {name: getattr(mesh(**sizes), name) for name in ("tp", "ep", "etp", "cp", "data")}
+    moe = ParallelMoE(D, HIDDEN, E, **{"top_k": K, "dtype": torch.float64, **options}, **axes)
+    load_full_state_dict(moe, weights(options, "plain", options.get("shared_experts", 0)))
+    return moe
+
+
+@pytest.mark.parametrize("aux_loss", ["sequence", "global"])
+def test_pitfall_27_micro_batches_and_padding_change_no_balance_loss(aux_loss):
+    """One micro-batch, four, and four of sequences padded to twice their length: one and the same gradient."""
+    x = draw(8, B, T, D)
+    found = []
+    for each, length in ((B, T), (1, T), (1, 2 * T)):
+        moe = build(aux_loss=aux_loss, aux_coefficient=0.5, z_loss=0.1, capacity_factor=1.0)
+        padded = torch.cat([x, 7 * draw(10, B, length - T, D)], 1)
+        mask = torch.arange(length).expand(B, length) < T
+        for rows in range(0, B, each):
+            y = moe(padded[rows : rows + each], mask=mask[rows : rows + each], loss_scale=1 / (B * T))
+            (y[:, :T] * draw(9, B, T, D)[rows : rows + each]).sum().backward()
+        statistics = update_routers(moe, Mesh())["router"]
+        found.append(full_gradients(moe) | statistics._asdict())
+    for other in found[1:]:
+        for name, value in found[0].items():
+            close(other[name], value, name)
+
+
+def test_pitfall_27_the_scale_of_the_main_loss_is_that_of_the_balance_losses():
+    """Loss scales and accumulation multiply both by the same: twice the scale is twice the router's gradient."""
+    gradients = []
+    for scale in (0.1, 0.2):
+        moe = build(aux_loss="sequence", aux_coefficient=0.5, z_loss=0.1)
+        (moe(draw(8, B, T, D), loss_scale=torch.full((B,), scale)).sum() * 0).backward()
+        gradients.append(moe.router.weight.grad)
+    assert gradients[0].abs().max() > 1e-3
+    close(2 * gradients[0], gradients[1], "gradient")
+
+
+def test_pitfall_22_recomputation_changes_no_bit_and_counts_once():
+    results = []
+    for recompute in (False, True):
+        moe = build(aux_loss="sequence", bias_rate=0.1, jitter=0.1, capacity_factor=1.0)
+        moe.router.key = 5
+        x = draw(8, B, T, D).requires_grad_()
+        options = {"samples": torch.arange(B), "loss_scale": 0.1}
+        y = checkpoint(moe, x, use_reentrant=False, **options) if recompute else moe(x, **options)
+        y.square().sum().backward()
+        statistics = update_routers(moe, Mesh())["router"]
+        assert statistics.tokens_per_expert.sum() == B * T * K
+        results.append([y, x.grad, *full_gradients(moe).values(), *statistics, moe.router.expert_bias])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_pitfall_27_evaluation_moves_no_bias_and_counts_nothing():
+    moe = build(bias_rate=0.1, aux_loss="global").eval()
+    before = {name: p.detach().clone() for name, p in moe.named_parameters()}
+    moe(draw(8, B, T, D))
+    assert moe.router.tally is None
+    with torch.no_grad():
+        moe.train()(draw(8, B, T, D))
+    assert moe.router.tally is None
+    for name, p in moe.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def test_the_bias_moves_towards_even_loads_and_the_fractions_are_those_of_the_step():
+    moe = build(bias_rate=0.1, aux_loss="global")
+    bias = moe.router.expert_bias.clone()
+    moe(draw(8, B, T, D), loss_scale=0.0)
+    statistics = update_routers(moe, Mesh())["router"]
+    counts = statistics.tokens_per_expert
+    close(moe.router.expert_bias - bias, 0.1 * (counts.mean() - counts).sign(), "change of the bias")
+    close(moe.router.fractions.detach(), counts / counts.mean(), "fractions")
+    assert statistics.max_violation == counts.max() / counts.mean() - 1
+    for _ in range(300):
+        moe(draw(8, B, T, D), loss_scale=0.0)
+        statistics = update_routers(moe, Mesh())["router"]
+        moe.router.bias_rate *= 0.98
+    assert statistics.max_violation < 0.1
+
+
+def test_pitfall_29_ties_go_to_the_lower_expert_and_earlier_tokens_have_room():
+    moe = build(capacity_factor=1.0)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+    x = draw(8, 1, T, D)
+    places = moe._places(x, None, None)
+    routing = moe.router(x[0], places)
+    room = T * K // E
+    assert routing.experts[:room].tolist() == [[0, 1]] * room
+    assert routing.experts[room:].tolist() == [[E, E]] * (T - room)
+    order = torch.tensor([5, 2, 7, 0, 1, 3, 6, 4])  # the order in memory is not the order of the sequence
+    turned = moe.router(x[0, order], moe._places(x[:, order], None, order))
+    assert torch.equal(turned.experts, routing.experts[order])
+
+
+def test_pitfall_20_experts_begin_different():
+    moe = materialize(ParallelMoE(8, 8, 16, 2, device="meta"), 0)
+    first = moe.experts.gate_up.weight
+    assert len({tuple(w.flatten().tolist()) for w in first}) == 16
+
+
+def test_nan_stays_with_its_token():
+    moe, x = build(aux_loss="sequence"), draw(8, B, T, D)
+    want = moe(x, loss_scale=0.1)
+    x[1, 2, 0] = float("nan")
+    got = moe(x, loss_scale=0.1)
+    assert got[1, 2].isnan().all()
+    got, want = got.flatten(0, 1), want.flatten(0, 1)
+    others = torch.arange(B * T) != T + 2
+    close(got[others], want[others], "the others")
+
+
+@contextlib.contextmanager
+def host_reads():
+    """The calls that wait for a GPU, were there one: whatever makes a number, a shape or a branch of a tensor's values."""
+    reads = []
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "item", "nonzero", "unique", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+            plain = getattr(torch.Tensor, name)
+
+            def noted(*args, plain=plain, name=name, **kwargs):
+                reads.append(name)
+                return plain(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(torch.Tensor, name, noted))
+        yield reads
+
+
+def check_host_reads():
+    """With the kernels' operators in place of the references, whose loop reads the counts."""
+    m = mesh(dp=2, ep=2)
+    seen = {}
+    for capacity, dispatch in WAYS:
+        moe = ParallelMoE(D, HIDDEN, E, top_k=K, capacity_factor=capacity, dispatch=dispatch, ep=m.ep, data=m.data,
+                          aux_loss="sequence", z_loss=0.1, bias_rate=0.1)  # fmt: skip
+        x = draw(8, B, T, D).float().requires_grad_()
+        with mock.patch.object(moe_module, "grouped_linear", no_products), host_reads() as reads:
+            y = moe(x, loss_scale=0.1)
+            forward = [*reads]
+            y.sum().backward()
+            update_routers(moe, m)
+            seen[capacity, dispatch] = (forward, reads[len(forward) :])
+    return seen
+
+
+def no_products(x, weight, counts):
+    return x @ weight.sum(0).t() * (counts.sum() >= 0)
+
+
+def test_nothing_is_read_back_from_the_device(ranks):
+    """One way alone asks the host how many rows to send: once in forward."""
+    for seen in ranks(2, check_host_reads):
+        assert seen == {
+            (None, "all_gather"): ([], []),
+            (0.75, "all_gather"): ([], []),
+            (0.75, "all_to_all"): ([], []),
+            (None, "all_to_all"): (["tolist"], []),
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0}, {"aux_loss": "global", "bias_rate": 0.1}])
+def test_a_forward_and_backward_need_no_values(options):
+    """On the meta device there is nothing to read: with the kernels' operators all shapes are known beforehand."""
+    moe = ParallelMoE(D, HIDDEN, E, top_k=K, device="meta", **options)
+    x = torch.empty(B, T, D, device="meta", requires_grad=True)
+    moe(x, loss_scale=torch.empty(B, device="meta")).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None for p in moe.parameters() if p.requires_grad)
+
+
+class Messages(TorchDispatchMode):
+    """Bytes of each collective's input."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if str(func).startswith("_c10d_functional") and name != "wait_tensor":
+            self.sent.append((name, args[0].numel() * args[0].element_size()))
+        return func(*args, **(kwargs or {}))
+
+
+def check_messages():
+    m = mesh(dp=2, ep=2)
+    n, found = B * T, {}
+    for capacity, dispatch in WAYS:
+        moe = ParallelMoE(D, HIDDEN, E, top_k=K, capacity_factor=capacity, dispatch=dispatch, ep=m.ep, data=m.data)
+        x = draw(8, B, T, D).float().requires_grad_()
+        with Messages() as forward:
+            y = moe(x)
+        with Messages() as backward:
+            y.sum().backward()
+        found[capacity, dispatch] = forward.sent, backward.sent
+    row, slots = 4 * D, E * B * 3
+    route = n * 2 * K * 4
+    for capacity in (None, 0.75):
+        forward = [("all_gather_into_tensor", n * row), ("all_gather_into_tensor", route)]
+        forward += [("reduce_scatter_tensor", 2 * n * row)]
+        backward = [("all_gather_into_tensor", n * row), ("reduce_scatter_tensor", 2 * n * row)]
+        backward += [("reduce_scatter_tensor", 2 * route)]
+        assert found[capacity, "all_gather"][0] == forward
+        assert sorted(found[capacity, "all_gather"][1]) == sorted(backward)
+    rows = [("all_to_all_single", n * K * row)]
+    forward, backward = found[None, "all_to_all"]
+    assert [name for name, _ in forward] == ["all_to_all_single"] * 3
+    assert forward[0] == ("all_to_all_single", 4 * E)  # the counts
+    assert forward[1] == rows[0], "what is sent is the routed tokens, each once"
+    assert forward[1:] == backward, "two exchanges forward, two backward"
+    assert found[0.75, "all_to_all"] == ([("all_to_all_single", slots * row)] * 2,) * 2
+
+
+def test_messages_are_those_of_theory(ranks):
+    ranks(2, check_messages)
+
+
+def check_checkpoint(path, sizes, write):
+    """Experts lie by their global index: what one layout wrote any other reads."""
+    m = mesh(**sizes)
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": build(sizes, bias_rate=0.1)})})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = draw(8, B, T, D)
+    for _ in range(2 if write else 0):
+        model["blocks"]["0"](x, loss_scale=0.1).square().mean().backward()
+        reduce_gradients(model)
+        optimizer.step()
+        update_routers(model, Mesh())
+    if write:
+        save(path, model, optimizer, mesh=m, step=2, sample=0, seed=0)
+    else:
+        load(path, model, optimizer, mesh=m)
+    slots = {}
+    declared = shardings(model)
+    for name, p in model.named_parameters():
+        if p in optimizer.state:
+            slots[name] = declared[name].assemble(optimizer.state[p]["exp_avg"])
+    return full_state_dict(model), slots
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"tp": 2, "etp": 1, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}])
+def test_a_checkpoint_is_read_on_any_layout(ranks, tmp_path, sizes):
+    [(state, slots)] = ranks(1, check_checkpoint, tmp_path / "a", {}, True)
+    for got_state, got_slots in ranks(world(sizes), check_checkpoint, tmp_path / "a", sizes, False):
+        for got, want in ((got_state, state), (got_slots, slots)):
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def check_written(path, sizes):
+    m = mesh(**sizes)
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": build(sizes, bias_rate=0.1)})})
+    save(path, model, None, mesh=m, step=0, sample=0, seed=0)
+
+
+def test_any_layout_writes_the_same_checkpoint(ranks, tmp_path):
+    for i, sizes in enumerate(({"tp": 2, "etp": 1}, {"tp": 2, "dp": 2, "etp": 1, "ep": 4}, {"dp": 4, "ep": 2})):
+        ranks(world(sizes), check_written, tmp_path / str(i), sizes)
+        [(state, _)] = ranks(1, check_read, tmp_path / str(i))
+        for name, value in weights({"bias_rate": 0.1}, "plain").items():
+            assert torch.equal(state[f"blocks.0.{name}"], value), name
+
+
+def check_read(path):
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": ParallelMoE(
+        D, HIDDEN, E, top_k=K, bias_rate=0.1, dtype=torch.float64)})})  # fmt: skip
+    load(path, model, mesh=mesh())
+    return full_state_dict(model), None
+
+
+def check_norm(sizes):
+    """Every element counted once, be it replicated over tp, or over edp, or an expert's."""
+    m = mesh(**sizes)
+    dense, sharded = build(), build(sizes)
+    for name, p in dense.named_parameters():
+        p.grad = draw(len(name), *p.shape)
+    declared = shardings(sharded)
+    for name, p in sharded.named_parameters():
+        p.grad = declared[name].take(draw(len(name), *declared[name].shape)).clone()
+    for p in (1, 2, math.inf):
+        close(grad_norm(sharded, m, p), grad_norm(dense, Mesh(), p), f"the {p}-norm", 1e-15)
+
+
+@pytest.mark.parametrize("sizes", [s for s in LAYOUTS if s], ids=str)
+def test_pitfall_30_the_norm_counts_each_expert_once(ranks, sizes):
+    ranks(world(sizes), check_norm, sizes)
+
+
+def check_unused(sizes):
+    """An expert that no token of a micro-batch chose still gets its zeros, and no rank waits for another."""
+    m = mesh(**sizes)
+    moe = build(sizes)
+    shard_data_parallel(moe, m, zero=1)
+    x, mask = inputs("a rank has none")
+    for i in range(2):
+        sync_gradients(moe, i == 1)
+        y = moe(c._split(x, m.dp, 0), mask=c._split(mask, m.dp, 0))
+        y.sum().backward()
+    reduce_gradients(moe)
+    dense = build()
+    for _ in range(2):
+        dense(x, mask=mask).sum().backward()
+    declared = shardings(moe)
+    for name, p in dense.named_parameters():
+        mine = dict(moe.named_parameters())[name]
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        close(full_tensor(mine.grad, declared[name]), grad, name)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}], ids=str)
+def test_pitfall_33_experts_that_nobody_chose_hold_up_no_sum(ranks, sizes):
+    ranks(world(sizes), check_unused, sizes)
+
+
+def test_upcycling_begins_with_the_dense_models_output():
+    dense = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({
+        str(i): torch.nn.ModuleDict({"mlp": ParallelMLP(D, HIDDEN, bias=False, dtype=torch.float64)}) for i in range(2)
+    })})  # fmt: skip
+    state = upcycle(full_state_dict(dense), E, every=2)
+    assert sorted(state) == ["blocks.0.mlp.down.weight", "blocks.0.mlp.up.weight",
+                             "blocks.1.mlp.experts.down.weight", "blocks.1.mlp.experts.gate_up.weight"]  # fmt: skip
+    moe = ParallelMoE(D, HIDDEN, E, top_k=K, dtype=torch.float64)
+    own = full_state_dict(moe)
+    load_full_state_dict(moe, own | {n.removeprefix("blocks.1.mlp."): w for n, w in state.items() if "blocks.1" in n})
+    x = draw(8, B, T, D)
+    close(moe(x).detach(), dense["blocks"]["1"]["mlp"](x).detach(), "the first output")
+    with pytest.raises(ValueError, match=r"none of the 4 tensors is the MLP of a block to mix \(every 3\)"):
+        upcycle(full_state_dict(dense), E, every=3)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up.bias: experts have no biases"):
+        upcycle({"blocks.0.mlp.up.bias": x}, E)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 5}, "top_k 5 is not between 1 and the number of experts 4"),
+        ({"top_k": 0}, "top_k 0 is not between 1"),
+        ({"ep": Axis(3, 0, None, "ep")}, "4 experts are not a multiple of the ep size 3"),
+        ({"etp": Axis(4, 0, None, "etp")}, "hidden_dim 3 is smaller than the etp size 4"),
+        ({"capacity_factor": 0.0}, "capacity_factor 0.0 is not positive"),
+        ({"capacity_factor": float("nan")}, "capacity_factor nan is not positive"),
+        ({"score": "tanh"}, "score 'tanh' is neither"),
+        ({"aux_loss": "batch"}, "aux_loss 'batch' is none of"),
+        ({"groups": 3}, "4 experts are not a multiple of 3 groups"),
+        ({"groups": 2, "top_groups": 3}, "top_groups 3 is not between 1 and the number of groups 2"),
+        ({"groups": 4, "top_groups": 1}, "top_k 2 is more than the 1 experts of 1 groups of 1"),
+        ({"jitter": 1.0}, r"jitter 1.0 is not in \[0, 1\)"),
+        ({"z_loss": -1.0}, "z_loss -1.0 is negative"),
+        ({"dispatch": "ring"}, "dispatch 'ring' is none of"),
+        ({"activation": "relu"}, "activation 'relu' is unknown"),
+        ({"shared_experts": -1}, "shared_experts -1 is negative"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelMoE(D, HIDDEN, E, **{"top_k": K, **options})
+
+
+def test_what_a_call_lacks_is_named():
+    with pytest.raises(ValueError, match="balance losses need loss_scale"):
+        build(aux_loss="sequence")(draw(8, B, T, D))
+    with pytest.raises(ValueError, match="jitter has no seed"):
+        build(jitter=0.1)(draw(8, B, T, D))
+    moe = build(jitter=0.1)
+    moe.router.key = 1
+    with pytest.raises(ValueError, match="jitter 0.1 needs samples"):
+        moe(draw(8, B, T, D))
+    with pytest.raises(ValueError, match=r"mask has shape \(4, 3\), but this rank's sequences are \(4, 8\)"):
+        build()(draw(8, B, T, D), mask=torch.ones(B, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"positions has shape \(3,\), but this rank's sequence 8 tokens"):
+        build()(draw(8, B, T, D), positions=torch.arange(3))
+    with pytest.raises(ValueError, match="is 3, but dim is 4"):
+        build()(draw(8, B, T, 3))
+
+
+def test_a_skew_that_capacity_bounds_takes_no_more_memory():
+    """All tokens to one expert: the rows of the experts are those of the capacity."""
+    moe = build(capacity_factor=1.0, dispatch="all_gather")
+    with torch.no_grad():
+        moe.router.weight.zero_()[2, 0] = 9.0
+    x = draw(8, B, T, D)
+    x[..., 0] = 1.0
+    seen = []
+    moe.experts.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    moe(x)
+    assert seen == [B * T * K]
+    moe.router.capacity_factor = 0.25
+    moe(x)
+    assert seen[1] == B * E * math.ceil(0.25 * T * K / E)
