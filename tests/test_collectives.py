@@ -134,7 +134,29 @@ FUNCTIONS = {
     "all_gather": lambda x, a: c.all_gather(x, a, 1),
     "reduce_scatter": lambda x, a: c.reduce_scatter(x, a, 1),
     "all_to_all": lambda x, a: c.all_to_all(x, a, 0, 1),
+    "all_to_all_rows": lambda x, a: c.all_to_all_rows(x, a),
 }
+
+
+def check_uneven_rows():
+    """Rank r sends r + s rows to rank s: each arrives, in the order of ranks, and gradients go back."""
+    axis = mesh(tp=3).tp
+    send, receive = [axis.rank + s for s in range(3)], [r + axis.rank for r in range(3)]
+    x = torch.tensor([[100.0 * axis.rank + 10 * s + i, 1.0] for s in range(3) for i in range(send[s])])
+    x = x.double().requires_grad_()
+    y = c.all_to_all_rows(x, axis, send, receive)
+    want = [100.0 * r + 10 * axis.rank + i for r in range(3) for i in range(receive[r])]
+    assert y[:, 0].tolist() == want
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    assert torch.equal(dx, x)
+    with pytest.raises(ValueError, match=rf"x has {len(x)} rows, but 9 are to be sent to the tp axis"):
+        c.all_to_all_rows(x, axis, [3, 3, 3], receive)
+    with pytest.raises(ValueError, match="4 rows are not a multiple of the tp size 3"):
+        c.all_to_all_rows(torch.ones(4, 1), axis)
+
+
+def test_rows_are_exchanged(ranks):
+    ranks(3, check_uneven_rows)
 
 
 def check_inputs_kept(dtype):

@@ -27,7 +27,9 @@ from mpcore.kernels import (  # noqa: F401, they define operators
     dropout_add,
     geglu,
     gelu,
+    grouped_linear,
     layer_norm,
+    moe_permute,
     relu_squared,
     rms_norm,
     rope,
@@ -102,6 +104,23 @@ def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = Fa
     options = (bound, bound, True, K**-0.5, softcap, True)
     ops.attention_forward(q, k, k, *options)
     ops.attention_backward(q, None, q, k, k, q, lse, *options)
+def run_moe_permute(D: int, K: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    experts, x, weight = (
+        torch.zeros(ROWS, K, dtype=torch.int64),
+        torch.empty(ROWS, D, dtype=dtype),
+        torch.empty(ROWS, K),
+    )
+    row, _ = ops.moe_rows(experts, E)
+    y = ops.moe_permute(x, row, ROWS * K)
+    ops.moe_unpermute(y, row, weight)
+    ops.moe_unpermute_backward(x, y, row, weight)
+
+
+def run_grouped_linear(D: int, F: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, weight, counts = torch.empty(ROWS, D, dtype=dtype), torch.empty(E, F, D, dtype=dtype), torch.zeros(E).int()
+    y = ops.grouped_linear_forward(x, weight, counts)
+    ops.grouped_linear_forward(y, weight.transpose(1, 2), counts)
+    ops.grouped_linear_weight(y, x, counts)
 
 
 def run_column_sum(D: int) -> None:
@@ -164,6 +183,10 @@ CASES: dict[str, Callable[[], None]] = {
     "attention K=128 bf16 softcap": lambda: run_attention(128, softcap=30.0),
     "attention K=256 bf16": lambda: run_attention(256),
     "attention K=64 fp32": lambda: run_attention(64, torch.float32),
+    "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
+    "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),
+    "grouped_linear D=2048 F=2816 E=64 bf16": lambda: run_grouped_linear(2048, 2816, 64),
+    "grouped_linear D=1000 F=200 E=8 fp32": lambda: run_grouped_linear(1000, 200, 8, torch.float32),
 }
 SLOW = {case for case in CASES if case.startswith("attention")} - {"attention K=64 bf16", "attention K=128 bf16"}
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
