@@ -5,8 +5,9 @@
 
 How many rows each expert has stands in device memory and is never read by the host, so the call can be captured in a
 CUDA graph. The forward kernel finds the expert of each tile of rows from the counts; tiles of one expert are
-neighbours, so that its weight stays in the L2 cache. The input's gradient is the same kernel with the weight turned. The weight's
-gradient is summed over an expert's rows in float32, by one program for each of its tiles, always in the same order.
+neighbours, so that its weight stays in the L2 cache. The input's gradient is the same kernel with the weight turned.
+The weight's gradient is summed over an expert's rows in float32, by one program for each of its tiles, always in the
+same order.
 """
 
 from __future__ import annotations

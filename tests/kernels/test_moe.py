@@ -1,4 +1,4 @@
-"""moe_permute, moe_unpermute and grouped_linear without a GPU: the references, bad input, and what would be launched."""
+"""moe_permute, moe_unpermute and grouped_linear without a GPU: references, bad input, and what would be launched."""
 
 import pytest
 import torch

@@ -304,7 +304,7 @@ def test_nan_stays_with_its_token():
 
 @contextlib.contextmanager
 def host_reads():
-    """The calls that wait for a GPU, were there one: whatever makes a number, a shape or a branch of a tensor's values."""
+    """The calls that wait for a GPU, were there one: what makes a number, a shape or a branch of a tensor's values."""
     reads = []
     with contextlib.ExitStack() as stack:
         for name in ("tolist", "item", "nonzero", "unique", "cpu", "numpy", "__bool__", "__int__", "__float__"):
@@ -555,7 +555,7 @@ def test_what_a_call_lacks_is_named():
         build(jitter=0.1)(draw(8, B, T, D))
     moe = build(jitter=0.1)
     moe.router.key = 1
-    with pytest.raises(ValueError, match="jitter 0.1 needs samples"):
+    with pytest.raises(ValueError, match=r"jitter 0\.1 needs samples"):
         moe(draw(8, B, T, D))
     with pytest.raises(ValueError, match=r"mask has shape \(4, 3\), but this rank's sequences are \(4, 8\)"):
         build()(draw(8, B, T, D), mask=torch.ones(B, 3, dtype=torch.bool))
