@@ -55,11 +55,8 @@ def world(sizes: dict) -> int:
     return math.prod(sizes.get(name, 1) for name in ("tp", "pp", "dp"))
 
 
-@pytest.mark.parametrize(("sizes", "kind", "zero", "micro_batch"), LAYOUTS, ids=str)
-def test_pitfall_26_27_28_every_layout_trains_the_same_mixture(ranks, sizes, kind, zero, micro_batch):
-    """Loss, norm, balance, loads, weights and biases, with other micro-batches than in one process."""
+def compare(ranks, sizes: dict, kind: str, zero: int, micro_batch: int, *flags: str) -> None:
     want = alone(ranks, kind)
-    flags = ["--sequence-parallel"] if sizes.get("tp") and zero == 3 else []
     for got in ranks(world(sizes), run, sizes, kind, zero, micro_batch, *flags):
         for step, (mine, dense) in enumerate(zip(got["records"], want["records"], strict=True)):
             for name in ("loss", "grad_norm"):
@@ -70,3 +67,14 @@ def test_pitfall_26_27_28_every_layout_trains_the_same_mixture(ranks, sizes, kin
         assert got["val"] == pytest.approx(want["val"], rel=1e-10)
         for name, value in got["state"].items():
             close(value, want["state"][name], name, 1e-9)
+
+
+@pytest.mark.parametrize(("sizes", "kind", "zero", "micro_batch"), LAYOUTS, ids=str)
+def test_pitfall_26_27_28_every_layout_trains_the_same_mixture(ranks, sizes, kind, zero, micro_batch):
+    """Loss, norm, balance, loads, weights and biases, with other micro-batches than in one process."""
+    flags = ["--sequence-parallel"] if sizes.get("tp") and zero == 3 else []
+    compare(ranks, sizes, kind, zero, micro_batch, *flags)
+
+
+def test_a_backward_split_in_two_adds_balance_losses_once(ranks):
+    compare(ranks, {"pp": 2}, "sequence", 1, 1, "--schedule", "zb")
