@@ -104,6 +104,8 @@ def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = Fa
     options = (bound, bound, True, K**-0.5, softcap, True)
     ops.attention_forward(q, k, k, *options)
     ops.attention_backward(q, None, q, k, k, q, lse, *options)
+
+
 def run_moe_permute(D: int, K: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
     experts, x, weight = (
         torch.zeros(ROWS, K, dtype=torch.int64),
