@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""
-    pool = Pool()
+    pool = Pool(prepare=strict_memory)
     yield pool
     pool.stop()
     pool.folder.cleanup()

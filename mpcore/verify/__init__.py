@@ -1,0 +1,100 @@
+"""Floor 4: is a parallel model still the same model? Any model made with mpcore, against itself on one process.
+
+    python -m mpcore.verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
+
+The model runs dense in float64, then under each layout on local processes: outputs, loss, every gradient and the
+parameters after one step of SGD are compared, and the first tensor that departs is named, with what it looks like.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.mesh import Mesh
+from mpcore.verify.judge import Departure, Judge, Verdict
+from mpcore.verify.layout import Layout, parse_layout
+from mpcore.verify.pool import Pool, RankError, mesh
+from mpcore.verify.run import Seen, Task, run_step
+
+__all__ = ["Departure", "Layout", "Verdict", "parse_layout", "verify"]
+
+
+def verify(
+    build: Callable[..., nn.Module],
+    batch: Mapping[str, Tensor],
+    layouts: Sequence[str],
+    *,
+    loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    pool: Pool | None = None,
+    report: Callable[[Verdict], None] | None = None,
+) -> list[Verdict]:
+    """Compare a model under each layout with itself on one process.
+
+    Args:
+        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
+            `nn.Module`s; importable from other processes. On the meta device it is materialized.
+        batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are
+            passed to every stage by name, such as the `samples` that dropout needs.
+        layouts: such as "tp2sp", "pp2" or "dp2zero3": see `parse_layout`.
+        loss: `loss(output, target, mesh)`, the *sum* over the tokens it is given; None: half the sum of squares, for
+            outputs that every rank holds whole.
+        dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it: twice
+            that is allowed.
+        seed: of the first values.
+        pool: the processes; None: as many as are needed, ended again.
+        report: called with each verdict as soon as it is there.
+
+    Returns:
+        A verdict for each layout.
+
+    Raises:
+        ValueError: if a layout's name is none, the batch has no "x", or the dense model itself doesn't run.
+    """
+    if "x" not in batch:
+        raise ValueError(f'the batch has {sorted(batch)}, but no "x", the model\'s input')
+    plans = [parse_layout(name) for name in layouts]
+    most = max((plan.size for plan in plans), default=1)
+    task = Task(build, batch, loss, torch.float64, seed)
+    ours = pool is None
+    pool = Pool(most) if pool is None else pool
+    dense = parse_layout("tp1")
+    try:
+        try:
+            (truth,) = pool(1, _run, task, dense)
+            rounded = None
+            if dtype != torch.float64:
+                task = Task(build, batch, loss, dtype, seed)
+                (rounded,) = pool(1, _run, task, dense)
+        except RankError as error:
+            raise ValueError(f"the dense model doesn't run:\n{error}") from None
+        judge = Judge(truth, dtype, rounded)
+        verdicts = []
+        for plan in plans:
+            try:
+                verdict = judge(plan, pool(plan.size, _run, task, plan))
+            except RankError as error:
+                verdict = Verdict(plan.name, error=_last_line(str(error)))
+            verdicts.append(verdict)
+            if report is not None:
+                report(verdict)
+        return verdicts
+    finally:
+        if ours:
+            pool.stop()
+            pool.folder.cleanup()
+
+
+def _run(task: Task, layout: Layout) -> Seen:
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    return run_step(task, mesh(**sizes), layout)
+
+
+def _last_line(text: str) -> str:
+    errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
+    return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, errors, "") or text

@@ -1,0 +1,71 @@
+"""`python -m mpcore.verify package.module:build --layouts tp2,pp2`: see `mpcore.verify`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mpcore.verify import verify
+from mpcore.verify.judge import Verdict
+from mpcore.verify.page import page, table
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; its result is 1 where a layout differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpcore.verify",
+        description="Compare a model under each layout with itself on one process. The module has a function "
+        "batch() that returns the tensors, and may have loss(output, target, mesh), which returns a sum.",
+    )
+    parser.add_argument("model", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)")
+    parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
+    parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
+    args = parser.parse_args(argv)
+    sys.path.insert(0, "")
+    try:
+        build, batch, loss = find(args.model)
+        layouts = [name for name in args.layouts.split(",") if name]
+        verdicts = verify(build, batch, layouts, loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, report=_tell)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(verdicts))
+    if args.html:
+        Path(args.html).write_text(page(f"{args.model} under {len(verdicts)} layouts", verdicts))
+    return int(not all(v.equal for v in verdicts))
+
+
+def find(name: str) -> tuple:
+    """The builder, the batch and the loss of `package.module:build`.
+
+    Raises:
+        ValueError: if the module can't be imported, or one of them isn't there.
+    """
+    module_name, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as problem:
+        raise ValueError(f"{module_name} can't be imported: {problem}") from problem
+    build, batch = getattr(module, function or "build", None), getattr(module, "batch", None)
+    for what, found in ((function or "build", build), ("batch", batch)):
+        if not callable(found):
+            raise ValueError(f"{module_name} has no function {what}()")
+    assert batch is not None
+    return build, batch(), getattr(module, "loss", None)
+
+
+def _tell(verdict: Verdict) -> None:
+    print(f"{verdict.layout}: {'equal' if verdict.equal else 'differs'}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Compares what ranks saw with what the dense model saw, and says why the first difference may be there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpcore.collectives import shard_sizes
+from mpcore.verify.layout import Layout
+from mpcore.verify.run import Seen
+
+STAGES = ("first values", "forward", "loss", "gradient", "update")
+TOLERANCE = 1e-10  # of float64: thousands of roundings
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first tensor that isn't the dense model's.
+
+    Attributes:
+        stage: one of `STAGES`.
+        name: of the module (forward) or the parameter; "" for the loss.
+        ulps: how far, in units of the last place of the tensor's largest value.
+        cause: what it looks like, in a sentence.
+    """
+
+    stage: str
+    name: str
+    ulps: float
+    cause: str
+
+    def __str__(self) -> str:
+        where = f"{self.stage} of {self.name}" if self.name else self.stage
+        return f"{where} departs by {self.ulps:.3g} ULPs: {self.cause}"
+
+
+@dataclass
+class Verdict:
+    """What was found under one layout.
+
+    Attributes:
+        layout: its name.
+        worst: for each stage the largest difference in ULPs; None where it wasn't reached.
+        departure: None: the model is the same.
+        error: why it didn't run at all, or "".
+    """
+
+    layout: str
+    worst: dict[str, float] = field(default_factory=dict)
+    departure: Departure | None = None
+    error: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the model is still the same model."""
+        return self.departure is None and not self.error
+
+
+class Judge:
+    """Holds the dense truth, and how far from it rounding alone may lead.
+
+    Args:
+        truth: of the dense model in float64.
+        dtype: of the layouts' runs.
+        rounded: of the dense model in that dtype, where it is not float64: twice its own error is allowed.
+    """
+
+    def __init__(self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Seen | None = None) -> None:
+        self.truth, self.dtype, self.rounded = truth, dtype, rounded
+        self.eps = torch.finfo(dtype).eps
+
+    def __call__(self, layout: Layout, ranks: Sequence[Seen]) -> Verdict:
+        """Compare all ranks of a layout."""
+        verdict = Verdict(layout.name)
+        found = {
+            "first values": self._parameters(layout, ranks, "first values", "initial"),
+            "forward": self._output(layout, ranks),
+            "loss": self._loss(layout, ranks),
+            "gradient": self._parameters(layout, ranks, "gradient", "gradients"),
+            "update": self._parameters(layout, ranks, "update", "updated"),
+        }
+        for stage in STAGES:
+            worst, departure = found[stage]
+            verdict.worst[stage] = worst
+            if departure is not None and verdict.departure is None:
+                verdict.departure = departure
+        return verdict
+
+    def _off(self, got: Tensor, want: Tensor, near: Tensor | None, floor: float = 0.0) -> tuple[float, bool]:
+        """The difference in ULPs, and whether it is more than rounding."""
+        if got.numel() == 0:
+            return 0.0, False
+        scale = max(want.abs().max().item(), floor) or 1.0
+        error = (got.double() - want).abs().max().item()
+        allowed = (
+            TOLERANCE * scale if near is None else 2 * (near.double() - want).abs().max().item() + self.eps * scale
+        )
+        return error / (self.eps * scale), not error <= allowed  # a NaN is more
+
+    # --- parameters and their gradients -------------------------------------------------------------------------------
+
+    def _parameters(
+        self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str
+    ) -> tuple[float, Departure | None]:
+        want: Mapping[str, Tensor] = getattr(self.truth, which)
+        near: Mapping[str, Tensor] = getattr(self.rounded, which) if self.rounded is not None else {}
+        floor = 1e-3 * max((t.abs().max().item() for t in want.values() if t.numel()), default=0.0)
+        worst, first = 0.0, None
+        for name, tensor in want.items():
+            held = [seen for seen in ranks if name in seen.initial]
+            tensors = [getattr(seen, which).get(name) for seen in held]
+            there = [t for t in tensors if t is not None]
+            if not held:
+                first = first or Departure(stage, name, math.inf, "no rank has a parameter of this name")
+            elif not there:
+                cause = "it has none: the parameter is frozen, or its use was detached, under this layout"
+                first = first or Departure(stage, name, math.inf, cause)
+            elif any(t.shape != tensor.shape for t in there):
+                shape = next(tuple(t.shape) for t in there if t.shape != tensor.shape)
+                cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
+                first = first or Departure(stage, name, math.inf, cause)
+            else:
+                offs = [self._off(t, tensor, near.get(name), floor) for t in there]
+                worst = max(worst, *(ulps for ulps, _ in offs))
+                if first is None and any(bad for _, bad in offs):
+                    ulps = max(ulps for ulps, bad in offs if bad)
+                    first = Departure(stage, name, ulps, self._why(layout, stage, name, held, there, tensor))
+        if which == "gradients" and first is None:
+            extra = sorted({name for seen in ranks for name in seen.gradients} - want.keys())
+            if extra:
+                first = Departure(stage, extra[0], math.inf, "the dense model gives it none: frozen there alone?")
+        return worst, first
+
+    def _why(
+        self, layout: Layout, stage: str, name: str, held: Sequence[Seen], there: Sequence[Tensor], want: Tensor
+    ) -> str:
+        if stage == "first values":
+            return (
+                "its first values depend on the layout: draw the logical tensor and keep the shard (declare it, or "
+                "call mpcore.materialize)"
+            )
+        if stage == "update":
+            return "its gradient was right: the optimizer steps on something else, or ranks hold unequal replicas"
+        for axis, size in (("tp", layout.tp), ("dp", layout.dp), ("pp", layout.pp)):
+            terms = _one_each(held, [seen.gradients.get(name) for seen in held], axis)
+            if len(terms) == size > 1 and not _same(terms) and _near(torch.stack(terms).sum(0), want):
+                if axis == "pp":
+                    return (
+                        "each pipeline stage holds one term of its gradient, and nobody sums them: declare the tied "
+                        "parameter pending with add_partial(module, name, mesh.ends)"
+                    )
+                return (
+                    f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
+                    f"replicated but sees only this rank's part of the work (partial=({axis},) declares it)"
+                )
+        ratio = _ratio(there[0], want)
+        local = [seen.local.get(name) for seen in held]
+        for axis, size in (("tp", layout.tp), ("dp", layout.dp), ("pp", layout.pp)):
+            if size > 1 and _close(ratio, size):
+                terms = [t for t in local if t is not None]
+                whole = (
+                    "it is declared pending though each rank has all of it"
+                    if terms and _near(terms[0], want)
+                    else "what feeds it sums a gradient that every rank has whole (all_gather where gather is right?)"
+                )
+                return f"the gradient is {axis} = {size} times too large: {whole}"
+            if size > 1 and _close(ratio, 1 / size):
+                return (
+                    f"the gradient is {axis} = {size} times too small: it is averaged, or one rank's term of a sum; "
+                    f"losses are summed here, and divided once"
+                )
+        return "its values differ in no simple way: look at the module that it belongs to, and at what reads its output"
+
+    # --- the forward --------------------------------------------------------------------------------------------------
+
+    def _output(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+        """The model's output decides; where that is off, the first module whose own output is."""
+        want = self.truth.output
+        worst, bad = 0.0, False
+        assert want is not None
+        near = self.rounded.output if self.rounded is not None else None
+        for seen in ranks:
+            if seen.output is not None:
+                ulps, off = self._off_rank(layout, seen, seen.output, want, near, ())
+                worst, bad = max(worst, ulps), bad or off
+        return worst, self._locate(layout, ranks, worst) if bad else None
+
+    def _off_rank(
+        self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, near: Tensor | None, runs: tuple
+    ) -> tuple[float, bool]:
+        """Against the part of the dense tensor that this rank may hold: of those that fit, the nearest."""
+        best = (math.inf, True)
+        nears = list(_parts(layout, seen, near, got.shape, runs)) if near is not None else []
+        for i, part in enumerate(_parts(layout, seen, want, got.shape, runs)):
+            best = min(best, self._off(got, part, nears[i] if nears else None))
+        return best
+
+    def _locate(self, layout: Layout, ranks: Sequence[Seen], worst: float) -> Departure:
+        for name, want in self.truth.outputs.items():
+            near = self.rounded.outputs.get(name) if self.rounded is not None else None
+            held = [seen for seen in ranks if name in seen.outputs]
+            offs = [
+                self._off_rank(layout, seen, seen.outputs[name], want, near, seen.features.get(name, ()))
+                for seen in held
+            ]
+            if any(bad and ulps < math.inf for ulps, bad in offs):
+                ulps = max(ulps for ulps, bad in offs if bad)
+                return Departure("forward", name or "the model", ulps, self._why_forward(layout, name, held, want))
+        return Departure(
+            "forward", "the model", worst, "no module's own output is off: look at the model's forward itself"
+        )
+
+    def _why_forward(self, layout: Layout, name: str, held: Sequence[Seen], want: Tensor) -> str:
+        got = held[0].outputs[name]
+        part = next(iter(_parts(layout, held[0], want, got.shape, held[0].features.get(name, ()))))
+        off = got.double() - part
+        bias = self.truth.initial.get(f"{name}.bias")
+        fits = bias is not None and bias.shape == off.shape[-1:] and layout.tp > 1
+        again = (layout.tp - 1) * bias.expand_as(off) if bias is not None and fits else torch.zeros_like(off)
+        if fits and _near(off, again):
+            return f"the bias is added {layout.tp} times, once on each rank of tp: add it once, after the sum"
+        for axis, size in (("tp", layout.tp), ("dp", layout.dp)):
+            terms = _one_each(held, [seen.outputs[name] for seen in held], axis)
+            unequal = axis == "tp" and len(terms) == size > 1 and not _same(terms) and _same_shape([*terms, part])
+            total = torch.stack(terms).double().sum(0) if unequal else part
+            if unequal and (_near(total, part) or _near(total - again, part)):
+                return "each rank of tp returns one term of a sum that nobody takes: the reduce is missing"
+            ratio = _ratio(got, part)
+            if size > 1 and _close(ratio, size):
+                return f"it is {axis} = {size} times too large: what every rank holds whole is summed over {axis}"
+            if size > 1 and _close(ratio, 1 / size):
+                return f"it is {axis} = {size} times too small: a sum over {axis} is averaged"
+        zero, zero_here = part == 0, got == 0
+        both = ~(zero | zero_here)
+        if bool((zero != zero_here).any()) and _near(got[both], part[both]):
+            return (
+                "other elements are zero: its dropout mask depends on the layout (mpcore.Dropout with samples draws "
+                "the same one everywhere)"
+            )
+        if got.dim() > 1 and _same_columns(got, part):
+            return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
+        return "what it reads was right: its own weights are cut otherwise than it computes, or it reads another rank's"
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def _loss(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+        want = torch.tensor(self.truth.loss, dtype=torch.float64)
+        near = torch.tensor(self.rounded.loss, dtype=torch.float64) if self.rounded is not None else None
+        offs = [self._off(torch.tensor(seen.loss, dtype=torch.float64), want, near) for seen in ranks]
+        worst = max(ulps for ulps, _ in offs)
+        if not any(bad for _, bad in offs):
+            return worst, None
+        got = ranks[0].loss
+        tokens = (got - self.truth.loss) / math.log(layout.tp) if layout.tp > 1 else math.nan
+        if tokens > 0.5 and _close(tokens / max(round(tokens), 1), 1.0):
+            cause = (
+                f"it is log(tp) too large for each of {round(tokens)} tokens: gathered logits go into a loss that "
+                f"takes them for this rank's shard of the vocabulary"
+            )
+        elif layout.dp * layout.pp > 1:
+            parts = layout.dp * layout.pp
+            cause = (
+                f"the {parts} parts of the batch don't add up to it: return the sum over tokens, and divide once by "
+                f"the count of all ranks (a mean of means weighs tokens unequally)"
+            )
+        elif _close(got / self.truth.loss, layout.tp) if self.truth.loss else False:
+            cause = f"it is tp = {layout.tp} times too large: every rank's whole loss is summed over tp"
+        else:
+            cause = "the output was right: the loss reads it otherwise than the dense model does"
+        return worst, Departure("loss", "", worst, cause)
+
+
+def _parts(
+    layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
+) -> Iterator[Tensor]:
+    """What a rank may hold of a dense tensor: all of its rows, its declared features, or its shard of one dimension."""
+    rows = want.chunk(layout.dp)[seen.dp] if want.dim() and layout.dp > 1 else want
+    runs = tuple(runs)
+    if runs and sum(end - start for start, end in runs) == shape[-1] and runs[-1][1] <= rows.shape[-1]:
+        declared = torch.cat([rows.narrow(-1, start, end - start) for start, end in runs], -1)
+        if declared.shape == shape:
+            yield declared
+            return
+    if rows.shape == shape:
+        yield rows
+        return
+    unequal = [d for d in range(rows.dim()) if rows.dim() == len(shape) and rows.shape[d] != shape[d]]
+    if len(unequal) == 1:
+        dim = unequal[0]
+        sizes = shard_sizes(rows.shape[dim], layout.tp)
+        if sizes[seen.tp] == shape[dim]:
+            yield rows.narrow(dim, sum(sizes[: seen.tp]), shape[dim])
+
+
+def _one_each(held: Sequence[Seen], tensors: Sequence[Tensor | None], axis: str) -> list[Tensor]:
+    """The tensors of the ranks that differ from the first in their place on `axis` alone."""
+    others = [a for a in ("tp", "pp", "dp") if a != axis]
+    return [
+        t
+        for seen, t in zip(held, tensors, strict=True)
+        if t is not None and all(getattr(seen, a) == getattr(held[0], a) for a in others)
+    ]
+
+
+def _same_shape(tensors: Sequence[Tensor]) -> bool:
+    return all(t.shape == tensors[0].shape for t in tensors)
+
+
+def _same(tensors: Sequence[Tensor]) -> bool:
+    return _same_shape(tensors) and all(torch.equal(t, tensors[0]) for t in tensors)
+
+
+def _near(got: Tensor, want: Tensor) -> bool:
+    """Equal but for some roundings."""
+    scale = want.double().abs().max().item() if want.numel() else 0.0
+    eps = torch.finfo(got.dtype).eps if got.dtype != torch.float64 else TOLERANCE
+    return bool(scale) and (got.double() - want.double()).abs().max().item() <= 64 * eps * scale
+
+
+def _ratio(got: Tensor, want: Tensor) -> float:
+    """r where got = r want; NaN where there is none."""
+    got, want = got.double(), want.double()
+    square = want.square().sum().item()
+    if not square or got.shape != want.shape:
+        return math.nan
+    ratio = (got * want).sum().item() / square
+    return ratio if ratio and _near(got / ratio, want) else math.nan
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * abs(b)
+
+
+def _same_columns(got: Tensor, want: Tensor) -> bool:
+    columns = [t.double().reshape(-1, t.shape[-1]).square().sum(0).sort().values for t in (got, want)]
+    return _near(*columns)

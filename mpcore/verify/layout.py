@@ -1,0 +1,68 @@
+"""Names of layouts: `tp2sp`, `pp2`, `dp2zero3`, `tp2pp2`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TOKEN = re.compile(r"(tp|pp|dp|ep|zero)(\d+)|(sp)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes a model is laid out over, and how.
+
+    Attributes:
+        name: as the user wrote it.
+        tp, pp, dp, ep: sizes of the axes.
+        sequence_parallel: activations lie cut along the sequence between tensor-parallel regions.
+        zero: what is sharded over data, see `mpcore.data_parallel.shard_data_parallel`.
+    """
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many processes it takes."""
+        return self.tp * self.pp * self.dp
+
+
+def parse_layout(name: str) -> Layout:
+    """A layout by its name.
+
+    Args:
+        name: tp, pp, dp and ep, each followed by its size, sp for sequence parallel, zero and its stage, in any order.
+
+    Raises:
+        ValueError: if a part of the name is none of these, is there twice, or they don't fit each other.
+    """
+    options: dict = {}
+    position = 0
+    while position < len(name):
+        match = _TOKEN.match(name, position)
+        if match is None:
+            raise ValueError(
+                f"layout {name!r}: {name[position:]!r} begins with none of tpN, ppN, dpN, epN, sp and zeroN (such as "
+                f"tp2sp or dp2zero3)"
+            )
+        key, value = ("sequence_parallel", True) if match[3] else (match[1], int(match[2]))
+        if key in options:
+            raise ValueError(f"layout {name!r}: {key} is there twice")
+        options[key] = value
+        position = match.end()
+    layout = Layout(name, **options)
+    if not name or min(layout.tp, layout.pp, layout.dp, layout.ep) < 1:
+        raise ValueError(f"layout {name!r} names no axis, or a size smaller than 1")
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ValueError(f"layout {name!r}: sp cuts the sequence over tp, which has size 1")
+    if layout.zero > 3 or (layout.zero and layout.dp == 1):
+        raise ValueError(f"layout {name!r}: zero{layout.zero} is none of zero0 to zero3 on a dp size of 2 or more")
+    if layout.dp % layout.ep:
+        raise ValueError(f"layout {name!r}: ep {layout.ep} does not divide dp {layout.dp}")
+    return layout

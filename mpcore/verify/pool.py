@@ -1,0 +1,140 @@
+"""A pool of local gloo ranks: started once, then a distributed call costs milliseconds instead of seconds.
+
+`pool(n, check, *args)` calls `check(*args)` in n processes that form a world of their own, and returns the n results.
+`check` must be importable: a function at the top level of a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpcore.mesh import Mesh, build_mesh
+
+GRACE_S = 5.0
+
+
+class RankError(RuntimeError):
+    """What the ranks that failed said."""
+
+
+class Pool:
+    """Worker processes, started when first needed and again after a hang or a crash.
+
+    Args:
+        most: how many there are.
+        prepare: called once in each; importable.
+    """
+
+    def __init__(self, most: int = 4, prepare: Callable[[], None] | None = None) -> None:
+        self.most, self.prepare = most, prepare
+        self.workers: list[tuple[Any, Connection]] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
+        self.worlds = 0
+        self.size = 0
+
+    def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
+        """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
+
+        Raises:
+            RankError: if a rank failed, died, or was not done after `timeout` seconds; the pool begins anew then.
+        """
+        if not self.workers:
+            self._start()
+        if size != self.size:
+            self.size, self.worlds = size, self.worlds + 1
+        store = os.path.join(self.folder.name, str(self.worlds))
+        connections = [connection for _, connection in self.workers[:size]]
+        for rank, connection in enumerate(connections):
+            connection.send((rank, size, store, check, args, kwargs))
+        results: list = [None] * size
+        errors: dict[int, str] = {}
+        waiting = dict(zip(connections, range(size), strict=True))
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[index]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, "the process died"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if not ready:
+                errors |= dict.fromkeys(waiting.values(), "still running when the time was over")
+                break
+        if errors:
+            self.stop()  # an error may leave a group or a collective half done: begin anew
+            raise RankError("\n".join(f"--- rank {rank} of {size}\n{text}" for rank, text in sorted(errors.items())))
+        return results
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "mpcore"])
+        for _ in range(self.most):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, self.prepare), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def stop(self) -> None:
+        """End the workers."""
+        for process, connection in self.workers:
+            connection.close()
+            process.kill()
+        for process, _ in self.workers:
+            process.join()
+        self.workers, self.size = [], 0
+
+
+def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+    world = None
+    while True:
+        try:
+            rank, size, store, check, args, kwargs = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if world != store:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+                _meshes.clear()
+                world = store
+            torch.manual_seed(0)
+            result = (True, check(*args, **kwargs))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        with contextlib.suppress(OSError):
+            connection.send(result)
+
+
+_meshes: dict = {}
+
+
+def mesh(**sizes: Any) -> Mesh:
+    """In a worker: the mesh of these sizes over the whole world, made once."""
+    key = tuple(sorted(sizes.items()))
+    if key not in _meshes:
+        _meshes[key] = build_mesh(**sizes)
+    return _meshes[key]

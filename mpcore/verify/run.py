@@ -1,0 +1,152 @@
+"""What one rank does: build the model, one step, and tell all that it saw."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.gradients import reduce_gradients
+from mpcore.initialize import materialize
+from mpcore.mesh import Mesh
+from mpcore.pipeline.engine import Pipeline
+from mpcore.sharding import Run, Sharding, full_tensor, shardings
+from mpcore.verify.layout import Layout
+
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is verified.
+
+    Attributes:
+        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or this rank's stage of it.
+        batch: "x", the model's input; "target", which the loss takes; other tensors are passed by name. All [B, ...].
+        loss: `loss(output, target, mesh)`: summed over what it is given, never averaged; None: half the square.
+        dtype: of the parameters and of floating inputs.
+        seed: of the first values.
+    """
+
+    build: Callable[..., nn.Module]
+    batch: Mapping[str, Tensor]
+    loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+
+@dataclass
+class Seen:
+    """What a rank saw of the step.
+
+    Attributes:
+        tp, pp, dp: this rank's place on the axes.
+        initial, gradients, updated: logical tensors by the parameter's name.
+        local: gradients of replicated parameters before anything finished them.
+        outputs: what the modules returned, by name in the order of the forward, on this rank.
+        features: by name of a module the runs of its last dimension that this rank holds.
+        output: what the last stage returned; None on other stages.
+        loss: of the whole batch.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
+    updated: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    features: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    output: Tensor | None = None
+    loss: float = 0.0
+
+
+def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
+    """The user's model on this mesh, with its first values, in the task's dtype."""
+    options: dict[str, Any] = {}
+    if "sequence_parallel" in inspect.signature(task.build).parameters:
+        options["sequence_parallel"] = layout.sequence_parallel
+    elif layout.sequence_parallel:
+        raise ValueError(f"layout {layout.name!r}: the builder takes no argument sequence_parallel")
+    torch.manual_seed(task.seed)
+    model = task.build(mesh, **options)
+    if any(p.is_meta for p in model.parameters()):
+        # drawn in their own dtype, as the run does it, and only then made wide
+        materialize(model, task.seed)
+    return model.to(task.dtype)
+
+
+def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
+    """Build, forward, backward and one step of plain SGD.
+
+    Raises:
+        ValueError: if the batch can't be dealt out.
+    """
+    model = build_model(task, mesh, layout)
+    seen = Seen(mesh.tp.rank, mesh.pp.rank, mesh.data.rank)
+    declared = shardings(model)
+    seen.initial = _full(dict(model.named_parameters()), declared)
+    rows = len(task.batch["x"])
+    each = mesh.data.size * mesh.pp.size
+    if rows % each:
+        raise ValueError(f"layout {layout.name!r}: {rows} rows are not a multiple of dp x pp = {each}")
+    outputs = _listen(model, seen)
+    if mesh.data.size > 1:
+        shard_data_parallel(model, mesh, zero=layout.zero)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.output = output.detach() if seen.output is None else torch.cat([seen.output, output.detach()])
+        return task.loss(output, target, mesh) if task.loss else output.square().sum() / 2
+
+    batch = {name: t.chunk(mesh.data.size)[mesh.data.rank] for name, t in task.batch.items()}
+    batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
+    target = batch.pop("target", batch["x"])
+    pipeline = Pipeline(model, mesh, mesh.pp.size, loss)
+    total = pipeline.forward_backward(batch.pop("x"), target, **batch)
+    seen.loss = float(all_reduce(total, mesh.data))
+    if seen.output is not None:  # the pipeline's dry run came first
+        seen.output = seen.output[-len(target) :]
+    seen.outputs = {name: torch.cat(parts[-mesh.pp.size :]) for name, parts in outputs.items()}
+    parameters = dict(model.named_parameters())
+    if layout.zero == 0:
+        seen.local = {
+            name: p.grad.clone() for name, p in parameters.items() if p.grad is not None and not declared[name].shards
+        }
+    reduce_gradients(model)
+    seen.gradients = _full({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    seen.updated = _full(parameters, declared)
+    return seen
+
+
+def _full(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
+    return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
+
+
+def _listen(model: nn.Module, seen: Seen) -> dict[str, list[Tensor]]:
+    """Keep what each module returns, from the inside out, where it is a tensor."""
+    outputs: dict[str, list[Tensor]] = {}
+
+    def keep(name: str) -> Callable:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point() and not first.is_meta:
+                outputs.setdefault(name, []).append(first.detach().clone())
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(keep(name))
+        weight = getattr(module, "shardings", {}).get("weight")
+        if weight is not None and not getattr(module, "gather_output", False):
+            for shard in weight.shards:
+                if weight.shape[shard.dim] == getattr(module, "out_features", None) and shard.dim == 0:
+                    seen.features[name] = shard.mine
+    return outputs

@@ -1,0 +1,140 @@
+"""`mpcore.verify` on models that aren't the example's GPT, and on broken ones: does it say what is wrong?"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from mpcore.verify import parse_layout, verify
+from mpcore.verify.__main__ import main
+from mpcore.verify.judge import STAGES, Verdict
+from mpcore.verify.page import page, table
+from tests import verify_models as models
+
+
+@pytest.mark.parametrize(
+    ("build", "layouts", "loss"),
+    [
+        (models.Encoder, ["tp2", "tp2sp", "pp2", "dp2", "tp4", "tp2pp2", "dp2zero3"], models.loss),
+        (models.Mixer, ["tp2", "dp2", "tp3", "tp2dp2zero2"], None),
+        (models.llama, ["tp2", "dp2"], None),
+    ],
+    ids=["encoder", "mixer", "llama"],
+)
+def test_models_of_others_are_the_same_under_every_layout(ranks, build, layouts, loss):
+    batch = models.batch()
+    if loss is None:
+        batch.pop("target")
+    verdicts = verify(build, batch, layouts, loss=loss, pool=ranks)
+    assert [v.layout for v in verdicts] == layouts
+    for v in verdicts:
+        assert v.equal, f"{v.layout}: {v.departure or v.error}"
+        assert set(v.worst) == set(STAGES)
+        assert v.worst["first values"] == 0
+        assert max(v.worst.values()) < 1e4
+
+
+def test_bfloat16_is_judged_by_the_dense_models_own_rounding(ranks):
+    options = {"loss": models.loss, "dtype": torch.bfloat16, "pool": ranks}
+    (verdict,) = verify(models.Encoder, models.batch(), ["tp2"], **options)
+    assert verdict.equal, verdict.departure
+    (verdict,) = verify(models.broken("bias"), models.batch(), ["tp2"], **options)
+    assert not verdict.equal
+
+
+FAULTS = [
+    (10, "gathered", "tp2", models.gathered_loss, "loss", "", r"log\(tp\) too large for each of 17 tokens"),
+    (11, "norm", "tp2sp", models.loss, "gradient", "norm.weight", r"rank of tp holds one .*partial=\(tp,\)"),
+    (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
+    (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums .*all_gather"),
+    (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
+    (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "what it reads was right|cut|order"),
+    (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
+    (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
+    (21, "init", "tp2", models.loss, "first values", "attention.qkv.weight", "its first values depend on the layout"),
+    (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
+    (43, "detach", "tp2", models.loss, "gradient", "", ""),
+    (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
+    (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pitfall", "fault", "layout", "loss", "stage", "name", "cause"), FAULTS, ids=lambda v: str(v)[:12]
+)
+def test_a_planted_fault_is_named(ranks, pitfall, fault, layout, loss, stage, name, cause):
+    (verdict,) = verify(models.broken(fault), models.batch(), [layout], loss=loss, pool=ranks)
+    assert verdict.departure is not None, verdict
+    assert verdict.departure.stage == stage, verdict.departure
+    if name:
+        assert verdict.departure.name == name, verdict.departure
+    assert re.search(cause, verdict.departure.cause), verdict.departure
+
+
+def test_the_model_without_a_fault_is_equal(ranks):
+    verdicts = verify(models.broken(""), models.batch(), ["tp2", "tp2sp", "dp2"], loss=models.loss, pool=ranks)
+    assert all(v.equal for v in verdicts), [str(v.departure) for v in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "names no axis"), ("tp", "begins with none of"), ("tp2tp2", "tp is there twice"), 
+        ("sp", "over tp, which has"),
+        ("tp0", "smaller than 1"), ("zero3", "on a dp size of 2 or more"), ("dp2zero4", "none of zero0 to zero3"),
+        ("dp2ep3", "ep 3 does not divide dp 2"), ("tp2cp2", "'cp2' begins with none of"),
+    ],
+)  # fmt: skip
+def test_names_of_layouts_are_checked(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layout(name)
+
+
+def test_layouts_are_read():
+    layout = parse_layout("tp2sppp2dp4zero3ep2")
+    assert (layout.tp, layout.pp, layout.dp, layout.ep, layout.zero, layout.sequence_parallel) == (2, 2, 4, 2, 3, True)
+    assert layout.size == 16
+
+
+def test_what_doesnt_run_is_said(ranks):
+    with pytest.raises(ValueError, match='no "x"'):
+        verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"])
+    with pytest.raises(ValueError, match="the dense model doesn't run"):
+        verify(models.broken(""), {"x": torch.ones(4, 8)}, ["tp2"], loss=models.loss, pool=ranks)
+    verdicts = verify(models.Mixer, {"x": models.batch()["x"]}, ["tp2sp", "dp3"], pool=ranks)
+    assert "the builder takes no argument sequence_parallel" in verdicts[0].error
+    assert "4 rows are not a multiple of dp x pp = 3" in verdicts[1].error
+    assert not any(v.equal for v in verdicts)
+
+
+def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_difference(tmp_path, capsys):
+    html = tmp_path / "verify.html"
+    assert main(["tests.verify_models:Encoder", "--layouts", "tp2", "--html", str(html)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^tp2 .* equal$", out, re.MULTILINE), out
+    assert "1 of 1 layouts are the dense model" in html.read_text()
+    assert main(["tests.verify_models:wrong_heads", "--layouts", "tp2"]) == 1
+    assert "DIFFERS" in (out := capsys.readouterr().out), out
+    assert "forward of attention" in out
+    for wrong, said in (
+        ("tests.no_such:build", "can't be imported"),
+        ("tests.verify_models:none", "has no function none()"),
+    ):
+        assert main([wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["tests.verify_models:Encoder", "--layouts", "tp2x"]) == 2
+
+
+def test_the_page_escapes_what_it_shows():
+    verdict = Verdict("tp2", {"loss": math.inf}, error="<script>")
+    assert "<script>" not in page("a & b", [verdict])
+    assert "FAILED" in table([verdict])
+    code = "import sys, mpcore.verify.__main__; sys.exit('torch.distributed.pipelining' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert partial(main)

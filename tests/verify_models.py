@@ -1,0 +1,238 @@
+"""Models for `mpcore.verify` that are not the example's GPT, and broken copies of one, one for each of ten pitfalls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpcore import (
+    ColumnParallelLinear,
+    LayerNorm,
+    Mesh,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    RowParallelLinear,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    parallelize,
+    vocab_parallel_cross_entropy,
+)
+from mpcore.collectives import all_gather, reduce, split
+from mpcore.sharding import add_partial
+
+VOCAB, WIDTH, HEADS = 22, 16, 4
+
+
+def batch() -> dict[str, Tensor]:
+    """Tokens and targets, of which each sample has another number that count."""
+    g = torch.Generator().manual_seed(7)
+    x, target = torch.randint(VOCAB, (2, 4, 8), generator=g)
+    return {"x": x, "target": target.masked_fill(torch.arange(8) >= torch.tensor([[8], [3], [5], [1]]), -100)}
+
+
+def loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """Over vocabulary shards, summed."""
+    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB, reduction="sum")
+
+
+# --- three models -----------------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """Sees both ways; a label for each token."""
+
+    def __init__(self, mesh: Mesh, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        sp = {"tp": mesh.tp, "sequence_parallel": sequence_parallel}
+        self.embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
+
+        def block() -> nn.Module:
+            attention = ParallelAttention(WIDTH, HEADS, 2, causal=False, qk_norm=True, **sp)
+            mlp = ParallelMLP(WIDTH, 24, "gelu", **sp)
+            return TransformerBlock(attention, mlp, LayerNorm(WIDTH, **sp), LayerNorm(WIDTH, **sp), **sp)
+
+        half = [range(0, 1), range(1, 2)][mesh.pp.rank] if mesh.pp.size == 2 else range(2)
+        self.first, self.last = 0 in half, 1 in half
+        blocks = [block() for _ in range(2)]  # both are drawn on every stage, so that the second begins alike
+        self.blocks = nn.ModuleDict({str(i): blocks[i] for i in half})
+        self.norm = LayerNorm(WIDTH, **sp)
+        self.head = ColumnParallelLinear(WIDTH, VOCAB, **sp)
+        for name in [] if self.first else ["embedding"]:
+            delattr(self, name)
+        for name in [] if self.last else ["norm", "head"]:
+            delattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V/tp]."""
+        x = self.embedding(x) if self.first else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+class Mixer(nn.Module):
+    """Mixes tokens, then channels; the hidden features of both are cut. Its output is whole on every rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        tp = mesh.tp
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.tokens = nn.Sequential(ColumnParallelLinear(8, 12, tp=tp), nn.GELU(), RowParallelLinear(12, 8, tp=tp))
+        self.channels = ParallelMLP(WIDTH, 20, "gelu", tp=tp)
+        self.head = ColumnParallelLinear(WIDTH, VOCAB, tp=tp, gather_output=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V]."""
+        x = self.embedding(x)
+        x = x + self.tokens(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(x + self.channels(x))
+
+
+class Logits(nn.Module):
+    """A Hugging Face model that returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V/tp]."""
+        return self.model(input_ids=x, use_cache=False).logits
+
+
+def llama(mesh: Mesh) -> nn.Module:
+    """A Hugging Face Llama, cut by `parallelize`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    config._attn_implementation = "eager"
+    return Logits(parallelize(LlamaForCausalLM(config), tp=mesh.tp))
+
+
+# --- ten pitfalls, planted --------------------------------------------------------------------------------------------
+
+
+class BiasOnEveryRank(RowParallelLinear):
+    """18: the bias is inside the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `RowParallelLinear`."""
+        return reduce(F.linear(x, self.weight, self.bias), self.tp)
+
+
+class NoReduce(RowParallelLinear):
+    """The sum over tp is forgotten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `RowParallelLinear`."""
+        return F.linear(x, self.weight) + self.bias
+
+
+class GatherSums(nn.Module):
+    """13: a replicated consumer after all_gather, whose backward sums what every rank has whole."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.tp = mesh.tp
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return all_gather(split(x * self.weight, self.tp, 1), self.tp, 1)
+
+
+class GateUpAsOne(nn.Module):
+    """16: gate and up cut as one block of features."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, 48, tp=mesh.tp)
+        self.down = RowParallelLinear(24, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class ForgottenPartial(ParallelAttention):
+    """12: norms of sharded heads, which nobody declared pending."""
+
+    def __init__(self, *sizes: int, **options) -> None:
+        super().__init__(*sizes, **options)
+        self.q_norm, self.k_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
+
+
+class Broken(nn.Module):
+    """A small decoder with one fault."""
+
+    def __init__(self, fault: str, mesh: Mesh, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.fault, self.mesh = fault, mesh
+        self.first, self.last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
+        sp = {"tp": mesh.tp, "sequence_parallel": sequence_parallel}
+        forgotten = {} if fault == "norm" else sp  # 11: the norm isn't told that it sees this rank's part alone
+        embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
+        norm = RMSNorm(WIDTH, **forgotten)
+        attention = ForgottenPartial if fault == "qk-norm" else ParallelAttention
+        self.attention = attention(WIDTH, HEADS, **sp)
+        self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
+        nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
+        self.mlp = GateUpAsOne(mesh) if fault == "gate-up" else ParallelMLP(WIDTH, 24, "swiglu", **sp)
+        self.scale = GatherSums(mesh) if fault == "gather" else nn.Identity()
+        self.dropout = nn.Dropout(0.3) if fault == "dropout" else nn.Identity()
+        if fault == "init":  # 21: each rank draws its own shard
+            with torch.no_grad():
+                self.attention.qkv.weight.copy_(torch.randn(self.attention.qkv.weight.shape) / WIDTH**0.5)
+        tied = fault == "tied"
+        if self.first or (self.last and tied):
+            self.embedding = embedding
+        if not self.first:
+            del self.attention, self.scale
+        if not self.last:
+            del self.mlp
+        if self.last:
+            self.norm = norm
+            self.head = ColumnParallelLinear(WIDTH, VOCAB, False, gather_output=fault == "gathered", **sp)
+            if tied:
+                self.head.weight = self.embedding.weight
+        if fault == "declared twice":
+            add_partial(self.attention.output, "bias", mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V/tp]."""
+        if self.first:
+            x = self.embedding(x)
+            x = x + self.dropout(self.attention(self.scale(x)))
+        if not self.last:
+            return x
+        x = x + self.mlp(x.detach() if self.fault == "detach" and self.mesh.tp.size > 1 else x)
+        return self.head(self.norm(x))
+
+
+def broken(fault: str):
+    """The builder of a `Broken`, importable by others."""
+    return partial(Broken, fault)
+
+
+def mean_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """24: a mean on each rank."""
+    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB)
+
+
+def gathered_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """10: gathered logits in a loss for shards."""
+    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, reduction="sum")
+
+
+def wrong_heads(mesh: Mesh) -> nn.Module:
+    """16: query heads read other KV heads, as a cut through the fused projection's blocks would have it."""
+    model = Broken("", mesh)
+    if mesh.tp.size > 1:
+        model.attention.core = lambda q, k, v, cu: ParallelAttention.core(model.attention, q, k.flip(2), v, cu)
+    return model
