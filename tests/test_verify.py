@@ -52,7 +52,7 @@ FAULTS = [
     (10, "gathered", "tp2", models.gathered_loss, "loss", "", r"log\(tp\) too large for each of 17 tokens"),
     (11, "norm", "tp2sp", models.loss, "gradient", "norm.weight", r"rank of tp holds .*partial=\(tp,\)"),
     (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
-    (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums .*all_gather"),
+    (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
     (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "what it reads was right|cut|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
@@ -85,7 +85,7 @@ def test_the_model_without_a_fault_is_equal(ranks):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", "names no axis"), ("tp", "begins with none of"), ("tp2tp2", "tp is there twice"), 
+        ("", "names no axis"), ("tp", "begins with none of"), ("tp2tp2", "tp is there twice"),
         ("sp", "over tp, which has"),
         ("tp0", "smaller than 1"), ("zero3", "on a dp size of 2 or more"), ("dp2zero4", "none of zero0 to zero3"),
         ("dp2ep3", "ep 3 does not divide dp 2"), ("tp2cp2", "'cp2' begins with none of"),
