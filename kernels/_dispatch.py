@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-try:
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ValueError, ImportError):  # somebody has put None where it would be, or forbidden it
+        return False
+
+
+HAS_TRITON = _has("triton")
+# As Triton reads it when it decorates a kernel.
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+class Later:
+    """A kernel that Triton decorates before the first launch of any.
+
+    Triton takes as long to import as all of mpcore, and decorating reads each kernel's source again: both are for those
+    alone who launch one. `decorate` puts the real ones where these stand.
+    """
+
+    def __init__(self, function: Callable, options: dict[str, Any]) -> None:
+        self.function, self.options = function, options
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    @functools.cached_property
+    def jit(self) -> Any:
+        """The kernel as Triton has it."""
+        decorator = importlib.import_module("triton").jit
+        return decorator(**self.options)(self.function) if self.options else decorator(self.function)
+
+
+def _jit(function: Callable | None = None, **options: Any) -> Any:
+    return Later(function, options) if function is not None else lambda function: Later(function, options)
+
+
+if TYPE_CHECKING:
     import triton
     import triton.language as tl
-    from triton import knobs
+else:
+    triton = SimpleNamespace(jit=_jit)
+    tl = SimpleNamespace()  # kernels name it in their bodies and annotations alone
 
-    HAS_TRITON = True
-    # Read by Triton when it decorates a kernel, so it cannot change once the kernels are imported.
-    INTERPRETING = knobs.runtime.interpret
-except ImportError:  # the kernels below still import; only their references can run
-    triton, tl = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda later: later)), None
-    HAS_TRITON = INTERPRETING = False
+
+def made(value: Any) -> Any:
+    """The kernel as Triton has it, whatever stands for it; anything else is itself."""
+    return value.jit if isinstance(value, Later) else value
+
+
+def decorate() -> None:
+    """Import Triton, and decorate every kernel there is, in all modules that name it."""
+    language, package = importlib.import_module("triton.language"), __name__.rpartition(".")[0]
+    placeholder = tl
+    for module in [m for name, m in sys.modules.items() if name.startswith(package + ".") and m is not None]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Later):
+                setattr(module, name, value.jit)
+            elif value is placeholder and name == "tl":
+                setattr(module, name, language)
+
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._dispatch import Later, decorate, made
+
 _compiled: dict[tuple, Any] = {}
 
 
@@ -36,6 +38,9 @@ def launch(
     if compiled is not None:
         compiled[grid](*tensors, *scalars, *constants)
         return None
+    if any(type(held) is Later for held in (kernel, *constants)):
+        decorate()
+        kernel, constants = made(kernel), tuple(map(made, constants))
     compiled = kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # None from the interpreter
         _compiled[key] = compiled

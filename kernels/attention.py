@@ -23,13 +23,13 @@ o = e^(lse1 - m) o1 + e^(lse2 - m) o2, in float32) make each block's dq, dk and 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ._dispatch import (
     INTERPRETING,
@@ -41,6 +41,7 @@ from ._dispatch import (
     tl,
     triton,
 )
+from ._flops import flops
 from ._launch import launch
 from ._rows import MAX_ROWS, ceil_div, next_power_of_2
 from .cross_entropy import _tanh as tanh_and_slope
@@ -293,14 +294,14 @@ _backward_op = define(
 )
 
 
-@register_flop_formula(torch.ops.mpcore.attention_forward)
+@flops(torch.ops.mpcore.attention_forward)
 def _forward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
     """Two products, of all pairs of query and key whatever the mask, as torch counts its own attention."""
     B, T, H, K = query
     return 2 * B * H * T * key[1] * (K + value[3])
 
 
-@register_flop_formula(torch.ops.mpcore.attention_backward)
+@flops(torch.ops.mpcore.attention_backward)
 def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
     """Five products, one of them done again."""
     B, T, H, K = query
@@ -431,7 +432,7 @@ def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap
 
 
 def _driver() -> Any:
-    return triton.runtime.driver.active
+    return importlib.import_module("triton.runtime").driver.active
 
 
 @functools.cache

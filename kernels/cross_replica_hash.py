@@ -23,8 +23,6 @@ from ._dispatch import define, launches, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
 from ._rows import ceil_div
 
-_PLACE = tl.constexpr(0x9E3779B97F4A7C15) if tl else 0
-_MULTIPLIER = tl.constexpr(0xD6E8FEB86659FD93) if tl else 0
 BLOCK = 2048
 
 
@@ -92,9 +90,9 @@ def _launch(x: Tensor) -> Tensor:
 
 @triton.jit
 def _mix(word, place):
-    z = word.to(tl.uint64, bitcast=True) + place.to(tl.uint64) * _PLACE
-    z = (z ^ (z >> 32)) * _MULTIPLIER
-    z = (z ^ (z >> 32)) * _MULTIPLIER
+    z = word.to(tl.uint64, bitcast=True) + place.to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 32)) * 0xD6E8FEB86659FD93
+    z = (z ^ (z >> 32)) * 0xD6E8FEB86659FD93
     return (z ^ (z >> 32)).to(tl.int64, bitcast=True)
 
 

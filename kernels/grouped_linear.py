@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._flops import flops
 from ._launch import launch
 from ._rows import as_rows, ceil_div, next_power_of_2
 
@@ -84,12 +84,12 @@ _forward_op = define("grouped_linear_forward(Tensor x, Tensor weight, Tensor cou
 _weight_op = define("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _empty_weight)
 
 
-@register_flop_formula([torch.ops.mpcore.grouped_linear_forward])
+@flops(torch.ops.mpcore.grouped_linear_forward)
 def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
     return 2 * x[0] * weight[1] * weight[2]  # of all rows: how many are used only the device knows
 
 
-@register_flop_formula([torch.ops.mpcore.grouped_linear_weight])
+@flops(torch.ops.mpcore.grouped_linear_weight)
 def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
     return 2 * x[0] * dy[1] * x[1]
 

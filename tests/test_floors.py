@@ -185,3 +185,13 @@ def test_every_package_is_in_the_distribution():
     assert listed
     here = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "mpcore").rglob("__init__.py")}
     assert set(re.findall(r'"([\w.]+)"', listed[1])) == here | {"mpcore.kernels"}
+
+
+def test_importing_mpcore_leaves_triton_alone():
+    """The counter of FLOPs imports it, and knows our formulas then."""
+    code = (
+        "import sys, mpcore; assert 'triton' not in sys.modules\n"
+        "from torch.utils.flop_counter import flop_registry\n"
+        "print(sum('mpcore' in str(op) for op in flop_registry))"
+    )
+    assert int(python(code).stdout) >= 4

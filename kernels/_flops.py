@@ -1,0 +1,57 @@
+"""FLOP formulas of operators that have products, for `torch.utils.flop_counter.FlopCounterMode`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: list[tuple[Any, Callable]] = []
+
+
+def flops(op: Any) -> Callable[[Callable], Callable]:
+    """Decorate the formula of an operator, `formula(*shapes, out_shape, **kwargs) -> int`.
+
+    Torch's counter imports Triton, so it is told when somebody imports it.
+
+    Args:
+        op: such as `torch.ops.mpcore.attention_forward`.
+    """
+
+    def register(formula: Callable) -> Callable:
+        counter = sys.modules.get(_COUNTER)
+        if counter is None:
+            _formulas.append((op, formula))
+        else:
+            counter.register_flop_formula(op)(formula)
+        return formula
+
+    return register
+
+
+class _OnImport:
+    """Finds the counter as Python does, and has it hear of the formulas when it is there."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            plain = spec.loader.exec_module
+
+            def execute(module: ModuleType) -> None:
+                plain(module)
+                for op, formula in _formulas:
+                    module.register_flop_formula(op)(formula)
+
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _OnImport())  # type: ignore[arg-type]
