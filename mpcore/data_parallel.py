@@ -21,11 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Replicate
 
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.sharding import Sharding, add_partial, is_dtensor, owners, sharding_of
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
+    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,11 @@ class _Wrap:
             self.data = _cut_axis(mesh.data, replicate, mesh.device_type)
         else:
             self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
-        self.experts: ShardPlacementResult | None = None
+        self.experts: Any = None
         if mesh.edp.size > replicate and mesh.edp.group is not mesh.data.group:
             cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
+            if FSDPMeshInfo is None or HSDPMeshInfo is None or ShardPlacementResult is None:
+                raise ValueError(f"experts with zero {zero} need torch 2.13, this is {torch.__version__}: use zero=0")
             info = FSDPMeshInfo(cut, 0) if replicate == 1 else HSDPMeshInfo(cut, 1, 0)
             self.experts = ShardPlacementResult(None, info)
 
@@ -237,9 +243,10 @@ class _Wrap:
         sharded = fully_shard(module, ignored_params=ignored, **options)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_reduce_scatter_unused_params(True)  # else ranks that used others post sums of other sizes
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from torch 2.13 on ranks may use different ones
+            sharded.set_reduce_scatter_unused_params(True)
 
-    def _placed(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
+    def _placed(self, parameter: nn.Parameter) -> Any:
         sharding = self.held.get(id(parameter))
         return self.experts if sharding is not None and sharding.data_axis(self.mesh) is self.mesh.edp else None
 
