@@ -149,8 +149,8 @@ def check_uneven_rows():
     assert y[:, 0].tolist() == want
     (dx,) = torch.autograd.grad(y, x, y.detach())
     assert torch.equal(dx, x)
-    with pytest.raises(ValueError, match=rf"x has {len(x)} rows, but 9 are to be sent to the tp axis"):
-        c.all_to_all_rows(x, axis, [3, 3, 3], receive)
+    with pytest.raises(ValueError, match=rf"x has {len(x)} rows, but 10 are to be sent to the tp axis"):
+        c.all_to_all_rows(x, axis, [3, 3, 4], receive)
     with pytest.raises(ValueError, match="4 rows are not a multiple of the tp size 3"):
         c.all_to_all_rows(torch.ones(4, 1), axis)
 

@@ -234,5 +234,5 @@ def wrong_heads(mesh: Mesh) -> nn.Module:
     """16: query heads read other KV heads, as a cut through the fused projection's blocks would have it."""
     model = Broken("", mesh)
     if mesh.tp.size > 1:
-        model.attention.core = lambda q, k, v, cu: ParallelAttention.core(model.attention, q, k.flip(2), v, cu)
+        model.attention.core = lambda q, k, *others: ParallelAttention.core(model.attention, q, k.flip(2), *others)
     return model

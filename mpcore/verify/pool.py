@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -118,6 +120,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
             if world != store:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                    _forget_meshes()
                 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
                 _meshes.clear()
                 world = store
@@ -127,6 +130,16 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
             result = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
             connection.send(result)
+
+
+def _forget_meshes() -> None:
+    """Torch's DTensor remembers meshes by their ranks, and would return one whose groups are gone."""
+    for cached in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
+        if str(getattr(cached, "__module__", "")).startswith("torch.distributed"):
+            cached.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 _meshes: dict = {}
