@@ -10,8 +10,11 @@ Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.1, and 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -214,6 +217,7 @@ def build_mesh(
     device_type: str | None = None,
     cp_inner: int | None = None,
     etp: int | None = None,
+    timeout: float | None = None,
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
@@ -226,18 +230,20 @@ def build_mesh(
         device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
+        timeout: seconds that ranks may take to arrive, and then a collective of the default process group made here;
+            None: torch's default.
 
     Returns:
         The mesh as this rank sees it.
 
     Raises:
         ValueError: on every rank and before any group is made, if the sizes don't fit the world (all of them are
-            named), or if the ranks ask for different meshes.
+            named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time.
     """
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized() and dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        _start_world("nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
@@ -281,6 +287,60 @@ def build_mesh(
         device_type=device_type,
         device_mesh=device_mesh,
     )
+
+
+def _start_world(backend: str, timeout: float | None) -> None:
+    """Make the default process group from torchrun's variables, whatever earlier attempts left in its store."""
+    limit = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+    store = dist.PrefixStore(meet(store, rank, size, limit.total_seconds()), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Agree on a name for this attempt, which nothing that died before it has used: all of its ranks call this.
+
+    torchrun keeps its store over a restart, with the addresses of the dead in it, and its count of restarts differs
+    between nodes. So each rank says hello with a number of its own, and rank 0 answers that number.
+
+    Returns:
+        The name, the same on all ranks.
+
+    Raises:
+        ValueError: naming the ranks that didn't arrive within `timeout` seconds.
+    """
+    mine, until = os.urandom(8).hex(), time.monotonic() + timeout
+    if rank:
+        store.set(f"mpcore/hello/{rank}", mine)
+        name = _wait_for(store, f"mpcore/welcome/{mine}", timeout)
+        store.set(f"mpcore/here/{name}/{rank}", "")
+        # Rank 0 tells when it gave up; without it, nobody can.
+        missing = _wait_for(store, f"mpcore/met/{name}", max(until - time.monotonic(), 0) + 10)
+    else:
+        name, waiting, answered = mine, set(range(1, size)), set()
+        while waiting and time.monotonic() < until:
+            for other in sorted(waiting):
+                hello = f"mpcore/hello/{other}"
+                number = store.get(hello).decode() if store.check([hello]) else None
+                if number is not None and number not in answered:  # perhaps of a dead one: then nobody reads the answer
+                    answered.add(number)
+                    store.set(f"mpcore/welcome/{number}", name)
+                if store.check([f"mpcore/here/{name}/{other}"]):
+                    waiting.discard(other)
+            time.sleep(0.01 if waiting else 0)
+        missing = ", ".join(map(str, sorted(waiting)))
+        store.set(f"mpcore/met/{name}", missing)
+    if missing:
+        raise ValueError(f"of {size} ranks {missing} did not arrive within {timeout:g} s")
+    return f"attempt {name}"
+
+
+def _wait_for(store: dist.Store, key: str, timeout: float) -> str:
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except dist.DistStoreError:
+        raise ValueError(f"rank 0 did not arrive within {timeout:g} s") from None
+    return store.get(key).decode()
 
 
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:

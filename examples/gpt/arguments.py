@@ -131,6 +131,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json",
     )
     add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
+    add = parser.add_argument_group("faults").add_argument
+    add("--timeout", type=float, default=600, help="seconds without progress that are a hang, which is explained")
+    add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for a NaN or infinity")
+    add("--check-replicas", type=int, default=100, metavar="N", help="compare replicas bit by bit every N steps; 0: no")
+    add("--check-speed", type=int, default=50, metavar="N", help="look for slow ranks every N steps; 0: never")
     return parser.parse_args(argv)
 
 
@@ -209,6 +214,11 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
     if args.save_every < 0:
         raise ValueError(f"--save-every {args.save_every} is smaller than 0")
+    if not 0 < args.timeout < math.inf:
+        raise ValueError(f"--timeout {args.timeout} s is not more than 0")
+    for name in ("max_skips", "check_replicas", "check_speed"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 0")
     for name in ("keep", "exit_step"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")

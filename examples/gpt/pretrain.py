@@ -7,10 +7,10 @@ import dataclasses
 import json
 import math
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from examples.gpt.arguments import (
     plan_stages,
 )
 from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
+from examples.gpt.faults import Faults, check_writable, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
@@ -56,6 +57,8 @@ from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
 from mpcore.precision import LossScaler, autocast
 from mpcore.sharding import is_dtensor, local_tensor
+from mpcore.survival import EXIT_STOPPED, StopSignals, Stragglers, code_versions, file_versions, leave_together
+from mpcore.trace import Watchdog, record
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
 
@@ -65,10 +68,13 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh) -> None:
         self.args, self.mesh = args, mesh
+        check_same("code", code_versions(Path(__file__).parent))
         error = None
         try:
             self.tokenizer = find_tokenizer(args)
-            data = IndexedDataset(args.data or default_corpus(tokenizer=self.tokenizer))
+            prefix = args.data or default_corpus(tokenizer=self.tokenizer)
+            data = IndexedDataset(prefix)
+            files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
             plan, blocks = plan_stages(args, config, mesh.pp.size, self.micro_batches)
@@ -84,6 +90,7 @@ class Trainer:
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
         self.corpus = {"documents": len(data), "tokens": data.num_tokens}
         check_same("configuration", {**flags, **self.corpus})
+        check_same("data", files)
 
         torch.manual_seed(args.seed)
         self.dtype = DTYPES[args.dtype]
@@ -110,7 +117,10 @@ class Trainer:
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
         self.told: Saving | None = None
-        self.asked_to_stop = False
+        self.asked_to_stop = self.stopped = False
+        self.signals: StopSignals | None = None
+        self.stragglers = Stragglers(mesh)
+        self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
         self.resume()
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -146,7 +156,8 @@ class Trainer:
         lr = learning_rate(self.args, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        tokens, targets, samples = self.batch(self.train, self.sample(step), self.args.global_batch)
+        with self.stragglers.timed("data"):
+            tokens, targets, samples = self.batch(self.train, self.sample(step), self.args.global_batch)
         self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
         arguments = {"samples": samples}
         if self.config.moe is not None:
@@ -225,6 +236,9 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged."""
         resume, lead = self.args.resume, self.mesh.world.rank == 0
+        restarted = torch.tensor(int(was_restarted() and self.args.save_every > 0), device=self.mesh.device)
+        if int(all_reduce(restarted, self.mesh.world, "max")):  # torchrun counts on each node by itself
+            resume = resume if resume != "none" and not checkpoints(self.checkpoints, self.mesh) else "auto"
         found = checkpoints(self.checkpoints, self.mesh) if resume in ("auto", "none") else [Path(resume)]
         if resume == "none":
             if found and self.args.save_every:
@@ -255,13 +269,14 @@ class Trainer:
             print(f"resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Save and leave after this step: what a signal calls."""
+        """Save and leave after this step, as on a signal."""
         self.asked_to_stop = True
 
     def stopping(self) -> bool:
         """Whether any rank was asked to stop; tells of a save in the background that failed on any."""
         failed = self.saving is not None and self.saving.failed
-        flags = torch.tensor([int(self.asked_to_stop), int(failed)], device=self.mesh.device)
+        asked = self.asked_to_stop or (self.signals is not None and self.signals.asked)
+        flags = torch.tensor([int(asked), int(failed)], device=self.mesh.device)
         stop, failed = (bool(flag) for flag in all_reduce(flags, self.mesh.world, "max").tolist())
         if failed and self.saving is not None:
             saving, self.saving = self.saving, None
@@ -317,8 +332,15 @@ class Trainer:
             except OSError as problem:
                 error = ValueError(f"--out {out} can't be written: {problem}")
         raise_together(error)
+        try:
+            if args.save_every:
+                check_writable(self.checkpoints, self.mesh.world.rank)
+        except ValueError as problem:
+            error = problem
+        raise_together(error)
         if lead:
             print(self.summary(), flush=True)
+        faults = Faults(args, self.mesh, records)
 
         def record(entry: dict) -> None:
             records.append(entry)
@@ -334,6 +356,7 @@ class Trainer:
             began = time.perf_counter()
             entry = {"step": step, **self.step(step)}
             took = time.perf_counter() - began
+            self.beat()
             self.spans = self.pipeline.recorded() if args.trace else []
             entry |= {"tokens": (step + 1) * tokens_a_step, "tokens_per_second": tokens_a_step / took}
             record(entry)
@@ -345,23 +368,26 @@ class Trainer:
             if self.mesh.device_type == "cuda":
                 values["MFU"] = f"{self.mfu(entry['tokens_per_second']):.1%}"
             bar.set_postfix(values)
-            if not math.isfinite(entry["grad_norm"]) and lead:
-                tqdm.write(f"step {step}: the gradient is not finite, the step was skipped on all ranks")
+            for line in faults.after(entry, self.sample(step), self.model, self.stragglers):
+                if lead:
+                    tqdm.write(line)
             if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
                 value = self.evaluate()
+                self.beat()
                 record({"step": step, "val_loss": value})
                 if lead:
                     tqdm.write(f"step {step}: validation loss {value:.4f}")
             if self.saving is not None:
                 self.tell_saved(self.saving)
             done = step + 1
-            leave = self.stopping() or done == args.exit_step
-            if leave:
+            self.stopped = self.stopping()
+            if self.stopped or done == args.exit_step:
                 bar.close()
                 self.finish(done)
                 return
             if args.save_every and (done % args.save_every == 0 or done == args.steps):
                 self._try(lambda done=done: self.save(done))
+                self.beat()
         bar.close()
         if self.saving is not None:
             self.saving.wait()
@@ -416,20 +442,30 @@ class Trainer:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
+    """The command. It leaves with status 0 when all is done, 75 after a signal made it save, else something else."""
     args = parse(argv)
-    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
+    if not dist.is_initialized():
+        record()  # what a watchdog explains hangs with
     try:
-        trainer = Trainer(args, build_mesh(**sizes, cp_inner=inner_size(args)))
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, trainer.ask_to_stop)
-        trainer.run()
+        sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
+        limit = args.timeout + 15  # the watchdog comes first: it knows more
+        mesh = build_mesh(**sizes, cp_inner=inner_size(args), timeout=limit)
+        with ExitStack() as stack:
+            stack.enter_context(leave_together(mesh))
+            watchdog = stack.enter_context(Watchdog(mesh, timeout=args.timeout, folder=Path(args.out) / "hang"))
+            try:
+                trainer = Trainer(args, mesh)
+                watchdog.model, trainer.beat = trainer.model, watchdog.beat
+                trainer.signals = stack.enter_context(StopSignals())
+                trainer.run()
+            except ValueError as error:
+                sys.exit(f"rank {mesh.world.rank}: error: {error}")
     except ValueError as error:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        sys.exit(f"rank {rank}: error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        sys.exit(f"rank {dist.get_rank() if dist.is_initialized() else 0}: error: {error}")
+    if dist.is_initialized():  # not after a failure: a save in the background may still use the groups
+        dist.destroy_process_group()
+    if trainer.stopped:
+        sys.exit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

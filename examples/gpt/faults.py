@@ -1,0 +1,89 @@
+"""What a run of `examples.gpt.pretrain` looks at after each step: bad numbers, spikes, slow ranks, corrupt replicas."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from torch import nn
+
+from mpcore import Mesh
+from mpcore.survival import Skips, Spikes, Stragglers, compare_replicas
+
+
+class Faults:
+    """The detectors of a run.
+
+    Args:
+        args: the flags.
+        mesh: of this rank.
+        records: what an earlier run wrote before the step that this one begins with.
+    """
+
+    def __init__(self, args: argparse.Namespace, mesh: Mesh, records: list[dict]) -> None:
+        self.args, self.mesh = args, mesh
+        self.skips = Skips(args.max_skips, Path(args.out) / "skipped.jsonl" if mesh.world.rank == 0 else None)
+        self.spikes = Spikes()
+        for entry in records:
+            if "loss" in entry:
+                self.spikes.score(entry["loss"])
+
+    def after(self, entry: dict, sample: int, model: nn.Module, stragglers: Stragglers) -> list[str]:
+        """Look at a step.
+
+        Args:
+            entry: what is recorded of it.
+            sample: global index of its first sample.
+            model: after it.
+            stragglers: what timed this rank's loading.
+
+        Returns:
+            What there is to say, the same on all ranks.
+
+        Raises:
+            ValueError: on every rank, if the run must not go on.
+        """
+        step, found = entry["step"], []
+        samples = [sample, sample + self.args.global_batch - 1]
+        finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
+        if not finite:
+            found.append(f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks")
+        self.skips.step(finite, step=step, samples=samples, loss=entry["loss"], grad_norm=entry["grad_norm"])
+        score = self.spikes.score(entry["loss"])
+        if score is not None:
+            found.append(
+                f"step {step}: loss {entry['loss']:.4g} is a spike, {score:.0f} standard deviations above the last ones; "
+                f"its samples are {samples[0]} to {samples[1]}"
+            )
+        if self._due(self.args.check_replicas, step):
+            compare_replicas(model, self.mesh)
+        if self.args.check_speed and self.mesh.world.size > 1:
+            stragglers.probe()
+            if self._due(self.args.check_speed, step):
+                found += [f"step {step}: {late}" for late in stragglers.check()]
+        return found
+
+    @staticmethod
+    def _due(every: int, step: int) -> bool:
+        return every > 0 and (step + 1) % every == 0
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started this process again, after one before it failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def check_writable(folder: Path, rank: int) -> None:
+    """Fail now, not at the first checkpoint, where this rank can't write.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    probe = folder / f".rank{rank}.tmp"
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError as problem:
+        raise ValueError(f"{folder} can't be written: {problem}") from problem

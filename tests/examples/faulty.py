@@ -1,0 +1,60 @@
+"""The example's command with one fault in it: `python -m tests.examples.faulty KIND RANK STEP FLAGS ...`.
+
+The fault happens on the first attempt only, so that a run that torchrun starts again meets none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from examples.gpt import pretrain
+from mpcore.sharding import local_tensor
+
+
+def inject(kind: str, trainer: pretrain.Trainer, step: int) -> None:
+    """What goes wrong on this rank at the begin of a step."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "raise":
+        raise LookupError("a planted fault")
+    elif kind == "exit":
+        sys.exit(0)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "drift":
+        with torch.no_grad():
+            local_tensor(trainer.stages[-1].norm.weight)[3] *= 1 + 1e-3
+    elif kind == "nan":
+        with torch.no_grad():  # from this step on, whatever is fed
+            local_tensor(trainer.stages[-1].norm.weight)[3] = torch.nan
+
+
+def main() -> None:
+    """The command."""
+    kind, rank, at, *flags = sys.argv[1:]
+    mine = os.environ.get("RANK", "0") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    real_step, real_batch = pretrain.Trainer.step, pretrain.Trainer.batch
+
+    def step(self: pretrain.Trainer, number: int) -> dict[str, float]:
+        if mine and number == int(at):
+            inject(kind, self, number)
+        return real_step(self, number)
+
+    def batch(self: pretrain.Trainer, *args: object) -> tuple:
+        if mine and kind == "slow":
+            time.sleep(0.05)
+        return real_batch(self, *args)  # type: ignore[arg-type]
+
+    pretrain.Trainer.step, pretrain.Trainer.batch = step, batch  # type: ignore[method-assign]
+    if mine and kind == "late":
+        time.sleep(60)
+    pretrain.main(flags)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""What finds faults, alone and on a pool of ranks. Faults in real runs: tests/examples/test_survival_runs.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from examples.gpt.model import GPT, GPTConfig
+from mpcore import Mesh, materialize
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.mesh import check_same, meet
+from mpcore.sharding import local_tensor
+from mpcore.survival import (
+    _PEER,
+    Late,
+    Skips,
+    Spikes,
+    StopSignals,
+    Stragglers,
+    _whole_text,
+    code_versions,
+    compare_replicas,
+    file_versions,
+    late_ranks,
+)
+from tests.pool import mesh
+
+ROOT = Path(__file__).parents[1]
+CONFIG = GPTConfig(vocab_size=29, seq_len=8, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
+
+
+# --- replicas -----------------------------------------------------------------------------------------------------
+
+
+def model_on(zero: bool = False, tied: bool = False, **sizes: int) -> tuple[GPT, Mesh]:
+    here = mesh(**sizes)
+    model = GPT(GPTConfig(**{**CONFIG.__dict__, "tie_embeddings": tied}), here, device="meta", dtype=torch.float32)
+    materialize(model, 3, "cpu")
+    if zero:
+        shard_data_parallel(model, here, model.blocks.values())
+    return model, here
+
+
+def flip(model: nn.Module, name: str, row: int = 1) -> None:
+    """The last bit of one element, far too small for a loss to tell."""
+    with torch.no_grad():
+        bits = local_tensor(model.get_parameter(name)).view(torch.int32)
+        bits[(row, *[0] * (bits.dim() - 1))] ^= 1
+
+
+def check_replicas(case: tuple[dict, dict, str | None, int, str, int]) -> None:
+    sizes, options, name, rank, message, row = case
+    model, here = model_on(**options, **sizes)
+    compare_replicas(model, here)
+    if name is not None and here.world.rank == rank:
+        flip(model, name, row)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            compare_replicas(model, here)
+    else:
+        compare_replicas(model, here)
+
+
+def names() -> list[str]:
+    return [name for name, _ in GPT(CONFIG, device="meta").named_parameters()]
+
+
+NORM = next(n for n in names() if n.startswith("blocks.0") and "norm" in n)
+QKV = next(n for n in names() if n.startswith("blocks.1") and "qkv" in n)
+DOWN = next(n for n in names() if n.startswith("blocks.1") and "down" in n)
+CASES = {
+    "tp names the minority": ({"tp": 4}, {}, NORM, 2, rf"{NORM} over tp, on rank 2, while ranks 0, 1, 3 agree", 1),
+    "a shard of tp is nobody's replica": ({"tp": 4}, {}, DOWN, 2, "", 1),
+    "a shard of tp is a replica over data": (
+        {"tp": 2, "dp": 2}, {}, DOWN, 3, rf"{DOWN} over (data|dp), on ranks 1 and 3", 1,
+    ),
+    "replicated KV heads": ({"tp": 4}, {}, QKV, 1, rf"{QKV}\[\d+:\d+\] over tp, on ranks 0 and 1", -1),
+    "queries of replicated KV heads": ({"tp": 4}, {}, QKV, 1, "", 0),
+    "norm over tp and data": ({"tp": 2, "dp": 2}, {}, NORM, 1, rf"{NORM} over tp, on ranks 0 and 1; {NORM} over data, on ranks 1 and 3", 1),
+    "sharded over data, replicated over tp": (
+        {"tp": 2, "dp": 2}, {"zero": True}, NORM, 3, rf"{NORM} over tp, on ranks 2 and 3", 1,
+    ),
+    "sharded over data": ({"dp": 4}, {"zero": True}, DOWN, 3, "", 1),
+    "tied tables of two stages": (
+        {"pp": 2, "tp": 2}, {"tied": True}, "embedding.weight", 3, r"embedding.weight over ends, on ranks 1 and 3", 1,
+    ),
+    "norm of the last stage": ({"pp": 2, "tp": 2}, {}, "norm.weight", 3, r"norm.weight over tp, on ranks 2 and 3", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_row_29_a_flipped_bit_in_a_replica_is_named_by_tensor_and_rank(ranks, case):
+    ranks(4, check_replicas, CASES[case], timeout=60)
+
+
+def test_one_process_has_no_replicas():
+    model = GPT(CONFIG)
+    compare_replicas(model, Mesh())
+
+
+# --- slow ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_row_6_late_is_who_takes_longer_than_the_median_of_the_others():
+    def of(*seconds: float, threshold: float = 1.5) -> list[Late]:
+        return late_ranks([{"data": s} for s in seconds], threshold, 1e-3)
+
+    assert of(1.0, 1.0, 1.6, 1.0) == [Late(2, "data", 1.6)]
+    assert of(1.0, 1.0, 1.4, 1.0) == []
+    assert of(1.0, 2.0) == [Late(1, "data", 2.0)]
+    assert of(0.0001, 0.0005) == []  # five times as long, and nothing
+    assert of(1.0, 1.0, 9.0, 9.0, 1.0) == [Late(2, "data", 9.0), Late(3, "data", 9.0)]
+    assert of(1.0) == of() == []
+    assert late_ranks([{"data": 1.0}, {"compute": 5.0}], 1.5, 0.0) == []
+    assert str(Late(2, "data", 1.62)) == "rank 2 is slow: data takes 1.6 times as long as on the others"
+
+
+def test_row_6_uniform_load_is_no_alarm():
+    """Equal ranks whose every call takes up to half longer, at random: ten thousand checks of eight ranks."""
+    draw = random.Random(0)
+    for _ in range(10_000):
+        times = [{"data": sum(draw.uniform(1.0, 1.5) for _ in range(10)) / 10} for _ in range(8)]
+        assert not late_ranks(times, 1.5, 1e-3)
+
+
+def check_straggler() -> list[list[Late]]:
+    finder = Stragglers(mesh(dp=4), threshold=3.0, patience=2)
+    found = []
+    for check in range(5):
+        for _ in range(4):
+            with finder.timed("data"):
+                time.sleep(0.05 if dist.get_rank() == 2 and check in (0, 2, 3) else 0.002)
+        found.append([late for late in finder.check() if late.phase == "data"])
+    return found
+
+
+def test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks(ranks):
+    results = ranks(4, check_straggler)
+    assert all(result == results[0] for result in results)
+    assert [[late.rank for late in found] for found in results[0]] == [[], [], [], [2], []]
+    assert results[0][3][0].ratio > 3
+
+
+def test_the_probe_is_timed_and_a_threshold_must_be_one():
+    finder = Stragglers(Mesh(), size=8)
+    finder.probe()
+    assert len(finder.times["compute"]) == 1
+    assert finder.check() == []
+    assert not finder.times
+    with pytest.raises(ValueError, match=r"threshold 1.0 is not more than 1"):
+        Stragglers(Mesh(), threshold=1.0)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------
+
+
+def falling(steps: int, seed: int = 0) -> list[float]:
+    """A loss as runs have it: it falls, and trembles."""
+    draw = random.Random(seed)
+    return [2.0 + 3.0 * 0.98**i + draw.gauss(0, 0.05) for i in range(steps)]
+
+
+def test_row_28_spikes_are_found_and_a_falling_loss_is_none():
+    for seed in range(20):
+        finder = Spikes()
+        assert all(finder.score(loss) is None for loss in falling(500, seed))
+    found, finder = [], Spikes()
+    for i, loss in enumerate(falling(500)):
+        if finder.score(loss * (3 if i in (100, 102, 300) else 1)) is not None:
+            found.append(i)
+    assert found == [100, 102, 300]
+
+
+def test_row_28_a_new_level_is_accepted_and_what_is_not_finite_is_left_out():
+    finder = Spikes(window=16, least=8)
+    scores = [finder.score(loss) for loss in [2.0, 2.01] * 20 + [8.0] * 60]
+    assert scores[39] is None
+    assert scores[40] is not None
+    assert scores[-1] is None
+    for loss in (float("nan"), float("inf"), float("-inf")):
+        before = list(finder.before)
+        assert finder.score(loss) is None
+        assert list(finder.before) == before
+    assert Spikes(least=2).score(1e9) is None
+    with pytest.raises(ValueError, match="least 65 is not from 2 to the window of 64"):
+        Spikes(least=65)
+
+
+def test_row_27_skipped_steps_are_written_down_and_too_many_in_a_row_stop(tmp_path):
+    skips = Skips(2, tmp_path / "skipped.jsonl")
+    for step, finite in enumerate([True, False, False, True, False, False]):
+        skips.step(finite, step=step, samples=[4 * step, 4 * step + 3])
+    with pytest.raises(
+        ValueError, match=r"3 steps in a row .* isn't finite, 2 are allowed \(step 6, samples \[24, 27\]"
+    ):
+        skips.step(False, step=6, samples=[24, 27])
+    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 4, 5, 6]
+    assert lines[2] == {"step": 4, "samples": [16, 19], "in_a_row": 1}
+    with pytest.raises(ValueError, match="1 steps in a row"):
+        Skips(0, None).step(False)
+
+
+# --- what ranks have in common ------------------------------------------------------------------------------------
+
+
+def check_code(folder: str) -> None:
+    own = Path(folder) / f"rank{dist.get_rank()}" / "code"
+    own.mkdir(parents=True)
+    (own / "same.py").write_text("x = 1\n")
+    (own / "part.py").write_text(f"x = {dist.get_rank() // 2}\n")
+    versions = code_versions(own)
+    assert {"python", "torch", "mpcore/survival.py", "code/same.py"} <= versions.keys()
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 2 disagree about the code \(code/part.py: '\w{12}' and '\w{12}'\)"
+    ):
+        check_same("code", versions)
+    data = own / "corpus.idx"
+    data.write_bytes(bytes(300) + bytes([dist.get_rank() // 3]))
+    with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the data \(corpus.idx: '301 bytes"):
+        check_same("data", file_versions(data, ends=100))
+    data.write_bytes(bytes(300 + dist.get_rank()))
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 .* \(corpus.idx: '300 bytes, .* and '301 bytes"):
+        check_same("data", file_versions(data, ends=100))
+
+
+def test_row_12_other_code_or_data_on_a_rank_is_refused_by_file(ranks, tmp_path):
+    ranks(4, check_code, str(tmp_path))
+
+
+# --- ranks meet ---------------------------------------------------------------------------------------------------
+
+
+def meet_all(store: dist.Store, size: int, timeout: float, absent: tuple[int, ...] = ()) -> list[str]:
+    """What each rank gets, or is told."""
+    found = [""] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = meet(store, rank, size, timeout)
+        except ValueError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_row_2_38_every_attempt_agrees_on_a_name_that_no_dead_one_used():
+    store = dist.HashStore()
+    store.set("mpcore/hello/1", "a number of the dead")
+    names = set()
+    for _ in range(3):
+        (name,) = set(meet_all(store, 4, 30.0))
+        names.add(name)
+    assert len(names) == 3
+    assert meet(store, 0, 1, 1.0) not in names
+
+
+def test_row_39_ranks_that_do_not_arrive_are_named_on_those_that_did():
+    store = dist.HashStore()
+    meet_all(store, 4, 30.0)
+    found = meet_all(store, 4, 1.0, absent=(2, 3))
+    assert found[:2] == ["of 4 ranks 2, 3 did not arrive within 1 s"] * 2
+    assert meet_all(dist.HashStore(), 2, 0.5, absent=(0,))[1] == "rank 0 did not arrive within 0.5 s"
+
+
+# --- ranks leave --------------------------------------------------------------------------------------------------
+
+LEAVE = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from mpcore import Mesh, build_mesh
+from mpcore.survival import StopSignals, leave_together
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+mesh = build_mesh(dp=3)
+with leave_together(mesh):
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+{fault}
+    while True:
+        dist.all_reduce(torch.ones(1))
+"""
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9, "rank 1 gives no answer: killed, or cut off"),
+    "raises": ("raise LookupError('lost')", 1, "rank 1 failed first: LookupError: lost"),
+    "exits 0": ("sys.exit(0)", 1, "rank 1 left before the end, with exit status 0"),
+    "exits 3": ("sys.exit(3)", 3, "rank 1 left with exit status 3"),
+    "says": ("sys.exit('no more')", 1, "rank 1 left: no more"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["raises", *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS if f != "raises")]
+)
+def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
+    line, status, cause = FAULTS[fault]
+    code = LEAVE.format(fault=textwrap.indent(line, " " * 8))
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
+                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        told = [run.communicate(timeout=60)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [70, status, 70], told
+    for rank in (0, 2):
+        assert told[rank].splitlines()[-1] == f"rank {rank}: stopped, because {cause}"
+        assert "Traceback" not in told[rank]
+    if fault == "raises":
+        assert told[1].rstrip().endswith("LookupError: lost")
+        assert "Traceback" in told[1]
+
+
+WAITS = """
+import ctypes
+from mpcore.survival import StopSignals
+with StopSignals(apart=0.2):
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds
+    for _ in range(2):  # the second waits for ever, in C, as a collective does
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits():
+    run = subprocess.Popen([sys.executable, "-c", WAITS], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE)  # fmt: skip
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    while run.poll() is None and time.monotonic() - began < 20:
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    run.kill()
+    _, stderr = run.communicate()
+    assert run.returncode == 130
+    assert stderr.count("ctrl-C again leaves at once") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_row_31_a_signal_asks_and_what_was_before_comes_back(number):
+    before = signal.getsignal(number)
+    with StopSignals() as signals:
+        assert not signals.asked
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # right after: the same one, passed on
+        time.sleep(0.1)
+        assert signals.asked
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_a_peer_left_is_told_from_an_error_of_our_own():
+    for text in (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9",
+        "Connection reset by peer",
+        "Timed out waiting 1800000ms for send operation to complete",
+        "NCCL communicator was aborted on rank 1.",
+    ):
+        error = ValueError("the save failed")
+        error.__cause__ = RuntimeError(text)
+        assert _PEER.search(_whole_text(error))
+    assert not _PEER.search(_whole_text(ValueError("heads 10 is not a multiple of the tp size 4")))
+    assert not _PEER.search("the file igloo.bin is missing")
