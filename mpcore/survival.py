@@ -198,9 +198,10 @@ def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
     """
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for folder in map(Path, (Path(__file__).parent, *folders)):
-        for path in sorted(folder.rglob("*.py")):
-            name = f"{folder.name}/{path.relative_to(folder)}"
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for parent, _, files in sorted(os.walk(folder, followlinks=True)):  # mpcore/kernels may be a link
+            for path in (Path(parent, file) for file in sorted(files) if file.endswith(".py")):
+                name = f"{folder.name}/{path.relative_to(folder)}"
+                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return found
 
 
@@ -303,10 +304,9 @@ def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | No
         same = runs and i == runs[-1][-1] + 1 and all((i in held) == (i - 1 in held) for held in holders)
         runs[-1].append(i) if same else runs.append([i])
     for run in runs:
-        here = run[0] in place
-        part = (
-            local.index_select(shard.dim, torch.tensor([place[i] for i in run], device=local.device)) if here else None
-        )
+        part = None
+        if run[0] in place:
+            part = local.index_select(shard.dim, torch.tensor([place[i] for i in run], device=local.device))
         yield f"[{run[0]}:{run[-1] + 1}]", part
 
 
@@ -431,7 +431,7 @@ class Stragglers:
 
     def _multiply(self) -> None:
         for _ in range(4):
-            self.matrix @ self.matrix
+            torch.mm(self.matrix, self.matrix)
         if self.mesh.device_type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
 

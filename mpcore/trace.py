@@ -111,7 +111,7 @@ def record(entries: int = 512) -> None:
         raise ValueError(f"entries {entries} is smaller than 1")
     if dist.is_initialized():
         raise ValueError("the first process group reads how much is logged: call record() before it is made")
-    os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = str(entries)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
 
 
 def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = None) -> Log:

@@ -81,6 +81,7 @@ def names() -> list[str]:
 NORM = next(n for n in names() if n.startswith("blocks.0") and "norm" in n)
 QKV = next(n for n in names() if n.startswith("blocks.1") and "qkv" in n)
 DOWN = next(n for n in names() if n.startswith("blocks.1") and "down" in n)
+BOTH = f"{NORM} over tp, on ranks 0 and 1; {NORM} over data, on ranks 1 and 3"
 CASES = {
     "tp names the minority": ({"tp": 4}, {}, NORM, 2, rf"{NORM} over tp, on rank 2, while ranks 0, 1, 3 agree", 1),
     "a shard of tp is nobody's replica": ({"tp": 4}, {}, DOWN, 2, "", 1),
@@ -89,7 +90,7 @@ CASES = {
     ),
     "replicated KV heads": ({"tp": 4}, {}, QKV, 1, rf"{QKV}\[\d+:\d+\] over tp, on ranks 0 and 1", -1),
     "queries of replicated KV heads": ({"tp": 4}, {}, QKV, 1, "", 0),
-    "norm over tp and data": ({"tp": 2, "dp": 2}, {}, NORM, 1, rf"{NORM} over tp, on ranks 0 and 1; {NORM} over data, on ranks 1 and 3", 1),
+    "norm over tp and data": ({"tp": 2, "dp": 2}, {}, NORM, 1, BOTH, 1),
     "sharded over data, replicated over tp": (
         {"tp": 2, "dp": 2}, {"zero": True}, NORM, 3, rf"{NORM} over tp, on ranks 2 and 3", 1,
     ),
@@ -223,7 +224,7 @@ def check_code(folder: str) -> None:
     (own / "same.py").write_text("x = 1\n")
     (own / "part.py").write_text(f"x = {dist.get_rank() // 2}\n")
     versions = code_versions(own)
-    assert {"python", "torch", "mpcore/survival.py", "code/same.py"} <= versions.keys()
+    assert {"python", "torch", "mpcore/kernels/rms_norm.py", "code/same.py"} <= versions.keys()
     with pytest.raises(
         ValueError, match=r"ranks 0 and 2 disagree about the code \(code/part.py: '\w{12}' and '\w{12}'\)"
     ):

@@ -51,10 +51,11 @@ class Faults:
         if not finite:
             found.append(f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks")
         self.skips.step(finite, step=step, samples=samples, loss=entry["loss"], grad_norm=entry["grad_norm"])
-        score = self.spikes.score(entry["loss"])
+        loss = entry["loss"]
+        score = self.spikes.score(loss)
         if score is not None:
             found.append(
-                f"step {step}: loss {entry['loss']:.4g} is a spike, {score:.0f} standard deviations above the last ones; "
+                f"step {step}: loss {loss:.4g} is a spike, {score:.0f} standard deviations above those before; "
                 f"its samples are {samples[0]} to {samples[1]}"
             )
         if self._due(self.args.check_replicas, step):

@@ -52,7 +52,7 @@ def main() -> None:
 
     pretrain.Trainer.step, pretrain.Trainer.batch = step, batch  # type: ignore[method-assign]
     if mine and kind == "late":
-        time.sleep(60)
+        time.sleep(1000)
     pretrain.main(flags)
 
 

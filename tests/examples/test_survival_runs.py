@@ -189,4 +189,4 @@ def test_row_39_a_rank_that_does_not_arrive_is_named(tmp_path):
     run = start("--steps", "2", "--tp", "2", "--timeout", "1", "--out", str(tmp_path), fault=("late", 1, 0))
     status, _, stderr = finish(run, 300)
     assert status != 0
-    assert "of 2 ranks 1 did not arrive within 61 s" in stderr
+    assert "of 2 ranks 1 did not arrive within 16 s" in stderr
