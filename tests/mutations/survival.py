@@ -1,0 +1,29 @@
+"""What stands faults, broken."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/test_survival.py"
+FILE = "mpcore/survival.py"
+
+MUTATIONS = [
+    Mutation("29 replicas over data are not compared", FILE, "axes |= _data_replicas(parameter, data)", "pass", TESTS),
+    Mutation("29 replicated KV heads are not compared", FILE,
+             "if shard.replicated and not is_dtensor(parameter):", "if False:", TESTS),
+    Mutation("29 only hashes above are compared", FILE, "(most != ~least)", "(most > hashes)", TESTS),
+    Mutation("29 the majority is blamed", FILE, "key=len)", "key=lambda found: -len(found))", TESTS),
+    Mutation("28 a spike enters the window whole", FILE,
+             "self.before.append(min(loss, mean + self.threshold * spread))", "self.before.append(loss)", TESTS),
+    Mutation("27 a good step doesn't end the row", FILE, "self.row = 0 if finite else self.row + 1",
+             "self.row = self.row if finite else self.row + 1", TESTS),
+    Mutation("6 one slow check is enough", FILE, ">= self.patience", ">= 1", TESTS),
+    Mutation("6 a rank is compared with itself too", FILE, "if place != rank and phase in other", "if phase in other",
+             TESTS),
+    Mutation("4 leaving with status 0 is no failure", FILE, 'return 1, "left before the end, with exit status 0"',
+             'return 0, "left before the end, with exit status 0"',
+             "tests/test_survival.py::test_row_1_3_4_when_a_rank_fails_the_others_name_it"),
+    Mutation("3 nobody says why it failed", FILE, 'self.store.set("mpcore/cause", f"rank {self.rank} {cause}")', "pass",
+             TESTS),
+    Mutation("2 a new attempt takes the dead one's name", "mpcore/mesh.py", "name, waiting, answered = mine,",
+             'name, waiting, answered = "0",', TESTS),
+    Mutation("12 code below a link is not looked at", FILE, "followlinks=True", "followlinks=False", TESTS),
+]  # fmt: skip
