@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} is damaged: its CRC-32 is {_checksum(body):08x}, written was {found!r}")
     try:
         return _parse(body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
