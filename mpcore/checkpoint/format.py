@@ -165,7 +165,8 @@ def _checksum(body: Mapping[str, Any]) -> int:
 def _parse(body: dict[str, Any]) -> Manifest:
     del body["format"], body["version"]
     files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-    for name in files:
+    for name, record in files.items():
+        _sizes((record.bytes, record.header_crc32))
         if Path(name).name != name or name in ("", ".", ".."):  # never a way out of the checkpoint
             raise ValueError(f"{name!r} is not a plain file name")
     tensors = {}
@@ -177,6 +178,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in chunks], entry.shape):
             raise ValueError(f"the {len(chunks)} chunks of {name} do not tile its shape {entry.shape}")
         for chunk in chunks:
+            _sizes((chunk.crc32,))
             if chunk.file not in files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
         tensors[name] = entry
