@@ -1,0 +1,112 @@
+"""Activations with a bias, plain and gated, of 8192 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.protocol import Function, Inputs, Kernel, Shape, always, compare, compiled, imported
+from mpcore.kernels.geglu import geglu, geglu_reference
+from mpcore.kernels.gelu import gelu, gelu_reference
+from mpcore.kernels.relu_squared import relu_squared, relu_squared_reference
+from mpcore.kernels.swiglu import swiglu, swiglu_reference
+
+
+def inputs(width: int) -> Callable[[Shape, torch.dtype, torch.device], Inputs]:
+    """Make x [M, width F] and bias [width F]."""
+
+    def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+        columns = width * shape["F"]
+        like = {"dtype": dtype, "device": device}
+        return {"x": torch.randn(shape["M"], columns, **like), "bias": torch.randn(columns, **like)}
+
+    return make
+
+
+def gated(act: Callable[[Tensor], Tensor]) -> Function:
+    """The plain way to write a gated activation."""
+
+    def eager(x: Tensor, bias: Tensor) -> Tensor:
+        gate, up = (x + bias).chunk(2, -1)
+        return act(gate) * up
+
+    return eager
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_eager(x: Tensor, bias: Tensor) -> Tensor:
+    """torch's own after an addition."""
+    return gelu_tanh(x + bias)
+
+
+def relu_squared_eager(x: Tensor, bias: Tensor) -> Tensor:
+    """torch's own after an addition."""
+    return F.relu(x + bias).square()
+
+
+def liger(name: str, function: str):
+    """Liger's, which takes the halves apart and no bias: the addition is outside, as its users write it."""
+
+    def adapt(f) -> Function:
+        return lambda x, bias: f.apply(*((x + bias).chunk(2, -1)))
+
+    return imported(f"liger_kernel.ops.{name}", function, adapt)
+
+
+def megatron(name: str, function: str):
+    """Megatron's fusion of bias and activation."""
+    return imported(f"megatron.core.fusions.{name}", function, lambda f: lambda x, bias: f(x, bias))
+
+
+def kernel(name: str, ours: Function, reference: Function, eager: Function, width: int, size: int, peers) -> Kernel:
+    """Inputs are read once and outputs written once; backward reads x and dy and writes dx."""
+    return Kernel(
+        name,
+        inputs(width),
+        ours,
+        reference,
+        {"eager": always(eager), "torch.compile": compiled(eager), **peers},
+        cost=lambda s, b: (
+            (width + 1) * b * s["M"] * s["F"],
+            (3 * width + 2) * b * s["M"] * s["F"],
+        ),
+        shapes=[{"M": 8192, "F": size}],
+        toy={"M": 5, "F": 40},
+    )
+
+
+KERNELS = [
+    kernel(
+        *("swiglu", swiglu, swiglu_reference, gated(F.silu), 2, 14336),
+        {
+            "Liger": liger("swiglu", "LigerSiLUMulFunction"),
+            "Megatron": megatron("fused_bias_swiglu", "bias_swiglu_impl"),
+        },
+    ),
+    kernel(
+        *("geglu", geglu, geglu_reference, gated(gelu_tanh), 2, 14336),
+        {
+            "Liger": liger("geglu", "LigerGELUMulFunction"),
+            "Megatron": megatron("fused_bias_geglu", "bias_geglu_impl"),
+        },
+    ),
+    kernel(
+        *("gelu", gelu, gelu_reference, gelu_eager, 1, 16384),
+        {"Megatron": megatron("fused_bias_gelu", "bias_gelu_impl")},
+    ),
+    kernel("relu_squared", relu_squared, relu_squared_reference, relu_squared_eager, 1, 16384, {}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), [case for k in KERNELS for case in k.cases()])
+def test_activation(request, kernel, shape, dtype, which) -> None:
+    """Right, and on CUDA as fast as it is."""
+    compare(request, kernel, shape, dtype, which)

@@ -1,0 +1,357 @@
+"""How a kernel is timed beside its peers: a bench of `bench_<kernel>.py` names inputs, functions and costs only.
+
+First every function is checked; what is wrong gets no number. Then all of them, and the machine's own copy or matrix
+product as the yardstick, run in turn, round by round, each after a read of more memory than the L2 cache holds. Events
+on the device take the time, while the stream is held until the host has launched everything.
+
+Without CUDA a bench runs at toy size: what can run is checked, nothing is timed and nothing is written.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.machine import describe
+
+FORWARD, BOTH = "forward", "forward+backward"
+OURS = "mpcore"
+ROUNDS, HOST_CALLS = 50, 20
+SLACK = {OURS: 2}  # times the error of the plain reference in the same dtype; a peer may round inside
+PEER_SLACK = 16
+Shape = Mapping[str, int]
+Inputs = dict[str, Tensor]
+Function = Callable[..., Any]
+
+
+class NotHere(Exception):
+    """A peer can't run; the message says why."""
+
+
+class Wrong(Exception):
+    """A function's results are not the reference's; it gets no number."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and its peers.
+
+    Args:
+        name: as its file in `kernels/`.
+        inputs: makes tensors by name, `inputs(shape, dtype, device)`.
+        ours, reference: take the inputs by name, and return a tensor or a tuple.
+        peers: by name, what returns such a function for a shape, or raises `ImportError` or `NotHere`.
+        cost: bytes or floating point operations of `(forward, forward+backward)`, by shape and bytes of an element.
+        shapes: what is measured; toy: what is checked without CUDA.
+        unit: "GB/s", beside a copy, or "TFLOP/s", beside a matrix product.
+        passes: which to measure.
+        check: sizes to shrink where the check in float64 would not fit.
+        constants: inputs without a gradient though they are floating.
+        in_float64: the reference takes float64; otherwise its own dtype is the truth.
+        random: a peer draws random numbers of its own, so only its shapes, dtypes and finiteness are checked.
+    """
+
+    name: str
+    inputs: Callable[[Shape, torch.dtype, torch.device], Inputs]
+    ours: Function
+    reference: Function
+    peers: Mapping[str, Callable[[Shape], Function]]
+    cost: Callable[[Shape, int], tuple[float, float]]
+    shapes: Sequence[Shape]
+    toy: Shape
+    unit: str = "GB/s"
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+    passes: Sequence[str] = (FORWARD, BOTH)
+    check: Shape = field(default_factory=dict)
+    constants: Sequence[str] = ()
+    in_float64: bool = True
+    random: bool = False
+
+    def cases(self) -> list[Any]:
+        """Parameters of a bench: shape, dtype and pass; of the toy size without CUDA."""
+        cuda = torch.cuda.is_available()
+        shapes, dtypes = (self.shapes, self.dtypes) if cuda else ([self.toy], [torch.float32])
+        return [
+            pytest.param(self, shape, dtype, which, id=f"{self.name} {label(shape)} {short(dtype)} {which}")
+            for shape in shapes
+            for dtype in dtypes
+            for which in self.passes
+        ]
+
+
+def label(shape: Shape) -> str:
+    """`M 8192, D 4096`."""
+    return ", ".join(f"{name} {size}" for name, size in shape.items())
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def always(function: Function) -> Callable[[Shape], Function]:
+    """A peer that is there everywhere."""
+    return lambda shape: function
+
+
+def compiled(function: Function) -> Callable[[Shape], Function]:
+    """`torch.compile` of a plain function, for static shapes."""
+
+    def make(shape: Shape) -> Function:
+        if not torch.cuda.is_available():
+            raise NotHere("compiled for CUDA only")
+        return torch.compile(function, dynamic=False, fullgraph=True)
+
+    return make
+
+
+def imported(module: str, name: str, adapt: Callable[[Any], Function]) -> Callable[[Shape], Function]:
+    """`adapt(module.name)`, where the module can be imported and CUDA is there."""
+
+    def make(shape: Shape) -> Function:
+        found = getattr(importlib.import_module(module), name)
+        if not torch.cuda.is_available():
+            raise NotHere("runs on CUDA only")
+        return adapt(found)
+
+    return make
+
+
+def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> None:
+    """Check the kernel and its peers; on CUDA time them, and hand the row to pytest-benchmark."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.manual_seed(0)
+    checked = {**shape, **{name: min(size, shape[name]) for name, size in kernel.check.items()}}
+    inputs = kernel.inputs(checked, dtype, device)
+    bound = _bounds(kernel, inputs, which)
+    functions, errors, skipped = {}, {}, {}
+    for name, make in {OURS: always(kernel.ours), **kernel.peers}.items():
+        try:
+            function = make(checked)
+            errors[name] = _check(kernel, name, function, inputs, which, bound)
+            functions[name] = function if checked == shape else make(shape)
+        except Exception as error:
+            if name == OURS or not (cuda or isinstance(error, ImportError | NotHere)):
+                raise
+            skipped[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    del inputs, bound
+    if not cuda:
+        return
+    benchmark = request.getfixturevalue("benchmark")
+    row, replay = _measure(kernel, functions, shape, dtype, which)
+    for name, error in errors.items():
+        row["providers"][name]["error"] = error
+    benchmark.group = f"{kernel.name} {which}"
+    benchmark.extra_info.update(describe() | row | {"skipped": skipped})
+    benchmark.pedantic(replay, rounds=10, iterations=1, warmup_rounds=1)
+
+
+def _leaves(kernel: Kernel, inputs: Inputs, which: str) -> Inputs:
+    """Copies of the inputs, those with a gradient as leaves."""
+    copies = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in inputs.items()}
+    for name, x in copies.items():
+        x.requires_grad_(which == BOTH and x.is_floating_point() and name not in kernel.constants)
+    return copies
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _gradients_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same for every function; 1 for a loss."""
+    generator = torch.Generator(outputs[0].device).manual_seed(1)
+    return [
+        torch.ones_like(y)
+        if y.dim() == 0
+        else torch.randn(y.shape, generator=generator, device=y.device).bfloat16().to(y.dtype)
+        for y in outputs
+    ]
+
+
+def _call(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[Tensor, ...]]:
+    """Run a function once, outputs and gradients of its inputs as the result."""
+    if which == FORWARD:
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return _tuple(function(**leaves))
+
+        return forward
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    gradients: list[Tensor] = []
+
+    def both() -> tuple[Tensor, ...]:
+        outputs = _tuple(function(**leaves))
+        if not gradients:
+            gradients.extend(_gradients_of(outputs))
+        return *(y.detach() for y in outputs), *torch.autograd.grad(outputs, wanted, gradients)
+
+    return both
+
+
+def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[tuple[Tensor, float]]:
+    """Each output and gradient of the reference, as exact as it can be, and the error of one in the inputs' dtype."""
+    plain = _call(kernel.reference, _leaves(kernel, inputs, which), which)()
+    if not kernel.in_float64:
+        exact = plain
+    else:
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        exact = _call(kernel.reference, _leaves(kernel, wide, which), which)()
+    bounds = []
+    for truth, found in zip(exact, plain, strict=True):
+        if not found.is_floating_point():
+            bounds.append((found, 0.0))
+            continue
+        granted = torch.finfo(found.dtype).eps * truth.abs().max().item()
+        bounds.append((truth, max((found - truth).abs().max().item(), granted)))
+    return bounds
+
+
+def _check(
+    kernel: Kernel, name: str, function: Function, inputs: Inputs, which: str, bounds: list[tuple[Tensor, float]]
+) -> float:
+    """The largest error, as a multiple of the reference's; raises where it is too large."""
+    found = _call(function, _leaves(kernel, inputs, which), which)()
+    if len(found) != len(bounds):
+        raise Wrong(f"{len(found)} results instead of {len(bounds)}")
+    slack, worst = SLACK.get(name, PEER_SLACK), 0.0
+    for i, (y, (truth, bound)) in enumerate(zip(found, bounds, strict=True)):
+        if y.shape != truth.shape:
+            raise Wrong(f"result {i} has shape {tuple(y.shape)} instead of {tuple(truth.shape)}")
+        if kernel.random and name != OURS:
+            error = 0.0 if y.isfinite().all() else math.nan
+        else:
+            difference = y - truth if y.is_floating_point() else (y != truth).double()
+            error = difference.abs().max().item()
+        if not error <= slack * bound:  # NaN too
+            raise Wrong(f"result {i} errs by {error:.3g}, more than {slack} times {bound:.3g}")
+        worst = max(worst, error / bound if bound else 0.0)
+    return round(worst, 3)
+
+
+def _yardstick(unit: str) -> tuple[Callable[[], object], float]:
+    """A copy of 1 GiB, or a product of 8192^3 in bfloat16 of random numbers, and its bytes or operations."""
+    if unit == "GB/s":
+        source = torch.randint(2**31 - 1, (2**28,), dtype=torch.int32, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source), 2.0 * source.nbytes
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out), 2.0 * 8192**3
+
+
+def _measure(
+    kernel: Kernel, functions: Mapping[str, Function], shape: Shape, dtype: torch.dtype, which: str
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The row of one shape, and a call of ours that waits for the device."""
+    yardstick, yardstick_cost = _yardstick(kernel.unit)
+    inputs = kernel.inputs(shape, dtype, torch.device("cuda"))
+    calls: dict[str, Callable[[], object]] = {
+        name: _call(function, _leaves(kernel, inputs, which), which) for name, function in functions.items()
+    }
+    del inputs
+    host = {name: _host_seconds(call) for name, call in calls.items()}
+    memory = {name: _peak_bytes(call) for name, call in calls.items()}
+    times = device_times({**calls, "yardstick": yardstick}, max(host.values()))
+
+    cost = kernel.cost(shape, dtype.itemsize)[which == BOTH]
+    scale = 1e9 if kernel.unit == "GB/s" else 1e12
+    best = yardstick_cost / statistics.median(times["yardstick"]) / scale
+    providers = {}
+    for name in calls:
+        low, middle, high = _quantiles(times[name])
+        providers[name] = {
+            "us": round(1e6 * middle, 2),
+            "us_p20": round(1e6 * low, 2),
+            "us_p80": round(1e6 * high, 2),
+            "rate": round(cost / middle / scale, 1),
+            "percent": round(100 * cost / middle / scale / best, 1),
+            "peak_mib": round(memory[name] / 2**20, 1),
+            "host_us": round(1e6 * host[name], 1),
+        }
+    row = {
+        "kernel": kernel.name,
+        "shape": label(shape),
+        "dtype": short(dtype),
+        "pass": which,
+        "unit": kernel.unit,
+        "cost": cost,
+        "yardstick": round(best, 1),
+        "providers": providers,
+        "peer_ratios": {
+            name: round(statistics.median(a / b for a, b in zip(times[name], times[OURS], strict=True)), 3)
+            for name in calls
+            if name != OURS
+        },
+    }
+
+    def replay() -> None:
+        calls[OURS]()
+        torch.cuda.synchronize()
+
+    return row, replay
+
+
+def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict[str, list[float]]:
+    """Seconds on the device of each call, a list of one for each round; the rounds of all belong together.
+
+    Args:
+        calls: by name; all warm.
+        hold: seconds for which the stream is held before a call, so that the host is always ahead of it.
+    """
+    evict = torch.zeros(2**26, dtype=torch.int32, device="cuda")  # 256 MiB, only read, so nothing is written back
+    cycles = int(3e9 * min(2 * hold, 0.01))
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for turn in range(-5, ROUNDS):
+        names = list(calls)
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            evict.max()
+            torch.cuda._sleep(cycles)
+            began.record()
+            calls[name]()
+            ended.record()
+            if turn >= 0:
+                events[name].append((began, ended))
+        torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in events.items()}
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    """Seconds the host takes to launch a call, nothing waiting for the device."""
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    ended = time.perf_counter()
+    torch.cuda.synchronize()
+    return (ended - began) / HOST_CALLS
+
+
+def _peak_bytes(call: Callable[[], object]) -> int:
+    """Memory of a call over what there was before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    fifths = statistics.quantiles(seconds, n=5)
+    return fifths[0], statistics.median(seconds), fifths[3]
