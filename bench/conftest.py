@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench.machine import describe
+from bench.machine import ROOT, describe
 from mpcore import Mesh, build_mesh
 
 torch.set_num_threads(1)
@@ -30,8 +33,29 @@ def tp8() -> Iterator[Mesh]:
     dist.destroy_process_group()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """On a GPU results are kept without being asked for: `bench/results/<machine>_<date>.json`."""
+    if torch.cuda.is_available() and not getattr(config.option, "benchmark_json", None):
+        config.option.benchmark_json = str(ROOT / "bench" / "results" / results_name(torch.cuda.get_device_name()))
+
+
+def results_name(device: str) -> str:
+    """`h200_2026-01-31.json` of an "NVIDIA H200"."""
+    machine = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia ")).strip("-")
+    return f"{machine}_{describe()['date']}.json"
+
+
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output_json: dict) -> None:
-    """Keep medians and what stands beside them; leave out raw rounds and the flags of the processor."""
+    """Keep medians and what stands beside them; leave out raw rounds and the flags of the processor.
+
+    What the file has from earlier runs stays, unless it was run again.
+    """
     output_json["machine_info"] = describe()
     for entry in output_json["benchmarks"]:
         entry["stats"].pop("data", None)
+    again = {entry["fullname"] for entry in output_json["benchmarks"]}
+    file = Path(config.option.benchmark_json or "")
+    if torch.cuda.is_available() and file.is_file():
+        kept = json.loads(file.read_text())["benchmarks"]
+        output_json["benchmarks"] = [e for e in kept if e["fullname"] not in again] + output_json["benchmarks"]

@@ -1,6 +1,7 @@
-"""Print the newest results as the README's table: `python -m bench.report [--write FILE]`.
+"""Print the newest results as tables and draw them: `python -m bench.report [--write FILE] [--results FOLDER]`.
 
-With `--write` the table replaces what stands in FILE between the lines `<!-- bench -->` and `<!-- /bench -->`.
+The plots lie beside the results, a PNG for each file of them. With `--write` the tables replace what stands in FILE
+between the lines `<!-- bench -->` and `<!-- /bench -->`.
 """
 
 from __future__ import annotations
@@ -8,45 +9,110 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
+
+from bench.plots import plot
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
+KERNELS = [
+    "| kernel | shape | dtype | pass | µs (p20-p80) | rate | of a copy or product | peak MiB | host µs "
+    "| time of peers / ours | machine, date, commit |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+]
 
 
-def rows(path: Path) -> list[str]:
-    """One line for each bench of a results file."""
+def newest(results: Path) -> list[dict[str, Any]]:
+    """The entries of all results files, a later file's bench in place of an earlier one's of the same machine."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in _files(results):
+        for entry in json.loads(path.read_text())["benchmarks"]:
+            found[entry["fullname"], path.stem.partition("_")[0]] = entry
+    return list(found.values())
+
+
+def _files(results: Path) -> list[Path]:
+    return sorted(results.glob("*.json"), key=lambda p: (p.stem.rpartition("_")[2], p.stem))
+
+
+def _machine(info: dict[str, Any]) -> str:
+    return f"{info['device']}, {info['date']}, {info['commit']}"
+
+
+def row(entry: dict[str, Any]) -> str:
+    """The line of a bench that has ratios or counts."""
+    info = entry["extra_info"]
+    numbers = [f"{what}: **{value}**" for what, value in info.get("ratios", {}).items()]
+    numbers += [
+        f"{key}: {' + '.join(f'{n} {op}' for op, n in info[key].items())}"
+        for key in ("forward", "backward")
+        if key in info
+    ]
+    name = entry["fullname"].removeprefix("bench/")
+    return f"| `{name}` | {'<br>'.join(numbers)} | {_machine(info)} |"
+
+
+def kernel_row(info: dict[str, Any]) -> str:
+    """The line of a kernel on a GPU, its peers' times over its own at the end."""
+    ours = info["providers"]["mpcore"]
+    cells = [
+        f"`{info['kernel']}`",
+        info["shape"],
+        info["dtype"],
+        info["pass"],
+        f"{ours['us']} ({ours['us_p20']}-{ours['us_p80']})",
+        f"{ours['rate']} {info['unit']}",
+        f"{ours['percent']} %",
+        str(ours["peak_mib"]),
+        str(ours["host_us"]),
+        "<br>".join(f"{name}: **{ratio}**" for name, ratio in info["peer_ratios"].items()),
+        _machine(info),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(results: Path = RESULTS) -> str:
+    """All benches, kernels on a GPU in a table of their own, and who was not there to be compared."""
+    entries = newest(results)
+    kernels = [entry["extra_info"] for entry in entries if "kernel" in entry["extra_info"]]
+    others = [row(entry) for entry in entries if "kernel" not in entry["extra_info"]]
     lines = []
-    for entry in json.loads(path.read_text())["benchmarks"]:
-        info = entry["extra_info"]
-        numbers = [f"{what}: **{value}**" for what, value in info.get("ratios", {}).items()]
-        numbers += [f"{key}: {' + '.join(f'{n} {op}' for op, n in info[key].items())}"
-                    for key in ("forward", "backward") if key in info]  # fmt: skip
-        name = entry["fullname"].removeprefix("bench/")
-        lines.append(f"| `{name}` | {'<br>'.join(numbers)} | {info['device']}, {info['date']}, {info['commit']} |")
-    return lines
+    if others or not kernels:
+        lines += ["| bench | result | machine, date, commit |", "|---|---|---|", *others]
+    if kernels:
+        missing: dict[str, list[str]] = {}
+        for info in kernels:
+            for name, why in info["skipped"].items():
+                where = missing.setdefault(f"{name}: {why}", [])
+                where += [info["kernel"]] * (info["kernel"] not in where)
+        lines += [""] * bool(lines) + [*KERNELS, *map(kernel_row, kernels)]
+        lines += [""] * bool(missing) + [f"- Not compared ({', '.join(w)}): {why}" for why, w in missing.items()]
+    return "\n".join(lines) + "\n"
 
 
-def table() -> str:
-    """All results files, a later file's bench in place of an earlier one's."""
-    newest: dict[str, str] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda p: (p.stem.rpartition("_")[2], p.stem)):
-        newest |= {(line.split("|")[1], path.stem.partition("_")[0]): line for line in rows(path)}
-    return "\n".join(["| bench | result | machine, date, commit |", "|---|---|---|", *newest.values()]) + "\n"
+def plots(results: Path = RESULTS) -> list[Path]:
+    """Draw the newest file of each machine."""
+    last = {path.stem.partition("_")[0]: path for path in _files(results)}
+    drawn = [(path.with_suffix(".png"), json.loads(path.read_text())["benchmarks"]) for path in last.values()]
+    return [png for png, entries in drawn if plot(entries, png)]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="a markdown file to put the table in")
-    file = parser.parse_args().write
-    if file is None:
-        print(table(), end="")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a markdown file to put the tables in")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", default=RESULTS, help="where the results lie")
+    given = parser.parse_args(arguments)
+    for png in plots(given.results):
+        print(f"drew {png}")
+    if given.write is None:
+        print(table(given.results), end="")
         return
-    before, begin, rest = file.read_text().partition(BEGIN)
+    before, begin, rest = given.write.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{file} has no lines {BEGIN.strip()} and {END}")
-    file.write_text(before + BEGIN + table() + END + after)
+        raise SystemExit(f"{given.write} has no lines {BEGIN.strip()} and {END}")
+    given.write.write_text(before + BEGIN + table(given.results) + END + after)
 
 
 if __name__ == "__main__":

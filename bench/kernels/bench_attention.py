@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.kernels.protocol import Function, Inputs, Kernel, NotHere, Shape, always, compare, imported
+from bench.kernels.protocol import Function, Inputs, Kernel, NotHereError, Shape, always, compare, imported
 from mpcore.kernels.attention import attention, attention_reference
 
 
@@ -45,7 +45,7 @@ def pinned(backend: SDPBackend):
 
     def make(shape: Shape) -> Function:
         if not torch.cuda.is_available():
-            raise NotHere("a backend of CUDA")
+            raise NotHereError("a backend of CUDA")
         return run
 
     return make
@@ -59,7 +59,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def flex(shape: Shape) -> Function:
     """FlexAttention, compiled, its mask made beforehand."""
     if not torch.cuda.is_available():
-        raise NotHere("compiled for CUDA only")
+        raise NotHereError("compiled for CUDA only")
     mask = create_block_mask(causal, None, None, shape["T"], shape["T"], device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels.protocol import Function, Inputs, Kernel, NotHere, Shape, always, compare
+from bench.kernels.protocol import Function, Inputs, Kernel, NotHereError, Shape, always, compare
 from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 
 
@@ -25,7 +25,7 @@ def inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 def grouped_mm(shape: Shape) -> Function:
     """torch's own grouped product."""
     if not torch.cuda.is_available():
-        raise NotHere("a kernel of CUDA")
+        raise NotHereError("a kernel of CUDA")
 
     def run(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
@@ -35,7 +35,7 @@ def grouped_mm(shape: Shape) -> Function:
 
 def liger(shape: Shape) -> Function:
     """None that takes runs of rows."""
-    raise NotHere("has no grouped product of its own: its MoE function is the whole expert MLP")
+    raise NotHereError("has no grouped product of its own: its MoE function is the whole expert MLP")
 
 
 GROUPED_LINEAR = Kernel(

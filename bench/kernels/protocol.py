@@ -28,16 +28,18 @@ OURS = "mpcore"
 ROUNDS, HOST_CALLS = 50, 20
 SLACK = {OURS: 2}  # times the error of the plain reference in the same dtype; a peer may round inside
 PEER_SLACK = 16
+EVICT = 2**26  # int32 in 256 MiB, more than any L2 cache holds
+YARDSTICK = 2**28, 8192  # int32 in a copy's 1 GiB, rows and columns of a product's matrices
 Shape = Mapping[str, int]
 Inputs = dict[str, Tensor]
 Function = Callable[..., Any]
 
 
-class NotHere(Exception):
+class NotHereError(Exception):
     """A peer can't run; the message says why."""
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """A function's results are not the reference's; it gets no number."""
 
 
@@ -49,7 +51,7 @@ class Kernel:
         name: as its file in `kernels/`.
         inputs: makes tensors by name, `inputs(shape, dtype, device)`.
         ours, reference: take the inputs by name, and return a tensor or a tuple.
-        peers: by name, what returns such a function for a shape, or raises `ImportError` or `NotHere`.
+        peers: by name, what returns such a function for a shape, or raises `ImportError` or `NotHereError`.
         cost: bytes or floating point operations of `(forward, forward+backward)`, by shape and bytes of an element.
         shapes: what is measured; toy: what is checked without CUDA.
         unit: "GB/s", beside a copy, or "TFLOP/s", beside a matrix product.
@@ -108,7 +110,7 @@ def compiled(function: Function) -> Callable[[Shape], Function]:
 
     def make(shape: Shape) -> Function:
         if not torch.cuda.is_available():
-            raise NotHere("compiled for CUDA only")
+            raise NotHereError("compiled for CUDA only")
         return torch.compile(function, dynamic=False, fullgraph=True)
 
     return make
@@ -120,7 +122,7 @@ def imported(module: str, name: str, adapt: Callable[[Any], Function]) -> Callab
     def make(shape: Shape) -> Function:
         found = getattr(importlib.import_module(module), name)
         if not torch.cuda.is_available():
-            raise NotHere("runs on CUDA only")
+            raise NotHereError("runs on CUDA only")
         return adapt(found)
 
     return make
@@ -141,7 +143,7 @@ def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype:
             errors[name] = _check(kernel, name, function, inputs, which, bound)
             functions[name] = function if checked == shape else make(shape)
         except Exception as error:
-            if name == OURS or not (cuda or isinstance(error, ImportError | NotHere)):
+            if name == OURS or not (cuda or isinstance(error, ImportError | NotHereError)):
                 raise
             skipped[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     del inputs, bound
@@ -224,18 +226,18 @@ def _check(
     """The largest error, as a multiple of the reference's; raises where it is too large."""
     found = _call(function, _leaves(kernel, inputs, which), which)()
     if len(found) != len(bounds):
-        raise Wrong(f"{len(found)} results instead of {len(bounds)}")
+        raise WrongError(f"{len(found)} results instead of {len(bounds)}")
     slack, worst = SLACK.get(name, PEER_SLACK), 0.0
     for i, (y, (truth, bound)) in enumerate(zip(found, bounds, strict=True)):
         if y.shape != truth.shape:
-            raise Wrong(f"result {i} has shape {tuple(y.shape)} instead of {tuple(truth.shape)}")
+            raise WrongError(f"result {i} has shape {tuple(y.shape)} instead of {tuple(truth.shape)}")
         if kernel.random and name != OURS:
             error = 0.0 if y.isfinite().all() else math.nan
         else:
             difference = y - truth if y.is_floating_point() else (y != truth).double()
             error = difference.abs().max().item()
         if not error <= slack * bound:  # NaN too
-            raise Wrong(f"result {i} errs by {error:.3g}, more than {slack} times {bound:.3g}")
+            raise WrongError(f"result {i} errs by {error:.3g}, more than {slack} times {bound:.3g}")
         worst = max(worst, error / bound if bound else 0.0)
     return round(worst, 3)
 
@@ -243,12 +245,13 @@ def _check(
 def _yardstick(unit: str) -> tuple[Callable[[], object], float]:
     """A copy of 1 GiB, or a product of 8192^3 in bfloat16 of random numbers, and its bytes or operations."""
     if unit == "GB/s":
-        source = torch.randint(2**31 - 1, (2**28,), dtype=torch.int32, device="cuda")
+        source = torch.randint(2**31 - 1, (YARDSTICK[0],), dtype=torch.int32, device="cuda")
         target = torch.empty_like(source)
         return lambda: target.copy_(source), 2.0 * source.nbytes
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    n = YARDSTICK[1]
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out), 2.0 * 8192**3
+    return lambda: torch.mm(a, b, out=out), 2.0 * n**3
 
 
 def _measure(
@@ -310,7 +313,7 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
         calls: by name; all warm.
         hold: seconds for which the stream is held before a call, so that the host is always ahead of it.
     """
-    evict = torch.zeros(2**26, dtype=torch.int32, device="cuda")  # 256 MiB, only read, so nothing is written back
+    evict = torch.zeros(EVICT, dtype=torch.int32, device="cuda")  # only read, so nothing is written back
     cycles = int(3e9 * min(2 * hold, 0.01))
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for turn in range(-5, ROUNDS):

@@ -1,0 +1,182 @@
+"""The report of made-up results: tables, plots, the README's lines. The check that stands before every number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bench.kernels import protocol
+from bench.kernels.protocol import BOTH, FORWARD, Kernel, WrongError, always, compare, imported
+from bench.report import BEGIN, END, main, table
+
+ABOUT = {"device": "Some GPU", "date": "2026-01-02", "commit": "abc"}
+
+
+def timed(us: float) -> dict:
+    return {
+        **{"us": us, "us_p20": us - 1, "us_p80": us + 1, "rate": 4000.0, "percent": 93.0},
+        **{"peak_mib": 64.0, "host_us": 20.5, "error": 1.0},
+    }
+
+
+def write_results(folder: Path, us: float = 31.5, date: str = "2026-01-02") -> None:
+    kernel = {
+        **{"kernel": "rms_norm", "shape": "M 8192, D 4096", "dtype": "bfloat16", "pass": "forward", "unit": "GB/s"},
+        "providers": {"mpcore": timed(us), "eager": timed(60.0)},
+        "peer_ratios": {"eager": 1.905},
+        "skipped": {"quack": "ModuleNotFoundError: No module named 'quack'"},
+    }
+    host = {"ratios": {"ours / theirs": 0.5}, "microseconds": {"ours": 1.0, "theirs": 2.0}}
+    entries = [
+        {"fullname": f"bench/{name}", "extra_info": ABOUT | info}
+        for name, info in (("kernels/bench_a.py::test_a", kernel), ("layers/bench_b.py::test_b", host))
+    ]
+    (folder / f"gpu_{date}.json").write_text(json.dumps({"benchmarks": entries}))
+
+
+def test_a_kernel_has_a_row_with_every_number_and_each_peer(tmp_path):
+    write_results(tmp_path)
+    text = table(tmp_path)
+    assert (
+        "| `rms_norm` | M 8192, D 4096 | bfloat16 | forward | 31.5 (30.5-32.5) | 4000.0 GB/s | 93.0 % | 64.0 | 20.5 "
+        "| eager: **1.905** | Some GPU, 2026-01-02, abc |"
+    ) in text.splitlines()
+    assert "| `layers/bench_b.py::test_b` | ours / theirs: **0.5** | Some GPU, 2026-01-02, abc |" in text.splitlines()
+    assert "- Not compared (rms_norm): quack: ModuleNotFoundError: No module named 'quack'" in text.splitlines()
+    for line in text.splitlines():
+        assert not line.startswith("| ") or line.count(" | ") in (2, 10), line
+
+
+def test_a_later_result_of_the_same_machine_takes_the_place_of_an_earlier_one(tmp_path):
+    write_results(tmp_path, 99.5, "2026-01-03")
+    write_results(tmp_path, 31.5, "2026-01-02")
+    assert "99.5" in table(tmp_path)
+    assert "31.5" not in table(tmp_path)
+
+
+def test_one_command_draws_and_writes_between_the_markers_only(tmp_path, capsys):
+    write_results(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
+    main(["--results", str(tmp_path)])
+    assert "rms_norm" in capsys.readouterr().out
+    assert "old" in readme.read_text()
+    assert (tmp_path / "gpu_2026-01-02.png").read_bytes()[:4] == b"\x89PNG"
+    main(["--results", str(tmp_path), "--write", str(readme)])
+    assert readme.read_text() == f"before\n{BEGIN}{table(tmp_path)}{END}\nafter\n"
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def kernel(ours, peers=None) -> Kernel:
+    return Kernel(
+        "square",
+        lambda shape, dtype, device: {"x": torch.randn(shape["n"], dtype=dtype, device=device)},
+        ours,
+        square,
+        peers or {},
+        cost=lambda shape, size: (2 * size * shape["n"], 5 * size * shape["n"]),
+        shapes=[{"n": 1024}],
+        toy={"n": 7},
+    )
+
+
+class Refuses:
+    """Stands for pytest's request: nothing may ask for the benchmark where nothing is timed."""
+
+    def getfixturevalue(self, name: str) -> None:
+        raise AssertionError(f"asked for {name}")
+
+
+@pytest.mark.parametrize(
+    ("ours", "which", "wrong"),
+    [
+        (lambda x: x * x * 1.001, FORWARD, "result 0 errs"),
+        (lambda x: x.detach() * x, BOTH, "result 1 errs"),  # half the gradient
+        (lambda x: (x * x)[:-1], FORWARD, "result 0 has shape"),
+        (lambda x: (x * x, x), FORWARD, "2 results instead of 1"),
+        (lambda x: x * x + torch.tensor(float("nan")), FORWARD, "errs by nan"),
+    ],
+)
+def test_what_is_wrong_gets_no_number(monkeypatch, ours, which, wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shape, dtype = {"n": 7}, torch.float32
+    compare(Refuses(), kernel(square), shape, dtype, which)
+    for broken in (kernel(ours), kernel(square, {"peer": always(ours)})):
+        with pytest.raises(WrongError, match=wrong):
+            compare(Refuses(), broken, shape, dtype, which)
+
+
+def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    peers = {"nobody": imported("there_is_no_such_module", "f", lambda f: f)}
+    compare(Refuses(), kernel(square, peers), {"n": 7}, torch.float32, FORWARD)
+
+
+class Elapsed:
+    """An event of a device on which every call takes 2 ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Elapsed) -> float:
+        return 2.0
+
+
+class OnCPU(TorchFunctionMode):
+    """Makes on the CPU what is asked for on CUDA."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")) == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("which", [FORWARD, BOTH])
+def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_path, which):
+    """On a CUDA device of straw, so that the code that measures runs somewhere without one."""
+    for name, fake in {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "Event": Elapsed,
+        "_sleep": lambda cycles: None,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 2**20,
+        "max_memory_allocated": lambda: 3 * 2**20,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(protocol, "EVICT", 2)
+    monkeypatch.setattr(protocol, "YARDSTICK", (2**8, 8))
+    monkeypatch.setattr(protocol, "describe", lambda: ABOUT)
+    benchmark = SimpleNamespace(extra_info={}, group=None, pedantic=lambda call, **kwargs: call())
+    request = SimpleNamespace(getfixturevalue=lambda name: benchmark)
+    peers = {
+        "right": always(square),
+        "wrong": always(lambda x: 1.5 * x * x),
+        "nobody": imported("there_is_no_such_module", "f", lambda f: f),
+    }
+    with OnCPU():
+        compare(request, kernel(square, peers), {"n": 1024}, torch.float32, which)
+    info = benchmark.extra_info
+    assert list(info["providers"]) == ["mpcore", "right"]
+    ours = info["providers"]["mpcore"]
+    assert (ours["us"], ours["us_p20"], ours["us_p80"], ours["peak_mib"]) == (2000.0, 2000.0, 2000.0, 2.0)
+    assert info["cost"] == (2 if which == FORWARD else 5) * 4 * 1024
+    assert ours["percent"] == 100 * info["cost"] / (2 * 4 * 2**8)
+    assert info["peer_ratios"] == {"right": 1.0}
+    assert info["skipped"]["nobody"].startswith("ModuleNotFoundError")
+    assert info["skipped"]["wrong"].startswith("WrongError: result 0 errs")
+    entry = {"fullname": "bench/kernels/bench_square.py::test", "extra_info": info}
+    (tmp_path / "gpu_2026-01-02.json").write_text(json.dumps({"benchmarks": [entry]}))
+    assert "right: **1.0**" in table(tmp_path)
