@@ -30,10 +30,11 @@ def plot(entries: Sequence[dict[str, Any]], file: Path) -> bool:
             groups.setdefault(entry["fullname"].rpartition("::")[2], []).append(info)
     if not groups:
         return False
-    lines = -(-len(groups) // COLUMNS)
-    figure = Figure(figsize=(COLUMNS * WIDTH, lines * HEIGHT), layout="constrained")
+    columns = min(COLUMNS, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = Figure(figsize=(columns * WIDTH, lines * HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(lines, COLUMNS, squeeze=False).ravel()
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, (title, infos) in zip(grid, groups.items(), strict=False):
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=7)

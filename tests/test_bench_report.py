@@ -120,6 +120,18 @@ def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch):
     compare(Refuses(), kernel(square, peers), {"n": 7}, torch.float32, FORWARD)
 
 
+def fails_from_the_second_call():
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return square(x)
+
+    return function
+
+
 class Elapsed:
     """An event of a device on which every call takes 2 ms."""
 
@@ -164,6 +176,7 @@ def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_pat
     peers = {
         "right": always(square),
         "wrong": always(lambda x: 1.5 * x * x),
+        "too large": always(fails_from_the_second_call()),
         "nobody": imported("there_is_no_such_module", "f", lambda f: f),
     }
     with OnCPU():
@@ -176,6 +189,7 @@ def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_pat
     assert ours["percent"] == 100 * info["cost"] / (2 * 4 * 2**8)
     assert info["peer_ratios"] == {"right": 1.0}
     assert info["skipped"]["nobody"].startswith("ModuleNotFoundError")
+    assert info["skipped"]["too large"] == "OutOfMemoryError: no room"
     assert info["skipped"]["wrong"].startswith("WrongError: result 0 errs")
     entry = {"fullname": "bench/kernels/bench_square.py::test", "extra_info": info}
     (tmp_path / "gpu_2026-01-02.json").write_text(json.dumps({"benchmarks": [entry]}))

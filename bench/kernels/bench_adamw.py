@@ -1,4 +1,4 @@
-"""AdamW of bfloat16 weights with float32 master and moments: 28 bytes a parameter with float32 gradients, here 26."""
+"""AdamW of bfloat16 weights and gradients with float32 master and moments: 28 bytes a parameter."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ADAMW = Kernel(
     ours,
     reference,
     {"foreach": always(foreach), "torch fused": always(fused), "torch.compile": compiled(reference)},
-    # reads weight's gradient, master and moments; writes weight, master and moments
+    # reads gradient, master and moments; writes weight, master and moments
     cost=lambda s, b: ((2 * b + 24) * s["n"], 0),
     shapes=[{"n": 2**26}, {"n": 10**9}],
     toy={"n": 100},

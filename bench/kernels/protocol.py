@@ -145,17 +145,21 @@ def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype:
         except Exception as error:
             if name == OURS or not (cuda or isinstance(error, ImportError | NotHereError)):
                 raise
-            skipped[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            skipped[name] = _why(error)
     del inputs, bound
     if not cuda:
         return
     benchmark = request.getfixturevalue("benchmark")
     row, replay = _measure(kernel, functions, shape, dtype, which)
-    for name, error in errors.items():
-        row["providers"][name]["error"] = error
+    for name, provider in row["providers"].items():
+        provider["error"] = errors[name]
     benchmark.group = f"{kernel.name} {which}"
-    benchmark.extra_info.update(describe() | row | {"skipped": skipped})
+    benchmark.extra_info.update(describe() | row | {"skipped": skipped | row["skipped"]})
     benchmark.pedantic(replay, rounds=10, iterations=1, warmup_rounds=1)
+
+
+def _why(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _leaves(kernel: Kernel, inputs: Inputs, which: str) -> Inputs:
@@ -264,7 +268,15 @@ def _measure(
         name: _call(function, _leaves(kernel, inputs, which), which) for name, function in functions.items()
     }
     del inputs
-    host = {name: _host_seconds(call) for name, call in calls.items()}
+    host, skipped = {}, {}
+    for name in list(calls):
+        try:
+            host[name] = _host_seconds(calls[name])
+        except Exception as error:  # such as out of memory, at the full size
+            if name == OURS:
+                raise
+            skipped[name] = _why(error)
+            del calls[name]
     memory = {name: _peak_bytes(call) for name, call in calls.items()}
     times = device_times({**calls, "yardstick": yardstick}, max(host.values()))
 
@@ -292,6 +304,7 @@ def _measure(
         "cost": cost,
         "yardstick": round(best, 1),
         "providers": providers,
+        "skipped": skipped,
         "peer_ratios": {
             name: round(statistics.median(a / b for a, b in zip(times[name], times[OURS], strict=True)), 3)
             for name in calls
