@@ -14,7 +14,8 @@ MUTATIONS = [
     Mutation("benches: a wrong peer gets a number", PROTOCOL,
              "            functions[name] = function if checked == shape else make(shape)\n        except",
              "            functions[name] = function if checked == shape else make(shape)\n"
-             "        except WrongError:\n            functions[name], errors[name] = function, 0.0\n        except", TESTS),
+             "        except WrongError:\n            functions[name], errors[name] = function, 0.0\n        except",
+             TESTS),
     Mutation("benches: forward's cost for both passes", PROTOCOL,
              "[which == BOTH]\n", "[0]\n", TESTS),
     Mutation("benches: the earlier result wins", REPORT,
