@@ -1,14 +1,16 @@
 """Hugging Face models both ways: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, or `--from`, `--to-hf`.
 
-GPT-2, Llama, Mistral, Qwen2 and Qwen3, as `AutoModelForCausalLM` reads and writes them. A folder of theirs is seen as
-one of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it loads straight into
-any layout, and converts tensor by tensor. What the config has that this model hasn't is refused by name.
+GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, as `AutoModelForCausalLM` reads and writes them. A folder of
+theirs is seen as one of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it
+loads straight into any layout, and converts tensor by tensor. What the config has that this model hasn't is refused by
+name.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
@@ -66,8 +68,8 @@ _HARMLESS = _TOKENS | {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
     "dtype", "gradient_checkpointing", "id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id",
     "max_window_layers", "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states",
-    "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class", "torch_dtype",
-    "transformers_version", "use_cache",
+    "output_router_logits", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
+    "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _GPT2_HARMLESS = _HARMLESS | {
     "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_activation",
@@ -77,10 +79,11 @@ _GPT2_HARMLESS = _HARMLESS | {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": "heads", "head_dim": None, "attention_bias": False, "mlp_bias": False},
     "mistral": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2": {"num_key_value_heads": "heads", "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": "heads", "head_dim": 128, "attention_bias": False, "sliding_window": 4096},
+    "qwen3_moe": {"num_key_value_heads": 4, "head_dim": None, "attention_bias": False, "sliding_window": 4096},
 }
-RESERVED = ("mixtral", "qwen3_moe")
 
 
 class _Fields:
@@ -118,11 +121,9 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
 
     Raises:
         ValueError: naming what this model can't be: the family, an activation, a kind of rotary scaling, a window on
-            some layers only, or any field that is not known to be harmless.
+            some layers only, experts in other layers than every n-th, or any field that is not known to be harmless.
     """
     c, family = _Fields(values, where), values.get("model_type")
-    if family in RESERVED:
-        raise ValueError(f"{where} is of the family {family!r}, whose names are reserved: it can't be read yet")
     if family == "gpt2":
         return _gpt2_from_hf(c)
     if family not in _DEFAULTS:
@@ -137,7 +138,7 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{where} has hidden_act {activation!r}: it is one of {sorted(_ACTIVATIONS)}")
     length = c.take("max_position_embeddings")
-    base, scaling = _rope_from_hf(c, length)
+    base, scaling = _rope_from_hf(c, length, defaults.get("rope_theta", 10000.0))
     config = GPTConfig(
         vocab_size=c.take("vocab_size"),
         seq_len=length,
@@ -148,8 +149,8 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
         head_dim=None if head_dim * heads == d_model else head_dim,
         d_ff=c.take("intermediate_size"),
         activation=_ACTIVATIONS[activation],
-        norm_eps=c.take("rms_norm_eps", 1e-6),
-        qk_norm=family == "qwen3",
+        norm_eps=c.take("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
+        qk_norm=family.startswith("qwen3"),
         rope_base=base,
         rope_scaling=scaling,
         window=_window_from_hf(c, family, layers),
@@ -158,6 +159,7 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
         mlp_bias=bool(c.take("mlp_bias", False)) if "mlp_bias" in defaults else False,
         tie_embeddings=c.take("tie_word_embeddings", False),
         init_std=c.take("initializer_range", 0.02),
+        moe=_moe_from_hf(c, family, layers),
     )
     c.finish(_HARMLESS)
     return config
@@ -197,12 +199,34 @@ def _gpt2_from_hf(c: _Fields) -> GPTConfig:
     return config
 
 
-def _rope_from_hf(c: _Fields, length: int) -> tuple[float, dict[str, Any] | None]:
+def _moe_from_hf(c: _Fields, family: str, layers: int) -> MoEConfig | None:
+    """The mixture; coefficients and noise of training come along, for our losses and our router."""
+    if family not in ("mixtral", "qwen3_moe"):
+        return None
+    qwen = family == "qwen3_moe"
+    count = c.take("num_local_experts", None) or c.take("num_experts", 128 if qwen else 8)
+    options: dict[str, Any] = {"experts": count, "top_k": c.take("num_experts_per_tok", 8 if qwen else 2)}
+    options["aux_coefficient"] = c.take("router_aux_loss_coef", 0.001)
+    if not qwen:
+        return MoEConfig(**options, jitter=c.take("router_jitter_noise", 0.0))
+    options |= {"d_ff": c.take("moe_intermediate_size", 768), "normalize": c.take("norm_topk_prob", False)}
+    step, dense = c.take("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or []
+    mixed = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    every = mixed[0] + 1 if mixed else 0
+    if not mixed or mixed != list(range(mixed[0], layers, every)):
+        raise ValueError(
+            f"{c.where} has decoder_sparse_step {step} and mlp_only_layers {dense}, so experts in the layers {mixed} "
+            f"of {layers}: this model has them in every n-th layer, the n-th first"
+        )
+    return MoEConfig(**options, every=every)
+
+
+def _rope_from_hf(c: _Fields, length: int, default: float) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
     old, new = c.take("rope_scaling", None), c.take("rope_parameters", None)
     rope = {name: value for name, value in (old or new or {}).items() if value is not None}
     base = c.take("rope_theta", None)
-    base = rope.pop("rope_theta", base) or 10000.0
+    base = rope.pop("rope_theta", base) or default
     for fraction in (rope.pop("partial_rotary_factor", 1.0), c.take("partial_rotary_factor", 1.0)):
         if fraction not in (None, 1.0):
             raise ValueError(f"{c.where} has partial_rotary_factor {fraction}: this model has only 1.0")
@@ -224,7 +248,11 @@ def _window_from_hf(c: _Fields, family: str, layers: int) -> int | None:
     window, types = c.take("sliding_window", _DEFAULTS[family].get("sliding_window")), c.take("layer_types", None)
     if family.startswith("qwen"):
         on = bool(c.take("use_sliding_window", False)) and window is not None
-        full = c.take("max_window_layers", 28)
+        full = c.take("max_window_layers", 0 if family == "qwen3_moe" else 28)
+        if family == "qwen3_moe" and on and full:
+            raise ValueError(
+                f"{c.where} has max_window_layers {full}, which not all transformers heed: only 0 is clear"
+            )
         if types is None:
             types = ["sliding_attention" if on and i >= full else "full_attention" for i in range(layers)]
         window = window if "sliding_attention" in types else None
@@ -242,6 +270,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     c, family = config, family_of(config)
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    names |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     values: dict[str, Any] = {"architectures": [names[family]], "model_type": family, "vocab_size": c.vocab_size}
     values |= {"tie_word_embeddings": c.tie_embeddings, "initializer_range": c.init_std}
     if family == "gpt2":
@@ -259,14 +288,27 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     head_dim = {"head_dim": c.head_dim or c.d_model // c.heads}
     window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "max_window_layers": 0}
     bias = {"attention_bias": c.biases[0]}
+    experts: dict[str, Any] = {}
+    if c.moe is not None:
+        experts = {"num_experts_per_tok": c.moe.top_k}
+        experts["router_aux_loss_coef"] = c.moe.aux_coefficient if c.moe.aux_loss else 0.0
+    if family == "mixtral" and c.moe is not None:
+        experts |= {"num_local_experts": c.moe.experts, "intermediate_size": c.moe.d_ff or c.hidden}
+        experts |= {"router_jitter_noise": c.moe.jitter}
+    elif c.moe is not None:
+        experts |= {"num_experts": c.moe.experts, "moe_intermediate_size": c.moe.d_ff or c.hidden}
+        experts |= {"norm_topk_prob": c.moe.normalize, "decoder_sparse_step": c.moe.every, "mlp_only_layers": []}
     return (
         values
         | {
             "llama": {**head_dim, **bias, "mlp_bias": c.biases[2]},
             "mistral": {**head_dim, "sliding_window": c.window},
+            "mixtral": {**head_dim, "sliding_window": c.window},
             "qwen2": window,
             "qwen3": {**head_dim, **bias, **window},
+            "qwen3_moe": {**head_dim, **bias, **window},
         }[family]
+        | experts
     )
 
 
@@ -277,14 +319,19 @@ def family_of(config: GPTConfig) -> str:
         ValueError: if it is none of them.
     """
     c = config
-    if getattr(c, "moe", None) is not None:
-        raise ValueError(f"the names of experts are reserved ({', '.join(RESERVED)}): this model can't be written yet")
     qkv, output, mlp = c.biases
     plain = c.head_dim in (None, c.d_model / c.heads)
     if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":
         if qkv and output and mlp and plain and c.kv_heads in (None, c.heads) and not c.qk_norm and c.window is None:
             return "gpt2"
     elif c.norm == "rms" and c.positions == "rope" and c.activation in _ACTIVATIONS.values():
+        if c.moe is not None:
+            _check_mixture(c.moe)
+            if c.qk_norm and qkv == output:
+                return "qwen3_moe"
+            if not c.qk_norm and not (qkv or output) and c.moe.normalize and c.moe.every == 1:
+                return "mixtral"
+            raise ValueError(f"neither mixtral nor qwen3_moe is made as this mixture is: {c}")
         if c.qk_norm and qkv == output and not mlp:
             return "qwen3"
         if not c.qk_norm and qkv and not output and not mlp and plain:
@@ -294,6 +341,19 @@ def family_of(config: GPTConfig) -> str:
         if not c.qk_norm and c.window is None and qkv == output:
             return "llama"
     raise ValueError(f"no Hugging Face family is made as this model is: {c}")
+
+
+def _check_mixture(moe: MoEConfig) -> None:
+    """Refuse what their routers can't be told."""
+    own = {
+        "shared_experts": moe.shared_experts > 0,
+        "score": moe.score != "softmax",
+        "top_groups": moe.top_groups not in (None, moe.groups),
+        "capacity_factor": moe.capacity_factor is not None,
+    }
+    found = {name: getattr(moe, name) for name, there in own.items() if there}
+    if found:
+        raise ValueError(f"neither mixtral nor qwen3_moe has what this mixture has: {found}")
 
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -311,6 +371,18 @@ _LLAMA = {
     "norm": ("model.norm",),
     "head": ("lm_head",),
 }
+_MIXTRAL = _LLAMA | {  # the second number is the expert's
+    "blocks.{}.mlp.router": ("model.layers.{}.block_sparse_moe.gate",),
+    "blocks.{}.mlp.experts.gate_up": tuple(f"model.layers.{{}}.block_sparse_moe.experts.{{}}.w{i}" for i in (1, 3)),
+    "blocks.{}.mlp.experts.down": ("model.layers.{}.block_sparse_moe.experts.{}.w2",),
+}
+_QWEN3_MOE = _LLAMA | {
+    "blocks.{}.mlp.router": ("model.layers.{}.mlp.gate",),
+    "blocks.{}.mlp.experts.gate_up": tuple(
+        f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj" for part in ("gate", "up")
+    ),
+    "blocks.{}.mlp.experts.down": ("model.layers.{}.mlp.experts.{}.down_proj",),
+}
 _GPT2 = {
     "embedding": ("transformer.wte",),
     "position": ("transformer.wpe",),
@@ -323,6 +395,8 @@ _GPT2 = {
     "norm": ("transformer.ln_f",),
     "head": ("lm_head",),
 }
+_TABLES = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}  # else _LLAMA
+_BIAS, _STATISTICS = ".router.expert_bias", ".router.fractions"  # ours alone: a bias of 0 says nothing
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps these as [in, out]
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # tables that old files hold
 
@@ -342,27 +416,41 @@ class Part:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Its shape in their file."""
-        return self.shape[::-1] if self.transposed else self.shape
+        """Its shape in their file, where each expert has matrices of its own."""
+        return self.shape[::-1] if self.transposed else self.shape[-2:]
+
+    def box(self, tensor: Tensor) -> Tensor:
+        """Their tensor, seen as that box of ours."""
+        return tensor.t() if self.transposed else tensor.view(self.shape)
 
 
 def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
-    """For each of our tensors its logical shape, and the tensors of theirs that it is made of, first rows first."""
-    table = _GPT2 if family_of(config) == "gpt2" else _LLAMA
+    """For each of our tensors its logical shape, and the tensors of theirs that it is made of, first rows first.
+
+    What a router keeps besides its weight is made of none.
+    """
+    table = _TABLES.get(family_of(config), _LLAMA)
     K, kv_heads = config.head_dim or config.d_model // config.heads, config.kv_heads or config.heads
     rows = {"qkv": (config.heads * K, kv_heads * K, kv_heads * K), "up": (config.hidden,) * 2}
+    rows["gate_up"] = ((config.moe.d_ff if config.moe else None) or config.hidden,) * 2
     found = {}
     for name, parameter in GPT(config, device="meta").named_parameters():
+        shape, parts = tuple(parameter.shape), []
+        found[name] = shape, parts
+        if name.endswith((_BIAS, _STATISTICS)):
+            continue
         module, _, leaf = name.rpartition(".")
         number = next((piece for piece in module.split(".") if piece.isdigit()), "")
         theirs = table[module.replace(f".{number}.", ".{}.", 1) if number else module]
-        shape, start, parts = tuple(parameter.shape), 0, []
-        sizes = rows[module.rpartition(".")[2]] if len(theirs) > 1 else shape[:1]
-        for key, size in zip(theirs, sizes, strict=True):
-            key = f"{key.format(number)}.{leaf}"
-            parts.append(Part(key, (start, *(0 for _ in shape[1:])), (size, *shape[1:])))
-            start += size
-        found[name] = shape, parts
+        matrix = shape[-2:]
+        sizes = rows[module.rpartition(".")[2]] if len(theirs) > 1 else matrix[:1]
+        for expert in itertools.product(*map(range, shape[:-2])):  # one empty index where there are none
+            start = 0
+            for key, size in zip(theirs, sizes, strict=True):
+                key = f"{key.format(number, *expert)}.{leaf}"
+                corner = (*expert, start, *(0 for _ in matrix[1:]))
+                parts.append(Part(key, corner, (*(1 for _ in expert), size, *matrix[1:])))
+                start += size
     return found
 
 
@@ -388,8 +476,7 @@ class Source:
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """One of their tensors as it lies in ours: not read until used."""
-        found = self._files[chunk.file].whole(chunk.key)
-        return found.t() if self._parts[chunk.key].transposed else found
+        return self._parts[chunk.key].box(self._files[chunk.file].whole(chunk.key))
 
     def forget(self, chunk: Chunk) -> None:
         """Let go of the memory that reading it took."""
@@ -498,7 +585,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh()) -> Source:
     """Read a Hugging Face model straight into ours, on any layout: a collective on all ranks of the mesh.
 
-    Each rank reads the ranges that it holds, and casts them to its parameters' dtype.
+    Each rank reads the ranges that it holds, and casts them to its parameters' dtype. What routers of ours keep besides
+    their weights stays as it began.
 
     Args:
         folder: with config.json and safetensors files.
@@ -513,6 +601,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     def plan() -> tuple[Source, list]:
         source, held = open_hf(folder), held_by_model(model, mesh)
+        held = [item for item in held if not item.name.endswith((_BIAS, _STATISTICS))]
         for item in held:
             entry = source.entries.get(item.name.removeprefix("model/"))
             if entry is None or entry.shape != item.shape:
@@ -605,8 +694,8 @@ def export_hf(
         shard_bytes: of a file, unless one tensor is larger; an index is written where there are several.
 
     Raises:
-        ValueError: if the checkpoint is damaged or no family of theirs is such a model, or `folder` is there and holds
-            something. OSError if it can't be written. Nothing partial is left.
+        ValueError: if the checkpoint is damaged or no family of theirs is such a model, be it for a router's bias, or
+            `folder` is there and holds something. OSError if it can't be written. Nothing partial is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path)
@@ -625,6 +714,9 @@ def export_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there: it is not overwritten")
     _verify(manifest, files)
+    for name in parts:
+        if name.endswith(_BIAS):
+            _check_bias(name, manifest.tensors[f"model/{name}"], files)
     carried = manifest.extra.get(FOLDER, {})
     new = temporary(folder)
     shutil.rmtree(new, ignore_errors=True)
@@ -634,8 +726,7 @@ def export_hf(
         def read(key: str) -> tuple[Tensor, Callable[[], None]]:
             entry, part, like = pieces[key]
             stored = torch.empty(part.stored, dtype=like.dtype)
-            box = stored.t() if part.transposed else stored
-            copy_box(box, part.start, entry, lambda e, c: files[c.file].tensor(e, c))
+            copy_box(part.box(stored), part.start, entry, lambda e, c: files[c.file].tensor(e, c))
 
             def forget() -> None:
                 for chunk in entry.chunks:
@@ -728,6 +819,13 @@ def _verify(manifest: Manifest, files: Files) -> None:
             for problem in files.problems([(name, entry, chunk)]):
                 raise ValueError(problem)
             files[chunk.file].forget(chunk.key)
+
+
+def _check_bias(name: str, entry: Entry, files: Files) -> None:
+    bias = torch.zeros(entry.shape)
+    copy_box(bias, (0,), entry, lambda e, c: files[c.file].tensor(e, c))
+    if bias.any():
+        raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): neither mixtral nor qwen3_moe has one")
 
 
 def _carry(source: Path, to: Path, sums: Mapping[str, int] | None = None) -> dict[str, int]:

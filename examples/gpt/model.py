@@ -90,6 +90,8 @@ class GPTConfig:
     moe: MoEConfig | None = None  # None: every MLP is dense
 
     def __post_init__(self) -> None:
+        if isinstance(self.moe, dict):  # of a checkpoint's config
+            object.__setattr__(self, "moe", MoEConfig(**self.moe))
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")

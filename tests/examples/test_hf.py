@@ -23,7 +23,7 @@ from torch import Tensor
 from examples.gpt import hf
 from examples.gpt.generate import main as generate_main
 from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf, read_json
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import Mesh, materialize
 from mpcore.checkpoint import inspect, load, save, verify
 from mpcore.collectives import gather
@@ -54,7 +54,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(
         **SIZES, head_dim=8, use_sliding_window=True, sliding_window=7, max_window_layers=0
     ),
-}
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=13, decoder_sparse_step=2,
+        use_sliding_window=True, sliding_window=7, attention_bias=True, router_aux_loss_coef=0.02,
+    ),
+}  # fmt: skip
+MIXTURES = ("mixtral", "qwen3 moe")
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -75,7 +81,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def theirs(folder: Path):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "experts_implementation": "eager",
+    }  # grouped ones want even sizes
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 @torch.no_grad()
@@ -106,18 +116,26 @@ def check_import(folders: dict[str, str], sizes: dict, zero: bool) -> dict[str, 
     return found
 
 
-LAYOUTS = [({}, False), ({"tp": 2}, False), ({"tp": 4}, False), ({"pp": 2}, False), ({"tp": 2, "dp": 2}, True)]
+LAYOUTS = [
+    ({}, False),
+    ({"tp": 2}, False),
+    ({"tp": 4}, False),
+    ({"pp": 2}, False),
+    ({"tp": 2, "dp": 2}, True),
+    ({"dp": 2, "ep": 2}, False),
+]
 
 
 @pytest.mark.parametrize(("sizes", "zero"), LAYOUTS, ids=str)
 def test_pitfall_15_16_17_an_import_has_the_same_logits_on_every_layout(ranks, folders, sizes, zero):
     """Show 3: fp32, no conversion step between; fused projections, replicated KV heads, 53 words over 4 ranks."""
     count = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+    here = {name: folder for name, folder in folders.items() if "ep" not in sizes or name in MIXTURES}
     want = {}
-    for name, folder in folders.items():
+    for name, folder in here.items():
         with torch.no_grad():
             want[name] = theirs(folder)(IDS).logits
-    for got in ranks(count, check_import, {n: str(f) for n, f in folders.items()}, sizes, zero):
+    for got in ranks(count, check_import, {n: str(f) for n, f in here.items()}, sizes, zero):
         for name in want:
             error = (got[name] - want[name]).abs().max() / want[name].abs().max()
             assert error < 1e-5, f"{name}: {error:.1e}"
@@ -174,7 +192,7 @@ def check_saved_wide(folder: str, path: str) -> None:
     save(path, model, mesh=on, step=3, config={"model": asdict(model.config), "corpus": {}})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "mixtral"])
 def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_path, name):
     """Chunks of tp 2 x pp 2, the fused projections cut across theirs; one file, cast on the way if asked."""
     ranks(4, check_saved_wide, str(folders[name]), str(tmp_path / "step"))
@@ -207,9 +225,9 @@ def test_a_config_comes_back_and_older_ones_read_alike(folders, name):
 
 
 LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
+QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_hidden_layers": 4}
 REFUSED = [
     ({**LLAMA, "model_type": "gemma2"}, r"family 'gemma2'"),
-    ({**LLAMA, "model_type": "mixtral"}, r"'mixtral', whose names are reserved"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
@@ -225,6 +243,16 @@ REFUSED = [
     ({"model_type": "gpt2", **GPT2, "scale_attn_weights": False}, r"scale_attn_weights False"),
     ({"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx"),
     ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, r"add_cross_attention"),
+    ({**LLAMA, "num_local_experts": 4}, r"num_local_experts': 4"),
+    ({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, r"num_experts': 8"),
+    ({**LLAMA, "model_type": "mixtral", "shared_expert_intermediate_size": 8}, r"shared_expert_intermediate_size': 8"),
+    ({**LLAMA, "model_type": "mixtral", "norm_topk_prob": True}, r"norm_topk_prob': True"),
+    ({**QWEN3_MOE, "n_group": 2}, r"n_group': 2"),
+    ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, r"routed_scaling_factor': 2.5"),
+    ({**QWEN3_MOE, "mlp_only_layers": [1]}, r"mlp_only_layers \[1\], so experts in the layers \[0, 2, 3\] of 4"),
+    ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"so experts in the layers \[0, 2\] of 4"),
+    ({**QWEN3_MOE, "decoder_sparse_step": 5}, r"decoder_sparse_step 5 .* in the layers \[\] of 4"),
+    ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4, which not all"),
 ]
 
 
@@ -243,6 +271,72 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
     with pytest.raises(ValueError, match="holds no GPT of this example"):
         export_hf(tmp_path / "other", tmp_path / "back")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "step"]
+
+
+def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
+    """Defaults are those of transformers; layers that are dense by name may be every second one."""
+    for kind, values in ((transformers.MixtralConfig, {**LLAMA, "model_type": "mixtral"}),
+                         (transformers.Qwen3MoeConfig, QWEN3_MOE)):  # fmt: skip
+        bare = {name: values[name] for name in ("model_type", "hidden_act", "vocab_size", "max_position_embeddings",
+                                                "hidden_size", "intermediate_size", "num_hidden_layers",
+                                                "num_attention_heads")}  # fmt: skip
+        bare["num_attention_heads"] = 8
+        assert config_from_hf(bare) == config_from_hf(kind(**bare).to_dict())
+    published = config_from_hf({**QWEN3_MOE, "num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [0, 2]})
+    assert published.moe == MoEConfig(experts=6, top_k=8, d_ff=768, every=2, normalize=True, aux_coefficient=0.001)
+    assert config_from_hf({**LLAMA, "model_type": "mixtral", "router_aux_loss_coef": 0.02}) == replace(
+        config_from_hf({**LLAMA, "model_type": "mixtral"}), moe=MoEConfig(aux_coefficient=0.02)
+    )
+
+
+MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared_experts": 1}, r"has what this mixture has: \{'shared_experts': 1\}"),
+        ({"score": "sigmoid"}, r"\{'score': 'sigmoid'\}"),
+        ({"groups": 2, "top_groups": 1}, r"\{'top_groups': 1\}"),
+        ({"capacity_factor": 1.5}, r"\{'capacity_factor': 1.5\}"),
+        ({"normalize": False}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
+        ({"every": 2}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_no_family_can_say_is_not_exported(changes, message):
+    assert MIXTURE.moe is not None
+    with pytest.raises(ValueError, match=message):
+        config_to_hf(replace(MIXTURE, moe=replace(MIXTURE.moe, **changes)))
+
+
+def test_what_routers_keep_besides_their_weight_is_left_out_unless_it_counts(folders, tmp_path, capsys):
+    """Fractions of the balance loss go, a bias of zero goes, another one is refused; no import needs them."""
+    assert MIXTURE.moe is not None
+    config = replace(MIXTURE, vocab_size=257, moe=replace(MIXTURE.moe, bias_rate=0.1, aux_loss="global"))
+    model = build(config)
+    options: dict[str, Any] = {"mesh": Mesh(), "config": {"model": asdict(config)}}
+    zero = save(tmp_path / "zero", model, step=0, **options)
+    assert hf.open_checkpoint(zero)[2] == config
+    back = export_hf(zero, tmp_path / "back")
+    assert not [key for key in tensors_of(back) if "router" in key]
+    with torch.no_grad():
+        want = model(IDS)
+        assert (theirs(back)(IDS).logits - want).abs().max() < 1e-5 * want.abs().max()
+        again = build(config)
+        for parameter in again.parameters():
+            parameter += 1.0
+        load_hf(back, again)
+        for name, parameter in model.named_parameters():
+            began = name.endswith(("expert_bias", "fractions"))
+            assert torch.equal(again.get_parameter(name), parameter + 1.0 if began else parameter), name
+        model.get_parameter("blocks.1.mlp.router.expert_bias")[2] = -0.5
+    save(tmp_path / "biased", model, step=1, **options)
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.router.expert_bias is not zero \(up to 0.5\)"):
+        export_hf(tmp_path / "biased", tmp_path / "more")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "biased", "zero"]
+    assert generate_main(["--checkpoint", str(tmp_path / "biased"), "--prompt", "def ", "--new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
 
 
 # --- files --------------------------------------------------------------------------------------------------------
