@@ -40,6 +40,11 @@ def refuse_second_derivative(what: str) -> None:
         raise RuntimeError(f"{what} has no second derivative")
 
 
+def recomputing() -> bool:
+    """Whether a forward runs inside a backward, to compute again what wasn't kept: what counts calls must not count."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class ParallelModule(nn.Module):
     """A module whose parameters are plain local shards of declared logical tensors.
 
