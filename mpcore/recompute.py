@@ -18,7 +18,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType

@@ -23,6 +23,7 @@ from mpcore.optim import SCHEDULES, AdamW, Muon
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, Schedule, find_schedule
+from mpcore.recompute import KINDS as RECOMPUTE_KINDS
 
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
 
@@ -105,6 +106,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="bound on the gradient norm; 0: none")
+    add(
+        "--recompute",
+        default="none",
+        metavar="{none,selective,full,budget=0.5}",
+        help="activations computed again in backward: norms, activations and attention cores, whole blocks, or as "
+        "much as keeps a share of the bytes (default none)",
+    )
     add("--seed", type=int, default=0)
     add(
         "--dtype",
@@ -222,6 +230,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     for name in ("keep", "exit_step"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
+    recompute_kind(args.recompute)
     if config.moe is None:
         if mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size:
             raise ValueError(
@@ -258,6 +267,19 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
         )
     return micro_batches
+
+
+def recompute_kind(value: str) -> tuple[str, float | None]:
+    """What `--recompute` asks for: the kind, and the share of a budget."""
+    kind, equals, share = value.partition("=")
+    if kind in RECOMPUTE_KINDS and not equals:
+        return kind, None
+    try:
+        if kind == "budget":
+            return kind, float(share)
+    except ValueError:
+        pass
+    raise ValueError(f"--recompute {value!r} is none of {', '.join(RECOMPUTE_KINDS)} and budget=SHARE")
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:

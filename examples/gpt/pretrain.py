@@ -35,6 +35,7 @@ from examples.gpt.faults import Faults, check_writable, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
+from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
 from mpcore import (
     Mesh,
@@ -101,6 +102,8 @@ class Trainer:
         self.stages = build_stages(config, mesh, blocks, ranks, **options)
         model = self.stages[0] if len(self.stages) == 1 else join_stages(self.stages)
         materialize(model, args.seed, mesh.device)
+        for stage in self.stages:
+            recompute_blocks(stage, args)
         layers = [block for stage in self.stages for block in stage.blocks.values()]
         shard_data_parallel(self.stages, mesh, layers, zero=args.zero, replicate=args.replicate)
         self.model: nn.Module = model

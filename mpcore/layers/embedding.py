@@ -86,8 +86,9 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
-    """Refuse ids outside [0, size) but `ignore_index`; on a GPU, and while compiling, not: it would stall."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+    """Refuse ids outside [0, size) but `ignore_index`; on a GPU, and while compiling, not: it would stall. A fake
+    tensor, of a subclass, has no values."""
+    if type(ids) is not Tensor or ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return
     if ignore_index is not None:
         ids = ids.masked_fill(ids == ignore_index, 0)

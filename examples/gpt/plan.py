@@ -1,0 +1,110 @@
+"""What one rank of a pretraining run would hold and send, for the planners of mpcore.
+
+python -m mpcore.ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+python -m mpcore.memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.gpt.arguments import DTYPES, check, model_config, parse, plan_stages, recompute_kind
+from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
+from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
+from mpcore.data_parallel import shard_data_parallel
+from mpcore.dry_run import Work
+from mpcore.ledger import block_bytes
+from mpcore.recompute import recompute
+
+
+def recompute_blocks(stage: GPT, args: argparse.Namespace) -> None:
+    """Recompute as `--recompute` says, by budget too, on plain parameters."""
+    kind, budget = recompute_kind(args.recompute)
+    if budget is not None:
+        example = block_arguments(stage, args)
+        half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
+        with torch.autocast("cpu", half, enabled=half is not None):
+            recompute(stage.blocks.values(), budget=budget, example=example, preserve_rng_state=False)
+    else:
+        recompute(stage.blocks.values(), kind, preserve_rng_state=False)
+
+
+def block_arguments(stage: GPT, args: argparse.Namespace) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a block's call for one micro-batch, on the meta device."""
+    T, B = stage.config.seq_len, args.micro_batch
+    dtype = torch.float64 if args.dtype == "float64" else torch.float32
+    length = T // stage.tp.size if stage.sequence_parallel else T
+    x = torch.empty(B, length, stage.config.d_model, dtype=dtype, device="meta", requires_grad=True)
+    keywords: dict[str, Any] = {"samples": torch.empty(B, dtype=torch.int64, device="meta")}
+    if stage.rope is not None:
+        keywords["rotary"] = stage.rope(torch.arange(T, device="meta"), dtype)
+    return (x,), keywords
+
+
+def build(mesh: Mesh, arguments: list[str]) -> Work:
+    """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
+    args = parse(arguments)
+    config = model_config(args, PRESETS[args.preset].vocab_size)
+    micro_batches = check(args, config, mesh)
+    plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
+    ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
+    dtype = torch.float64 if args.dtype == "float64" else torch.float32
+    options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
+    stages = build_stages(config, mesh, blocks, ranks, **options)
+    shared = config.tie_embeddings and plan.stages > 1 and ranks[0] == ranks[-1]
+    for stage in stages:
+        seed_dropout(stage, args.seed)
+        recompute_blocks(stage, args)
+        if not shared:
+            shard_data_parallel(stage, mesh, stage.blocks.values())
+    B, T = args.micro_batch, config.seq_len
+
+    def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
+        samples = torch.empty(B, dtype=torch.int64)
+        if stages[i].first:
+            return (torch.empty(B, T, dtype=torch.int64),), {"samples": samples}
+        length = T // mesh.tp.size if stages[i].sequence_parallel else T
+        return (torch.empty(B, length, config.d_model, dtype=dtype),), {"samples": samples}
+
+    def loss(logits: Tensor) -> Tensor:
+        target = torch.empty(B, T, dtype=torch.int64)
+        return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
+
+    half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
+    return Work(
+        stages,
+        plan,
+        inputs,
+        loss,
+        lambda parameters: torch.optim.AdamW(parameters, fused=False, foreach=False),
+        replicated=(mesh.data,) if shared else (),
+        autocast=half,
+        theory=theory(stages, config, mesh, args, micro_batches),
+    )
+
+
+def theory(
+    stages: list[GPT], config: GPTConfig, mesh: Mesh, args: argparse.Namespace, micro_batches: int
+) -> dict[tuple[str, str], int]:
+    """Bytes over tp: the blocks', the embedding's, the head's of its input's gradient, and the loss's."""
+    if mesh.tp.size == 1:
+        return {}
+    width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
+    size = args.micro_batch * config.seq_len * config.d_model * width
+    stats = args.micro_batch * config.seq_len * 4 * max(width, 4)  # four numbers of each token in the loss
+    kind = args.recompute if args.recompute == "full" else "none"
+    total: dict[tuple[str, str], int] = {}
+    for stage in stages:
+        each = block_bytes(size, sequence_parallel=stage.sequence_parallel, recompute=kind, dropout=config.dropout > 0)
+        ends = {"all_reduce": size * (stage.first + stage.last)}
+        if stage.sequence_parallel:
+            ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (stage.first + stage.last))
+        ends["all_gather"] = ends.get("all_gather", 0) + stage.last * mesh.tp.size * stats
+        for name in sorted(each.keys() | ends.keys()):
+            key, blocks = ("tp", name), len(stage.blocks) * each.get(name, 0)
+            total[key] = total.get(key, 0) + micro_batches * (blocks + ends[name])
+    return total

@@ -1,0 +1,273 @@
+"""Floor 4: one rank's step of any layout on one CPU: fake process group, fake tensors, nothing allocated or sent.
+
+`python -m mpcore.ledger` and `python -m mpcore.memory` plan with it. What they plan is made by a function of the user,
+`build(mesh, arguments)`, which returns a `Work`; `examples.gpt.plan:build` is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from mpcore.data_parallel import sync_gradients
+from mpcore.gradients import reduce_gradients
+from mpcore.initialize import _to_empty
+from mpcore.ledger import Ledger
+from mpcore.mesh import Axis, Mesh, build_mesh
+from mpcore.pipeline.schedules import Schedule
+from mpcore.sharding import local_tensor
+from mpcore.storages import Storages, storage_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank runs in a step.
+
+    Attributes:
+        stages: this rank's stages, lowest first, on the meta device, cut over data and recomputing as they shall.
+        plan: the pipeline's schedule; its micro-batches are those of the step.
+        inputs: `inputs(i)` makes the arguments of `stages[i]` for one micro-batch, `(args, kwargs)`, where the first
+            argument is what the stage before returns.
+        loss: of the last stage's output.
+        optimizer: makes the optimizer of some parameters.
+        replicated: axes that `reduce_gradients` sums all gradients over.
+        autocast: the dtype of matrix products; None: that of the parameters.
+        theory: by (axis, kind) the bytes that the step's collectives should have.
+    """
+
+    stages: Sequence[nn.Module]
+    plan: Schedule
+    inputs: Callable[[int], tuple[tuple, dict[str, Any]]]
+    loss: Callable[[Tensor], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    replicated: tuple[Axis, ...] = ()
+    autocast: torch.dtype | None = None
+    theory: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+Build = Callable[[Mesh, list[str]], Work]
+
+
+@dataclass
+class Kept:
+    """What a stage holds from forwards to backwards, in bytes.
+
+    Attributes:
+        activations: of one micro-batch, its output counted and its input not.
+        gathered: parameters gathered over data that stay after the first forward.
+        gathered_later: the same after the first backward, and gradients that aren't summed over data yet.
+        messages: what torch's pipeline receives into, of all micro-batches.
+    """
+
+    activations: int = 0
+    gathered: int = 0
+    gathered_later: int = 0
+    messages: int = 0
+
+
+@dataclass
+class Found:
+    """What a dry run counted, in bytes of one rank and one step.
+
+    Attributes:
+        parameters, buffers, gradients, optimizer: what lies here after a step, its gradients included.
+        stages: what each stage of the rank holds in between.
+        peak: the most that they hold at once, in the order of the schedule.
+        messages: what the pipeline receives into.
+        ledger: the step's collectives and messages.
+        theory: by (axis, kind) the bytes that they should have, where the work says.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    stages: list[Kept] = field(default_factory=list)
+    peak: int = 0
+    messages: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    theory: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All of them, each at its largest."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.peak + self.messages
+
+
+@contextmanager
+def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A world of so many ranks, of which this process is one and the others don't exist.
+
+    Raises:
+        ValueError: if torch.distributed is running already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("torch.distributed is running: plan in a process of its own, without torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes: int) -> Found:
+    """Plan one rank of a mesh.
+
+    Args:
+        build: makes the rank's work.
+        arguments: what else it takes.
+        rank: the rank.
+        sizes: tp, cp, pp, ep, dp of the mesh.
+    """
+    world = 1
+    for name in ("tp", "cp", "pp", "dp"):
+        world *= sizes.get(name, 1)
+    with pretend(world, rank):
+        mesh = build_mesh(**sizes, device_type="cpu")
+        return run_dry(build(mesh, list(arguments)), mesh)
+
+
+def run_dry(work: Work, mesh: Mesh) -> Found:
+    """Run a rank's work on fake tensors and count."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found = Found(ledger=Ledger(mesh), theory=work.theory)
+    owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if any(p.is_meta for p in owner.parameters()):
+            _to_empty(owner, "cpu")
+        # Stages that share a table are two owners of it; parameters() names it once.
+        found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(work.plan.stages_of(pp))]
+        with found.ledger:
+            for stage in work.stages:
+                reduce_gradients(stage, *work.replicated)
+        parameters = list(owner.parameters())
+        found.parameters = storage_bytes(local_tensor(p) for p in parameters)
+        found.buffers = storage_bytes(owner.buffers())
+        found.gradients = storage_bytes(local_tensor(p.grad) for p in parameters if p.grad is not None)
+        optimizer = work.optimizer([p for p in parameters if p.requires_grad])
+        optimizer.step()
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        found.optimizer = storage_bytes(local_tensor(x) for x in states)
+    found.peak = peak(work.plan, pp, found.stages)
+    found.messages = sum(stage.messages for stage in found.stages)
+    return found
+
+
+def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept:
+    """Forward and backward of a stage: of the first, one of the middle, and the last micro-batch."""
+    stage, many = work.stages[i], work.plan.micro_batches
+    kept = Kept()
+    with Storages() as storages:
+        for m in range(min(many, 3)):
+            last = m == min(many, 3) - 1
+            sync_gradients(stage, last)
+            if mesh.pp.size > 1 and isinstance(stage, FSDPModule):
+                stage.set_reshard_after_backward(last)  # as torch's pipelines do
+            (x, *others), kwargs = work.inputs(i)
+            x.requires_grad_(index > 0)
+            before = _held(storages, stage)
+            with found.ledger.times(many - 2 if m == 1 and not last else 1):
+                y, after = _micro_batch(work, stage, index, (x, *others), kwargs, storages, found.ledger)
+                kept.messages = many * _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger)
+            if m == 0:
+                first, kept.activations = after - before, after - before
+            elif m == 1:
+                kept.activations, kept.gathered_later = after - before, before - x.nbytes
+                kept.gathered = max(first - kept.activations, 0)
+            del x, y
+    return kept
+
+
+def _micro_batch(
+    work: Work, stage: nn.Module, index: int, args: tuple, kwargs: dict, storages: Storages, ledger: Ledger
+) -> tuple[Tensor, int]:
+    """The output, and what was held between forward and backward."""
+    last = index == work.plan.stages - 1
+    mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
+    with ledger, mode:
+        y = stage(*args, **kwargs)
+        out = work.loss(y) if last else y
+    held = _held(storages, stage)
+    with ledger:
+        out.backward(None if last else torch.empty_like(out))
+    return y.detach(), held
+
+
+def _held(storages: Storages, stage: nn.Module) -> int:
+    return storages.held(local_tensor(p.grad) for p in stage.parameters() if p.grad is not None)
+
+
+def _count_messages(plan: Schedule, index: int, pp: int, x: Tensor, y: Tensor, ledger: Ledger) -> int:
+    """Count what a micro-batch sends to and receives from other stages; returns the bytes of what is received."""
+    received = 0
+    for neighbour, tensor, forth, back in ((index - 1, x, "recv", "send"), (index + 1, y, "send", "recv")):
+        if 0 <= neighbour < plan.stages and plan.rank_of[neighbour] != pp:
+            ledger.add("pp", forth, tensor.nbytes)
+            ledger.add("pp", back, tensor.nbytes)
+            received += tensor.nbytes
+    return received
+
+
+def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
+    """The most bytes that a pipeline rank holds for backward, going through its actions in order.
+
+    Args:
+        plan: the schedule.
+        rank: the rank along pp.
+        stages: what each of its stages keeps.
+    """
+    of = dict(zip(plan.stages_of(rank), stages, strict=True))
+    live = dict.fromkeys(of, 0)
+    gathered = dict.fromkeys(of, 0)
+    most = 0
+    for action in plan.ranks[rank]:
+        stage = action.stage
+        if action.kind == "F":
+            gathered[stage] = gathered[stage] or of[stage].gathered
+        elif action.kind in ("B", "W"):
+            gathered[stage] = of[stage].gathered_later
+        live[stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        if action.kind == "F":
+            most = max(most, sum(live[s] * of[s].activations + gathered[s] for s in of))
+    return most
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """The mesh that a planner's command line asks for."""
+    return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp")}
+
+
+def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
+    """The command line of a planner: a target, the mesh, the rank; `arguments` are all others, for the target."""
+    parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
+    parser.add_argument("target", help="module:function, called as function(mesh, arguments), which returns a Work")
+    for name in ("tp", "cp", "pp", "ep", "dp"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")
+    args, args.arguments = parser.parse_known_args(argv)
+    return args
+
+
+def target(name: str) -> Build:
+    """The function that a `module:function` names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} names no function as module:function does: {error}") from error

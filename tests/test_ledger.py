@@ -1,0 +1,137 @@
+"""What is counted from real runs against theory and against the plan, which runs nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt.plan import build
+from examples.gpt.pretrain import Trainer, parse
+from mpcore import Axis, Mesh
+from mpcore import collectives as c
+from mpcore.dry_run import dry_run, pretend, target
+from mpcore.ledger import Ledger, block_bytes, volume, zero_bytes
+from mpcore.ledger.__main__ import main
+from tests.pool import mesh
+
+FLAGS = [
+    "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "16",
+    "--dropout", "0.1",
+]  # fmt: skip
+
+
+def counts(ledger: Ledger) -> dict:
+    """Calls and bytes over each axis. Bytes that a rank gets are those that another one sends."""
+    return {key: (count.calls, count.bytes) for key, count in ledger.counts.items() if key[0] != "world"}
+
+
+def check_real(sizes: dict, flags: list[str]) -> dict:
+    from mpcore import reduce_gradients
+
+    on = mesh(**sizes)
+    trainer = Trainer(parse([*FLAGS, *flags]), on)
+    trainer.step(0)  # with the pipeline's dry run and the first connections
+    tokens, targets, samples = trainer.batch(trainer.train, 0, 16)
+    with Ledger(on) as ledger:
+        trainer.pipeline.forward_backward(tokens, targets, samples=samples)
+        reduce_gradients(trainer.model, *trainer.replicated)
+    if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
+        count = ledger.counts["pp", "all_reduce"]
+        assert (count.calls, count.bytes) == (1, 8)
+        del ledger.counts["pp", "all_reduce"]
+    return counts(ledger)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
+        ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
+        ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
+    ],
+    ids=str,
+)
+def test_the_plan_counts_what_the_run_sends(ranks, sizes, flags):
+    for rank, got in enumerate(ranks(4, check_real, sizes, flags)):
+        planned = dry_run(build, [*FLAGS, *flags], rank, **sizes)
+        assert counts(planned.ledger) == got, f"rank {rank}"
+        for key, size in planned.theory.items():
+            assert got.get(key, (0, 0))[1] == size, key
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_block_sends_what_megatron_counts_and_sequence_parallel_the_same(recompute, dropout):
+    flags = ["--layers", "3", "--seq-len", "32", "--dropout", str(0.1 * dropout), "--recompute", recompute]
+    volumes = {}
+    for sp in (False, True):
+        sizes = {"tp": 4, "pp": 3, "dp": 1}  # rank 4 is of the middle stage, which is one block alone
+        plan = dry_run(build, [*flags, "--sequence-parallel"] if sp else flags, 4, **sizes)
+        got = {kind: count.bytes for (axis, kind), count in plan.ledger.counts.items() if axis == "tp"}
+        want = block_bytes(2 * 32 * 128 * 4, sequence_parallel=sp, recompute=recompute, dropout=dropout)
+        norms = 4 * (2 * 128 + 2) if sp else 0  # summed once a step, each with a flag that it is there
+        assert got.pop("all_reduce", 0) - norms == 8 * want.pop("all_reduce", 0)
+        assert got == {kind: 8 * size for kind, size in want.items()}
+        volumes[sp] = plan.ledger.volume("tp") - 2 * norms
+    again = recompute == "full" and not dropout  # full recomputation stops before the last sum, whose gather is cheaper
+    assert volumes[True] == volumes[False] or again
+
+
+def test_zero_sends_two_and_three_times_the_parameters():
+    psi = 1000
+    totals = [sum(volume(kind, size) for kind, size in zero_bytes(psi, stage).items()) for stage in range(4)]
+    assert totals == [2 * psi, 2 * psi, 2 * psi, 3 * psi]
+    assert zero_bytes(psi, 3, 4) == {"all_gather": 8 * psi, "reduce_scatter": 4 * psi}
+    with pytest.raises(ValueError, match="ZeRO stage 4 is none of 0, 1, 2, 3"):
+        zero_bytes(psi, 4)
+
+
+def check_every_kind() -> dict:
+    on = mesh(tp=2)
+    x = torch.ones(4, 2)
+    with Ledger(on, pair=on.tp) as ledger:
+        c.all_reduce(x, on.tp)
+        c.all_gather(x, on.tp, 0)
+        c.reduce_scatter(x, on.tp, 0)
+        c.all_to_all(x, on.tp, 0, 1)
+        dist.all_reduce(x, group=on.tp.group)
+        dist.broadcast(x, 0, group=on.world.group)
+        dist.all_gather_into_tensor(x.new_empty(8, 2), x, group=on.tp.group)
+        dist.reduce_scatter_tensor(x.new_empty(2, 2), x, group=on.tp.group)
+        dist.barrier(group=on.tp.group)
+        other = dist.new_group([0, 1])
+        dist.all_reduce(x, group=other)
+        c.all_reduce(x, Axis())
+    c.all_reduce(x, on.tp)
+    assert "tp" in str(ledger)
+    return counts(ledger) | {"volume": ledger.volume("tp"), "all": ledger.volume()}
+
+
+def test_every_kind_is_counted_once_whoever_calls_it(ranks):
+    for got in ranks(2, check_every_kind):
+        got.pop(("tp", "barrier"), None)
+        # groups of the same ranks, the world too, are one axis
+        assert got == {
+            ("tp", "all_reduce"): (3, 96), ("tp", "all_gather"): (2, 128), ("tp", "reduce_scatter"): (2, 64),
+            ("tp", "all_to_all"): (1, 32), ("tp", "broadcast"): (1, 32), "volume": 448, "all": 448,
+        }  # fmt: skip
+
+
+def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
+    flags = ["--preset", "llama3-70b", "--layers", "16", "--seq-len", "1024", "--global-batch", "32768"]
+    main(["examples.gpt.plan:build", "--tp", "8", "--pp", "16", "--dp", "1024", "--rank", "9000", *flags])
+    out = capsys.readouterr().out
+    assert "tp              8 all_reduce" in out
+    assert "dp           1024 all_gather" in out
+    assert not dist.is_initialized()
+    for words, message in [
+        (["examples.gpt.plan:nothing"], "names no function as module:function does"),
+        (["examples.gpt.plan:build", "--tp", "3", "--heads", "2"], "smaller than the tp size 3"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            main(words)
+    assert target("examples.gpt.plan:build") is build
+    with pretend(2), pytest.raises(ValueError, match=r"torch\.distributed is running"), pretend(2):
+        pass
+    assert Ledger(Mesh()).table() == str(Ledger())
