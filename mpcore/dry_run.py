@@ -24,7 +24,7 @@ from mpcore.initialize import _to_empty
 from mpcore.ledger import Ledger
 from mpcore.mesh import Axis, Mesh, build_mesh
 from mpcore.pipeline.schedules import Schedule
-from mpcore.sharding import local_tensor
+from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.storages import Storages, storage_bytes
 
 
@@ -63,15 +63,18 @@ class Kept:
 
     Attributes:
         activations: of one micro-batch, its output counted and its input not.
-        gathered: parameters gathered over data that stay after the first forward.
-        gathered_later: the same after the first backward, and gradients that aren't summed over data yet.
-        messages: what torch's pipeline receives into, of all micro-batches.
+        gathered: parameters gathered over data that are there after a forward.
+        unsummed: gradients that aren't summed over data yet, from the first backward on.
+        received, sent_forward, sent_backward: tensors of one micro-batch that pass between pipeline ranks. torch's
+            runtime holds those of all micro-batches to the end of a step.
     """
 
     activations: int = 0
     gathered: int = 0
-    gathered_later: int = 0
-    messages: int = 0
+    unsummed: int = 0
+    received: int = 0
+    sent_forward: int = 0
+    sent_backward: int = 0
 
 
 @dataclass
@@ -82,7 +85,6 @@ class Found:
         parameters, buffers, gradients, optimizer: what lies here after a step, its gradients included.
         stages: what each stage of the rank holds in between.
         peak: the most that they hold at once, in the order of the schedule.
-        messages: what the pipeline receives into.
         ledger: the step's collectives and messages.
         theory: by (axis, kind) the bytes that they should have, where the work says.
     """
@@ -93,14 +95,13 @@ class Found:
     optimizer: int = 0
     stages: list[Kept] = field(default_factory=list)
     peak: int = 0
-    messages: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     theory: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """All of them, each at its largest."""
-        return self.parameters + self.buffers + self.gradients + self.optimizer + self.peak + self.messages
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.peak
 
 
 @contextmanager
@@ -161,7 +162,6 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         found.optimizer = storage_bytes(local_tensor(x) for x in states)
     found.peak = peak(work.plan, pp, found.stages)
-    found.messages = sum(stage.messages for stage in found.stages)
     return found
 
 
@@ -177,22 +177,20 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                 stage.set_reshard_after_backward(last)  # as torch's pipelines do
             (x, *others), kwargs = work.inputs(i)
             x.requires_grad_(index > 0)
-            before = _held(storages, stage)
+            before, gathered_before = _held(storages, stage)
             with found.ledger.times(many - 2 if m == 1 and not last else 1):
-                y, after = _micro_batch(work, stage, index, (x, *others), kwargs, storages, found.ledger)
-                kept.messages = many * _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger)
-            if m == 0:
-                first, kept.activations = after - before, after - before
-            elif m == 1:
-                kept.activations, kept.gathered_later = after - before, before - x.nbytes
-                kept.gathered = max(first - kept.activations, 0)
+                y, (after, gathered) = _micro_batch(work, stage, index, (x, *others), kwargs, storages, found.ledger)
+                _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
+            kept.activations, kept.gathered = after - before, max(gathered, kept.gathered)
+            if m > 0:
+                kept.unsummed = max(before - x.nbytes, 0)
             del x, y
     return kept
 
 
 def _micro_batch(
     work: Work, stage: nn.Module, index: int, args: tuple, kwargs: dict, storages: Storages, ledger: Ledger
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, tuple[int, int]]:
     """The output, and what was held between forward and backward."""
     last = index == work.plan.stages - 1
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
@@ -205,23 +203,32 @@ def _micro_batch(
     return y.detach(), held
 
 
-def _held(storages: Storages, stage: nn.Module) -> int:
-    return storages.held(local_tensor(p.grad) for p in stage.parameters() if p.grad is not None)
+def _held(storages: Storages, stage: nn.Module) -> tuple[int, int]:
+    """What is held without this rank's gradients and gathered parameters, and the latter."""
+    # Gathered parameters have gradients of their own, which wait to be summed.
+    whole = [] if isinstance(stage, FSDPModule) else list(stage.parameters())
+    gradients = [local_tensor(p.grad) for p in stage.parameters() if p.grad is not None and (whole or is_dtensor(p))]
+    rest = storages.held([*gradients, *(local_tensor(p) for p in stage.parameters())])
+    return rest, storages.held(gradients) - rest
 
 
-def _count_messages(plan: Schedule, index: int, pp: int, x: Tensor, y: Tensor, ledger: Ledger) -> int:
-    """Count what a micro-batch sends to and receives from other stages; returns the bytes of what is received."""
-    received = 0
+def _count_messages(plan: Schedule, index: int, pp: int, x: Tensor, y: Tensor, ledger: Ledger, kept: Kept) -> None:
+    """Count what a micro-batch sends to and receives from other stages; torch's runtime keeps both to the end."""
+    kept.received = kept.sent_forward = kept.sent_backward = 0
     for neighbour, tensor, forth, back in ((index - 1, x, "recv", "send"), (index + 1, y, "send", "recv")):
         if 0 <= neighbour < plan.stages and plan.rank_of[neighbour] != pp:
             ledger.add("pp", forth, tensor.nbytes)
             ledger.add("pp", back, tensor.nbytes)
-            received += tensor.nbytes
-    return received
+            kept.received += tensor.nbytes
+            if forth == "send":
+                kept.sent_forward = tensor.nbytes
+            else:
+                kept.sent_backward = tensor.nbytes
 
 
 def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
-    """The most bytes that a pipeline rank holds for backward, going through its actions in order.
+    """The most bytes that a pipeline rank holds besides its own parameters, gradients and states, at the end of any
+    forward, going through its actions in order.
 
     Args:
         plan: the schedule.
@@ -229,18 +236,20 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
         stages: what each of its stages keeps.
     """
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
-    live = dict.fromkeys(of, 0)
-    gathered = dict.fromkeys(of, 0)
-    most = 0
+    started: set[int] = set()
+    freed: set[int] = set()
+    held = most = sum(plan.micro_batches * kept.received for kept in stages)
     for action in plan.ranks[rank]:
-        stage = action.stage
+        stage, kept = action.stage, of[action.stage]
         if action.kind == "F":
-            gathered[stage] = gathered[stage] or of[stage].gathered
-        elif action.kind in ("B", "W"):
-            gathered[stage] = of[stage].gathered_later
-        live[stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        if action.kind == "F":
-            most = max(most, sum(live[s] * of[s].activations + gathered[s] for s in of))
+            held += kept.activations + (0 if stage in started else kept.gathered)
+            started.add(stage)
+            most = max(most, held)
+        if action.kind in ("B", "I"):
+            held += kept.sent_backward
+        if action.kind in ("B", "W"):
+            held += kept.sent_forward - kept.activations + (0 if stage in freed else kept.unsummed)
+            freed.add(stage)
     return most
 
 

@@ -1,0 +1,81 @@
+"""Floor 4: how much memory a rank of any layout takes, counted on fake tensors, without allocating it.
+
+`python -m mpcore.memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b` prints a table. Parameters,
+buffers, gradients and optimizer states are summed over what there is; activations are what is alive between a
+micro-batch's forward and its backward, times what the schedule holds at once. What only lives inside of one operator or
+one block's backward, and the allocator's own loss, come on top.
+
+Source of the formulas: Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mpcore.dry_run import Found, dry_run, parse, sizes_of, target
+
+
+def table(found: Found, unit: int = 2**30, name: str = "GiB") -> str:
+    """What a dry run counted, a line for each kind.
+
+    Args:
+        found: the counts.
+        unit, name: what sizes are divided by, and how that is called.
+    """
+    rows = {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+        "buffers": found.buffers,
+        "activations": found.peak,
+        "total": found.total,
+    }
+    lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
+    for i, stage in enumerate(found.stages):
+        data = stage.gathered + stage.unsummed
+        more = f", gathered over data {data / unit:.3f} {name}" if data else ""
+        lines.append(f"stage {i}: {stage.activations / unit:.3f} {name} a micro-batch{more}")
+    return "\n".join(lines)
+
+
+def layer_activation_bytes(
+    sequence: int,
+    batch: int,
+    width: int,
+    heads: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """Bytes of activations of one layer of Korthikanti's GPT, in 16 bits, with dropout, its softmax kept.
+
+    Args:
+        sequence, batch, width, heads: s, b, h, a.
+        tp: t.
+        sequence_parallel: norms and dropouts are cut along the sequence, and column-parallel linears keep their shard.
+        recompute: "none"; "core", the paper's selective one: of the attention core alone; "full".
+
+    Source: equations 1, 2, 4 and 6, and table 2.
+    """
+    sbh = sequence * batch * width
+    core = 0.0 if recompute == "core" else 5 * heads * sequence / width
+    if recompute == "full":
+        return 2.0 * sbh
+    if sequence_parallel:
+        return sbh * (34 + core) / tp
+    return sbh * (10 + 24 / tp + core / tp)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
+    args = parse("python -m mpcore.memory", __doc__, argv)
+    try:
+        found = dry_run(target(args.target), args.arguments, args.rank, **sizes_of(args))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
