@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpcore.data_parallel import sync_gradients
+from mpcore.data_parallel import finish_gradients, sync_gradients
 from mpcore.gradients import reduce_gradients
 from mpcore.initialize import _to_empty
 from mpcore.ledger import Ledger
-from mpcore.mesh import Axis, Mesh, build_mesh
+from mpcore.mesh import Mesh, build_mesh
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.storages import Storages, storage_bytes
@@ -39,7 +39,6 @@ class Work:
             argument is what the stage before returns.
         loss: of the last stage's output.
         optimizer: makes the optimizer of some parameters.
-        replicated: axes that `reduce_gradients` sums all gradients over.
         autocast: the dtype of matrix products; None: that of the parameters.
         theory: by (axis, kind) the bytes that the step's collectives should have.
     """
@@ -49,7 +48,6 @@ class Work:
     inputs: Callable[[int], tuple[tuple, dict[str, Any]]]
     loss: Callable[[Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
-    replicated: tuple[Axis, ...] = ()
     autocast: torch.dtype | None = None
     theory: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -151,8 +149,9 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
         # Stages that share a table are two owners of it; parameters() names it once.
         found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(work.plan.stages_of(pp))]
         with found.ledger:
+            finish_gradients(work.stages)
             for stage in work.stages:
-                reduce_gradients(stage, *work.replicated)
+                reduce_gradients(stage)
         parameters = list(owner.parameters())
         found.parameters = storage_bytes(local_tensor(p) for p in parameters)
         found.buffers = storage_bytes(owner.buffers())
@@ -173,11 +172,9 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
         for m in range(min(many, 3)):
             last = m == min(many, 3) - 1
             sync_gradients(stage, last)
-            if mesh.pp.size > 1 and isinstance(stage, FSDPModule):
-                stage.set_reshard_after_backward(last)  # as torch's pipelines do
             (x, *others), kwargs = work.inputs(i)
             x.requires_grad_(index > 0)
-            before, gathered_before = _held(storages, stage)
+            before, _ = _held(storages, stage)
             with found.ledger.times(many - 2 if m == 1 and not last else 1):
                 y, (after, gathered) = _micro_batch(work, stage, index, (x, *others), kwargs, storages, found.ledger)
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)

@@ -35,7 +35,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     tokens, targets, samples = trainer.batch(trainer.train, 0, 16)
     with Ledger(on) as ledger:
         trainer.pipeline.forward_backward(tokens, targets, samples=samples)
-        reduce_gradients(trainer.model, *trainer.replicated)
+        reduce_gradients(trainer.model)
     if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
         count = ledger.counts["pp", "all_reduce"]
         assert (count.calls, count.bytes) == (1, 8)

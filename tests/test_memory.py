@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from examples.gpt.model import GPTConfig, build_stages
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear, build_mesh, vocab_parallel_cross_entropy
-from mpcore.dry_run import Work, dry_run, pretend, run_dry
-from mpcore.memory import layer_activation_bytes, main
-from mpcore.pipeline.schedules import build_schedule
-from mpcore.recompute import kept_bytes, recompute
+from mpcore.dry_run import dry_run
 from mpcore.sharding import local_tensor
 from mpcore.storages import Storages, storage_bytes
 from tests.pool import mesh

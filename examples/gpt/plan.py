@@ -55,12 +55,11 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
     stages = build_stages(config, mesh, blocks, ranks, **options)
-    shared = config.tie_embeddings and plan.stages > 1 and ranks[0] == ranks[-1]
     for stage in stages:
         seed_dropout(stage, args.seed)
         recompute_blocks(stage, args)
-        if not shared:
-            shard_data_parallel(stage, mesh, stage.blocks.values())
+    layers = [block for stage in stages for block in stage.blocks.values()]
+    shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)
     B, T = args.micro_batch, config.seq_len
 
     def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
@@ -81,7 +80,6 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         inputs,
         loss,
         lambda parameters: torch.optim.AdamW(parameters, fused=False, foreach=False),
-        replicated=(mesh.data,) if shared else (),
         autocast=half,
         theory=theory(stages, config, mesh, args, micro_batches),
     )
