@@ -113,6 +113,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="activations computed again in backward: norms, activations and attention cores, whole blocks, or as "
         "much as keeps a share of the bytes (default none)",
     )
+    add(
+        "--offload",
+        nargs="+",
+        choices=("none", "optimizer", "activations", "parameters"),
+        default=["none"],
+        help="what lies in the host's memory until it is needed; several may be given (default none)",
+    )
     add("--seed", type=int, default=0)
     add(
         "--dtype",
@@ -231,6 +238,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
     recompute_kind(args.recompute)
+    if "none" in args.offload and len(set(args.offload)) > 1:
+        raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
     if config.moe is None:
         if mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size:
             raise ValueError(
@@ -302,6 +311,11 @@ def plan_stages(
     """The schedule, proved, and the blocks of each stage: head weighed in, the slowest as fast as can be."""
     plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
     prove(plan)
+    if "parameters" in args.offload and plan.splits_backward:
+        raise ValueError(
+            f"--offload parameters with --schedule {args.schedule}: it splits backward, whose second half doesn't say "
+            f"which block it is at; 1f1b and interleaved don't"
+        )
     whole = GPT(config, device="meta")
     *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
     return plan, partition(blocks, plan.stages, last=head)

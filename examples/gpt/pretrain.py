@@ -53,6 +53,7 @@ from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.mesh import check_same, raise_together
+from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
@@ -113,6 +114,8 @@ class Trainer:
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
         self.optimizer = build_optimizer(args, model, mesh, heads)
+        if "optimizer" in args.offload:
+            offload_optimizer(self.optimizer)
         self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
         self.spans: list[Span] = []
         self.scaler = LossScaler(mesh) if args.dtype == "float16" else None
@@ -124,7 +127,10 @@ class Trainer:
         self.signals: StopSignals | None = None
         self.stragglers = Stragglers(mesh)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
+        self.parameters_elsewhere: ParameterOffload | None = None
         self.resume()
+        if "parameters" in args.offload:
+            self.parameters_elsewhere = offload_parameters(layers, self.optimizer)
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """The micro-batch's share of the step's loss: its sum over tokens, divided once by the global count."""
@@ -165,7 +171,7 @@ class Trainer:
         arguments = {"samples": samples}
         if self.config.moe is not None:
             arguments["loss_scale"] = torch.full_like(samples, self.scale / self.tokens_of_step, dtype=torch.float64)
-        with self.autocast():
+        with self.autocast(), offload_activations() if "activations" in self.args.offload else nullcontext():
             total = self.pipeline.forward_backward(tokens, targets, **arguments)
         reduce_gradients(self.model)
         if self.scaler:
@@ -215,17 +221,18 @@ class Trainer:
         for stage in self.stages:
             reshard(stage)  # an evaluation leaves them gathered
         path, held = step_path(self.checkpoints, step), (self.model, self.optimizer)
-        if self.args.async_save:
-            after, self.saving = self.saving, None
-            if after is not None:
-                after.wait()
-                self.tell_saved(after)
-            began = time.perf_counter()
-            self.saving = save_async(path, *held, mesh=self.mesh, after=after, **state)
-            if self.mesh.world.rank == 0:
-                tqdm.write(f"saving {path.name} in the background, copied in {time.perf_counter() - began:.2f} s")
-        else:
-            save(path, *held, mesh=self.mesh, **state)
+        with self.parameters_elsewhere.here() if self.parameters_elsewhere else nullcontext():
+            if self.args.async_save:
+                after, self.saving = self.saving, None
+                if after is not None:
+                    after.wait()
+                    self.tell_saved(after)
+                began = time.perf_counter()
+                self.saving = save_async(path, *held, mesh=self.mesh, after=after, **state)
+                if self.mesh.world.rank == 0:
+                    tqdm.write(f"saving {path.name} in the background, copied in {time.perf_counter() - began:.2f} s")
+            else:
+                save(path, *held, mesh=self.mesh, **state)
 
     def tell_saved(self, saving: Saving) -> None:
         """Say once, when a save in the background has ended, how it went."""

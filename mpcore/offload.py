@@ -1,0 +1,372 @@
+"""Floor 4: what is not needed at once lies in the host's memory: optimizer states, saved activations, parameters.
+
+    offload_optimizer(optimizer)    states and step on the host; gradients go there and parameters come back in buckets,
+                                    so that copies of one run beside the step of another
+    offload_activations()           a context around forward and backward: what autograd saves is copied to the host
+    offload_parameters(blocks)      a block's parameters are here from its forward's or backward's begin until two other
+                                    blocks have run
+
+On CUDA copies run on a stream of their own, from and to pinned memory. On a CPU the same code copies within its memory,
+and results are bitwise those without, as on a GPU those of one optimizer implementation are.
+
+Source: Ren et al. 2021, arXiv:2101.06840, section 4; Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpcore.sharding import is_dtensor, local_tensor
+
+
+class _Copies:
+    """Copies between a device and the host, beside what the device computes."""
+
+    def __init__(self, pin_memory: bool | None) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True, but pinned memory needs a GPU and there is none: leave it out")
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def host(self, like: Tensor) -> Tensor:
+        """Memory of the host, pinned where the tensor is on a GPU and pinning is on."""
+        return torch.empty_like(like, device="cpu", pin_memory=self.pin_memory and like.is_cuda)
+
+    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Begin to copy; where a GPU is involved, after what its current stream holds now. Wait for the event."""
+        device = next((x.device for x in (to, source) if x.is_cuda), None)
+        if device is None:
+            to.copy_(source)
+            return None
+        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            for x in (to, source):
+                if x.is_cuda:
+                    x.record_stream(stream)  # else its memory may be given away before the copy has run
+            return stream.record_event()
+
+
+# --- optimizer ----------------------------------------------------------------------------------------------------
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer, *, pin_memory: bool | None = None, bucket_bytes: int = 2**26
+) -> torch.optim.Optimizer:
+    """Have an optimizer keep its states on the host, and step there.
+
+    Its groups, settings and `state` stay where they are for schedules and checkpoints; only the state's tensors, and a
+    copy of each parameter, are the host's. For optimizers that work on each element alone, such as AdamW.
+
+    Args:
+        optimizer: changed in place, before its first step.
+        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
+        bucket_bytes: parameters that are copied and stepped together.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if it has states already, or memory can't be pinned.
+    """
+    if optimizer.state:
+        raise ValueError(
+            f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"
+        )
+    copies = _Copies(pin_memory)
+    optimizer.step = MethodType(_Step(copies, bucket_bytes), optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+class _Step:
+    """The step of an offloaded optimizer."""
+
+    def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
+        self.copies, self.bucket_bytes = copies, bucket_bytes
+        self.twins: dict[nn.Parameter, nn.Parameter] = {}
+        self.seen: dict[nn.Parameter, tuple[int, int]] = {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer, closure: None = None) -> None:
+        if closure is not None:
+            raise ValueError("an offloaded optimizer takes no closure")
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        with torch.no_grad():
+            buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
+            arrived = [[event for p in bucket for event in self._fetch(p)] for _, bucket in buckets]
+            left = []
+            for (group, bucket), events in zip(buckets, arrived, strict=True):
+                for event in events:
+                    event.synchronize()
+                self._step(optimizer, group, bucket)
+                for p in bucket:
+                    mine = local_tensor(p.data)
+                    left.append(self.copies.copy(mine, self.twins[p].data))
+                    self.seen[p] = (mine.data_ptr(), mine._version)
+            for event in left:
+                if event is not None:
+                    torch.cuda.current_stream().wait_event(event)
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+
+    def _buckets(self, group: dict[str, Any]) -> Iterator[list[nn.Parameter]]:
+        bucket, size = [], 0
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if bucket and size + local_tensor(p.data).nbytes > self.bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(p)
+            size += local_tensor(p.data).nbytes
+        if bucket:
+            yield bucket
+
+    def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
+        """Begin to copy the gradient, and the parameter where somebody else wrote to it, a checkpoint for one."""
+        mine = local_tensor(p.data)
+        if p not in self.twins:
+            self.twins[p] = nn.Parameter(self.copies.host(mine))
+        twin = self.twins[p]
+        grad = local_tensor(p.grad)  # type: ignore[arg-type]
+        if twin.grad is None:
+            twin.grad = self.copies.host(grad)
+        events = [self.copies.copy(twin.grad, grad)]
+        if self.seen.get(p) != (mine.data_ptr(), mine._version):
+            events.append(self.copies.copy(twin.data, mine))
+        yield from (event for event in events if event is not None)
+
+    def _step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter]) -> None:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        inner: Any = type(optimizer).__new__(type(optimizer))
+        theirs = {
+            name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")
+        }
+        inner.__dict__.update(theirs)
+        torch.optim.Optimizer.__init__(
+            inner, [{"params": [self.twins[p] for p in bucket], **settings}], optimizer.defaults
+        )
+        for p in bucket:
+            if p in optimizer.state:  # what a checkpoint loaded may lie with the parameter
+                state = optimizer.state[p]
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = local_tensor(value).to("cpu")
+                inner.state[self.twins[p]] = state
+        type(optimizer).step(inner)
+        for p in bucket:
+            optimizer.state[p] = inner.state[self.twins[p]]
+
+
+# --- activations --------------------------------------------------------------------------------------------------
+
+
+class _Moved:
+    """A storage that autograd saved, on the host, and on the device again while somebody looks at it."""
+
+    def __init__(self, x: Tensor, copies: _Copies) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        self.copies, self.device, self.version = copies, x.device, x._version
+        self.host = copies.host(flat)
+        self.event = copies.copy(self.host, flat)
+        self.back: weakref.ref[Tensor] | None = None
+
+    def flat(self) -> Tensor:
+        """The bytes on the device."""
+        flat = None if self.back is None else self.back()
+        if flat is None:
+            if self.event is not None:
+                self.event.synchronize()
+            flat = torch.empty_like(self.host, device=self.device)
+            event = self.copies.copy(flat, self.host)
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+            self.back = weakref.ref(flat)
+        return flat
+
+
+@contextmanager
+def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12) -> Iterator[None]:
+    """What autograd saves in here is copied to the host, and back when backward asks for it.
+
+    Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
+    recomputation only what that keeps is copied.
+
+    Args:
+        pin_memory: None: where there is a GPU. False works too; then forward waits for each copy.
+        min_bytes: smaller tensors stay.
+
+    Raises:
+        ValueError: if memory can't be pinned.
+    """
+    copies = _Copies(pin_memory)
+    moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
+    sources: dict[int, Any] = {}
+
+    def pack(x: Tensor) -> Any:
+        stays = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.nbytes < min_bytes
+        if stays or x.layout != torch.strided or type(x) is not Tensor:
+            return x
+        storage = x.untyped_storage()
+        held, source = moved.get(storage._cdata), sources.get(storage._cdata)
+        if held is None or source is None or source() is not storage or held.version != x._version:
+            held = moved[storage._cdata] = _Moved(x, copies)
+            sources[storage._cdata] = weakref.ref(storage)
+        return held, x.dtype, x.storage_offset(), x.size(), x.stride()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        held, dtype, offset, size, stride = packed
+        flat = held.flat()
+        out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
+        out.__dict__["flat"] = flat  # so that other views find it
+        return out
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+# --- parameters ---------------------------------------------------------------------------------------------------
+
+
+class _Swap:
+    """The parameters of a block, whose memory on the device comes and goes."""
+
+    def __init__(self, block: nn.Module, copies: _Copies) -> None:
+        self.copies, self.here = copies, True
+        self.homes = {p: copies.host(p.data) for p in dict.fromkeys(block.parameters())}
+        self.store()
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Keep the values at home."""
+        for p, home in self.homes.items():
+            event = self.copies.copy(home, p.data)
+            if event is not None:
+                event.synchronize()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Bring the parameters here."""
+        if self.here:
+            return
+        for p, home in self.homes.items():
+            p.data.untyped_storage().resize_(home.nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(p):
+                event = self.copies.copy(p.data, home)
+            if event is not None:
+                torch.cuda.current_stream(p.device).wait_event(event)
+        self.here = True
+
+    def release(self) -> None:
+        """Free their memory where nobody else looks at it, as NumPy may since a checkpoint."""
+        for p in self.homes:
+            if not p.data.untyped_storage().resizable():
+                p.data = torch.empty_like(p.data)
+        self.drop()
+
+    def drop(self) -> None:
+        """Free their memory here."""
+        if self.here:
+            for p in self.homes:
+                p.data.untyped_storage().resize_(0)
+            self.here = False
+
+
+class ParameterOffload:
+    """What `offload_parameters` returns. `with offload.here():` has all parameters here, to read and to write."""
+
+    def __init__(self, swaps: list[_Swap], keep: int) -> None:
+        self.swaps, self.keep = swaps, keep
+        self.used: list[_Swap] = []
+
+    def use(self, swap: _Swap) -> None:
+        """Bring a block's parameters here, and let go of those used longest ago."""
+        swap.fill()
+        self.used = [*(s for s in self.used if s is not swap), swap]
+        while len(self.used) > self.keep:
+            self.used.pop(0).drop()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """For initialisation, checkpoints and optimizer steps; afterwards the values are stored again."""
+        for swap in self.swaps:
+            swap.fill()
+        try:
+            yield
+        finally:
+            for swap in self.swaps:
+                swap.store()
+                swap.release()
+            self.used = []
+
+
+def offload_parameters(
+    blocks: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    keep: int = 2,
+    pin_memory: bool | None = None,
+) -> ParameterOffload:
+    """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once.
+
+    Gradients stay here. In between a parameter has a shape and no memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces itself to no block.
+
+    Args:
+        blocks: modules called one after the other, with plain parameters that no other block shares.
+        optimizer: has all parameters here during its step.
+        keep: how many blocks' parameters are here: 2 lets the copy of one run beside the other.
+        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
+
+    Returns:
+        What brings all parameters here at once.
+
+    Raises:
+        ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned.
+    """
+    blocks, copies = list(blocks), _Copies(pin_memory)
+    if keep < 1:
+        raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
+    seen: set[nn.Parameter] = set()
+    for i, block in enumerate(blocks):
+        mine = set(block.parameters())
+        if any(is_dtensor(p) for p in mine):
+            raise ValueError(f"block {i} is sharded over data: zero=3 holds each parameter once among the data ranks")
+        if mine & seen:
+            raise ValueError(f"block {i} shares {len(mine & seen)} parameters with one before: they have one home")
+        seen |= mine
+    swaps = [_Swap(block, copies) for block in blocks]
+    offload = ParameterOffload(swaps, keep)
+    for block, swap in zip(blocks, swaps, strict=True):
+
+        def before(module: nn.Module, args: tuple, swap: _Swap = swap) -> None:
+            offload.use(swap)
+
+        def after(module: nn.Module, args: tuple, out: Any, swap: _Swap = swap) -> None:
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(lambda grad, swap=swap: offload.use(swap))
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+        swap.drop()
+    if optimizer is not None:
+        contexts: list[Any] = []
+
+        def enter(*_: Any) -> None:
+            contexts.append(offload.here())
+            contexts[-1].__enter__()
+
+        optimizer.register_step_pre_hook(enter)
+        optimizer.register_step_post_hook(lambda *_: contexts.pop().__exit__(None, None, None))
+    return offload

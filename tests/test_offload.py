@@ -1,0 +1,183 @@
+"""Offloading against none: losses and parameters bitwise, and what it is for: less here."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.pretrain import Trainer, parse
+from mpcore import full_state_dict, materialize, vocab_parallel_cross_entropy
+from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
+from mpcore.recompute import recompute
+from mpcore.storages import Storages
+from tests.pool import mesh
+
+CONFIG = GPTConfig(vocab_size=31, seq_len=8, layers=4, d_model=12, heads=3, d_ff=16, dropout=0.2)
+EACH = ["optimizer", "activations", "parameters"]
+
+
+def build() -> GPT:
+    return materialize(GPT(CONFIG, device="meta", dtype=torch.float64), seed=5)  # type: ignore[return-value]
+
+
+def train(offload: list[str], kind: str = "none") -> tuple[list[float], list[Tensor]]:
+    model = build()
+    recompute(model.blocks.values(), kind, preserve_rng_state=False)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
+    groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    elsewhere = None
+    if "optimizer" in offload:
+        offload_optimizer(optimizer, bucket_bytes=2000)
+    if "parameters" in offload:
+        elsewhere = offload_parameters(model.blocks.values(), optimizer)
+    g = torch.Generator().manual_seed(0)
+    losses = []
+    for i in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
+        x, t = torch.randint(31, (2, 4, 8), generator=g)
+        with offload_activations(min_bytes=64) if "activations" in offload else nullcontext():
+            loss = vocab_parallel_cross_entropy(model(x, torch.arange(4)), t)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with elsewhere.here() if elsewhere else nullcontext():
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("offload", [*([each] for each in EACH), EACH], ids=str)
+def test_training_is_bitwise_the_same(offload):
+    want_losses, want = train([])
+    for kind in ("none", "selective", "full"):
+        losses, parameters = train(offload, kind)
+        assert losses == want_losses, kind
+        assert all(torch.equal(a, b) for a, b in zip(parameters, want, strict=True)), kind
+
+
+FLAGS = [
+    "--layers", "2", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
+    "--dropout", "0.1", "--lr", "1e-2", "--warmup", "1",
+]  # fmt: skip
+
+
+def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
+    results = []
+    for what in (["none"], offload):
+        trainer = Trainer(parse([*FLAGS, *flags, "--offload", *what]), mesh(**sizes))
+        records = [trainer.step(i) for i in range(3)]
+        trainer.evaluate()
+        elsewhere = trainer.parameters_elsewhere
+        with elsewhere.here() if elsewhere else nullcontext():
+            results.append((records, {n: p.clone() for n, p in full_state_dict(trainer.model).items()}))
+    assert results[0][0] == results[1][0]
+    for name, want in results[0][1].items():
+        assert torch.equal(results[1][1][name], want), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offload", "flags"),
+    [
+        ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
+        ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full"]),
+        ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
+    ],
+    ids=str,
+)
+def test_the_example_trains_bitwise_the_same(ranks, sizes, offload, flags):
+    ranks(2, check_example, sizes, offload, flags)
+
+
+def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
+    """Its states lie where the loader puts them, its parameters are written behind the optimizer's back."""
+    flags = [*FLAGS, "--steps", "4", "--eval-every", "0", "--out", str(tmp_path / "out")]
+    whole = Trainer(parse([*FLAGS, "--steps", "4", "--out", str(tmp_path / "whole")]), mesh())
+    want = [whole.step(i)["loss"] for i in range(4)]
+    first = Trainer(parse([*flags, "--offload", *EACH]), mesh())
+    got = [first.step(i)["loss"] for i in range(2)]
+    first.save(2)
+    second = Trainer(parse([*flags, "--resume", "auto", "--offload", *EACH]), mesh())
+    got += [second.step(i)["loss"] for i in (2, 3)]
+    assert got == want
+
+
+def test_what_is_elsewhere_takes_no_memory_here():
+    model, x = build(), torch.zeros(4, 8, dtype=torch.int64)
+    blocks = list(model.blocks.values())
+    here = []
+
+    def note(*_) -> None:
+        here.append(sum(any(p.untyped_storage().nbytes() for p in block.parameters()) for block in blocks))
+
+    optimizer = torch.optim.SGD(model.parameters())
+    offload_parameters(blocks, optimizer)
+    note()
+    for block in blocks:
+        block.register_forward_hook(note)
+        block.register_full_backward_hook(note)
+    model(x, torch.arange(4)).sum().backward()
+    assert here[0] == 0
+    assert len(here) == 9
+    assert max(here) == 2
+    model = build()
+    held = []
+    for how in (nullcontext(), offload_activations(min_bytes=0)):
+        with how, Storages() as storages:
+            y = model(x, torch.arange(4))
+            held.append(storages.held())
+        del y
+    assert held[1] == pytest.approx(held[0], rel=0.02)  # each storage once, however many views of it are saved
+
+
+def test_pitfall_42_what_was_written_to_since_is_saved_again():
+    x = torch.ones(64, requires_grad=True)
+    with offload_activations(min_bytes=0):
+        y = x * 2
+        a = y.exp().sum()
+        with torch.no_grad():
+            z = y.detach().clone()
+        b = (z * x).sum()
+        z.add_(1)
+        c = (z * x).sum()
+    (a + b + c).backward()
+    torch.testing.assert_close(x.grad, 2 * torch.full((64,), 2.0).exp() + 2 + 3)
+
+
+def test_what_cant_be_had_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if not torch.cuda.is_available():
+        for call in (
+            lambda: offload_optimizer(optimizer, pin_memory=True),
+            lambda: offload_activations(pin_memory=True).__enter__(),
+            lambda: offload_parameters([model], pin_memory=True),
+        ):
+            with pytest.raises(ValueError, match="pin_memory=True, but pinned memory needs a GPU and there is none"):
+                call()
+    with pytest.raises(ValueError, match="keep 0 is smaller than 1"):
+        offload_parameters([model], keep=0)
+    with pytest.raises(ValueError, match="block 1 shares 2 parameters with one before"):
+        offload_parameters([model, model])
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="the optimizer has states of 2 parameters"):
+        offload_optimizer(optimizer)
+    with pytest.raises(ValueError, match="--offload none optimizer: none and others"):
+        Trainer(parse([*FLAGS, "--offload", "none", "optimizer"]), mesh())
+    with pytest.raises(ValueError, match="--schedule zb: it splits backward"):
+        Trainer(parse([*FLAGS, "--offload", "parameters", "--schedule", "zb"]), mesh())
+    with pytest.raises(ValueError, match="--recompute 'budget=much' is none of"):
+        Trainer(parse([*FLAGS, "--recompute", "budget=much"]), mesh())
+
+
+def check_sharded() -> None:
+    with pytest.raises(ValueError, match=r"block 0 is sharded over data: zero=3 holds each parameter once"):
+        Trainer(parse([*FLAGS, "--offload", "parameters"]), mesh(dp=2))
+
+
+def test_parameters_sharded_over_data_stay(ranks):
+    ranks(2, check_sharded)
