@@ -320,7 +320,8 @@ def offload_parameters(
 ) -> ParameterOffload:
     """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once.
 
-    Gradients stay here. In between a parameter has a shape and no memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces itself to no block.
+    Gradients stay here. In between a parameter has a shape and no memory: read and write it in `here()` alone. Not for
+    schedules that split backward, whose second half announces itself to no block.
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares.
