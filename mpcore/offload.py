@@ -53,7 +53,7 @@ class _Copies:
             for x in (to, source):
                 if x.is_cuda:
                     x.record_stream(stream)  # else its memory may be given away before the copy has run
-            return stream.record_event()
+            return stream.record_event()  # type: ignore[return-value]
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         held, dtype, offset, size, stride = packed
         flat = held.flat()
         out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
-        out.__dict__["flat"] = flat  # so that other views find it
+        out.flat_bytes = flat  # type: ignore[attr-defined]  # so that other views find it
         return out
 
     with saved_tensors_hooks(pack, unpack):

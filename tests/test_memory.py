@@ -211,8 +211,8 @@ def test_the_classic_65b_model():
     plan = dry_run(large)
     gb = [x / 1e9 for x in (plan.parameters, plan.gradients, plan.optimizer, plan.peak)]
     assert gb[:3] == pytest.approx([260, 260, 520], rel=0.01)
-    assert 85 < gb[3] < 160, gb
-    small = dry_run(large, ["zero"], dp=64)
+    assert 100 < gb[3] < 130, gb  # the CPU's kernels keep more than a GPU's
+    small = dry_run(large, ["zero"], dp=48)
     assert 20e9 < small.total < 30e9, vars(small)
 
 

@@ -98,7 +98,7 @@ def theory(
     total: dict[tuple[str, str], int] = {}
     for stage in stages:
         each = block_bytes(size, sequence_parallel=stage.sequence_parallel, recompute=kind, dropout=config.dropout > 0)
-        ends = {"all_reduce": size * (stage.first + stage.last)}
+        ends: dict[str, int] = {"all_reduce": size * (stage.first + stage.last)}
         if stage.sequence_parallel:
             ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (stage.first + stage.last))
         ends["all_gather"] = ends.get("all_gather", 0) + stage.last * mesh.tp.size * stats

@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         if name in self.by_group:
             return self.by_group[name]
         if group is None:
-            group = dist.distributed_c10d._resolve_process_group(name)
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         ranks = tuple(dist.get_process_group_ranks(group))
         label = self.by_ranks.get(ranks, f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}")
         self.sizes.setdefault(label, len(ranks))
