@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpcore.data_parallel import finish_gradients, sync_gradients
 from mpcore.gradients import reduce_gradients
@@ -109,8 +111,6 @@ def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         ValueError: if torch.distributed is running already.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise ValueError("torch.distributed is running: plan in a process of its own, without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -139,8 +139,6 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
 
 def run_dry(work: Work, mesh: Mesh) -> Found:
     """Run a rank's work on fake tensors and count."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     found = Found(ledger=Ledger(mesh), theory=work.theory)
     owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
     with FakeTensorMode(allow_non_fake_inputs=True):

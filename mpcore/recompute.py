@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,8 +116,6 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
         example: `(args, kwargs)` of the call; only shapes, dtypes and what needs a gradient matter.
         kind: of recomputation; None: as the block is.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     before = {name: block.__dict__.get(name) for name in ("forward", "recompute")}
     device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
