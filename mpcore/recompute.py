@@ -18,7 +18,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
@@ -100,9 +100,22 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = partial(type(block).forward, block, **kwargs)
     if not torch.is_grad_enabled():
         return forward(*args)
+    forward = partial(_in_modes, [(module, module.training) for module in block.modules()], forward)
     kind, preserve_rng_state = block.__dict__["recompute"]
     options: dict[str, Any] = {"context_fn": _selective} if kind == "selective" else {}
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
+
+
+def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], *args: Any) -> Any:
+    """Call `forward` with modules in training or evaluation as they were, whatever was switched before backward."""
+    switched = [module for module, training in modes if module.training != training]
+    for module in switched:
+        module.training = not module.training
+    try:
+        return forward(*args)
+    finally:
+        for module in switched:
+            module.training = not module.training
 
 
 # --- by budget ----------------------------------------------------------------------------------------------------

@@ -292,6 +292,23 @@ def test_pitfall_22_23_routing_counters_generators_keywords_and_products_written
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_pitfall_22_evaluation_between_forward_and_backward(kind):
+    """A forward in training is recomputed in training, and one in evaluation likewise: pipelines find shapes so."""
+    for training in (True, False):
+        results = []
+        for how in ("none", kind):
+            model = Router()
+            recompute([model], how)
+            torch.manual_seed(1)
+            y = model.train(training)(torch.ones(7, 6), scale=torch.tensor(1.5))
+            model.train(not training)
+            y.square().sum().backward()
+            assert model.training == model.dropout.training == (not training)
+            results.append([y, *(p.grad for p in model.parameters())])
+        assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+
+
 def test_names_stay_and_none_undoes():
     model = nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
     names = [n for n, _ in model.named_parameters()]
