@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpcore.gradients import gradient_of
+from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
 
 
@@ -76,8 +78,10 @@ def offload_optimizer(
         The optimizer.
 
     Raises:
-        ValueError: if it has states already, or memory can't be pinned.
+        ValueError: if it has states already, is Muon, or memory can't be pinned.
     """
+    if isinstance(optimizer, Muon):
+        raise ValueError("Muon orthogonalises whole matrices, gathered on the device: offload AdamW")
     if optimizer.state:
         raise ValueError(
             f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"
@@ -121,7 +125,7 @@ class _Step:
     def _buckets(self, group: dict[str, Any]) -> Iterator[list[nn.Parameter]]:
         bucket, size = [], 0
         for p in group["params"]:
-            if p.grad is None:
+            if gradient_of(p) is None:
                 continue
             if bucket and size + local_tensor(p.data).nbytes > self.bucket_bytes:
                 yield bucket
@@ -137,10 +141,12 @@ class _Step:
         if p not in self.twins:
             self.twins[p] = nn.Parameter(self.copies.host(mine))
         twin = self.twins[p]
-        grad = local_tensor(p.grad)  # type: ignore[arg-type]
-        if twin.grad is None:
-            twin.grad = self.copies.host(grad)
-        events = [self.copies.copy(twin.grad, grad)]
+        grad = local_tensor(gradient_of(p))  # type: ignore[arg-type]
+        slot = "grad" if getattr(p, "main_grad", None) is None else "main_grad"
+        if getattr(twin, slot, None) is None:
+            setattr(twin, slot, self.copies.host(grad))
+        twin.grad_added_to_main_grad = slot == "main_grad"  # type: ignore[attr-defined]
+        events = [self.copies.copy(getattr(twin, slot), grad)]
         if self.seen.get(p) != (mine.data_ptr(), mine._version):
             events.append(self.copies.copy(twin.data, mine))
         yield from (event for event in events if event is not None)
@@ -155,6 +161,14 @@ class _Step:
         torch.optim.Optimizer.__init__(
             inner, [{"params": [self.twins[p] for p in bucket], **settings}], optimizer.defaults
         )
+        if isinstance(optimizer, AdamW):
+            of = {self.twins[p]: p for p in bucket}
+
+            def random(twin: nn.Parameter) -> dict[str, Any]:
+                bits = optimizer._random(of[twin])
+                return bits | {"place": tuple(index.cpu() for index in bits["place"])}
+
+            inner._random = random
         for p in bucket:
             if p in optimizer.state:  # what a checkpoint loaded may lie with the parameter
                 state = optimizer.state[p]

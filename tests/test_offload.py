@@ -83,7 +83,7 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
     ("sizes", "offload", "flags"),
     [
         ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
-        ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full"]),
+        ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
         ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
     ],
     ids=str,
@@ -170,6 +170,8 @@ def test_what_cant_be_had_is_refused():
         Trainer(parse([*FLAGS, "--offload", "none", "optimizer"]), mesh())
     with pytest.raises(ValueError, match="--schedule zb: it splits backward"):
         Trainer(parse([*FLAGS, "--offload", "parameters", "--schedule", "zb"]), mesh())
+    with pytest.raises(ValueError, match="Muon orthogonalises whole matrices"):
+        Trainer(parse([*FLAGS, "--offload", "optimizer", "--optimizer", "muon"]), mesh())
     with pytest.raises(ValueError, match="--recompute 'budget=much' is none of"):
         Trainer(parse([*FLAGS, "--recompute", "budget=much"]), mesh())
 
