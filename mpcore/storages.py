@@ -14,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mpcore.sharding import local_tensor
+
 
 class Storages(TorchDispatchMode):
     """Knows every storage that an operator makes while this context is entered, and which of them are still alive.
@@ -61,10 +63,10 @@ class Storages(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an operator's arguments or results, those without a storage left out."""
+    """The tensors of an operator's arguments or results, of DTensors the local ones, which alone take memory."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and not leaf.is_sparse:
-            yield leaf
+            yield local_tensor(leaf)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
