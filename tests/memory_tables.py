@@ -75,7 +75,8 @@ def run_recomputation(tp: int, sp: bool) -> dict[str, tuple[int, bool]]:
     found, want = {}, None
     for kind in KINDS:
         model = materialize(GPT(CONFIG, on, device="meta", sequence_parallel=sp), seed=1)
-        assert isinstance(model, GPT) and model.rope is not None
+        assert isinstance(model, GPT)
+        assert model.rope is not None
         recompute(model.blocks.values(), kind, preserve_rng_state=False)  # type: ignore[union-attr]
         g = torch.Generator().manual_seed(2)
         x = torch.randn(2, 16 // tp if sp else 16, 32, generator=g, requires_grad=True)
