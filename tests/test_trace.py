@@ -138,7 +138,7 @@ HANGS = [
     (has_another_flag, {"tp": 2}, r"the ranks disagree about call \d: rank 0 entered .* while rank 1 entered .*\(tp\)"),
     (one_of_four_skips_a_layer, {"tp": 4}, r"rank 0 entered all_gather\(tp\).* while rank 2 never did: it is at"),
 ]  # fmt: skip
-QUICK = (never_leaves_a_block, enters_another_kind, waits_in_a_circle)
+QUICK = (never_leaves_a_block,)
 
 
 def line_of(function) -> str | None:

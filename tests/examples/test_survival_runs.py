@@ -61,6 +61,7 @@ def wait_for_steps(run: subprocess.Popen, out: Path, count: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_row_2_36_37_a_killed_rank_is_started_again_and_nothing_is_lost_but_steps(tmp_path, record_property):
     whole, again = tmp_path / "whole", tmp_path / "again"
     flags = ["--steps", "7", "--save-every", "2", "--dropout", "0.1"]
