@@ -63,6 +63,7 @@ def attention(
     bounds: Bounds | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the keys that each query sees, and the logarithm of the softmax's denominator.
@@ -78,10 +79,11 @@ def attention(
             that there are. Neither may fall as i rises.
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
+        out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `query` and by the head dimensions.
 
     Returns:
-        `(output, lse)`: `[B, Tq, H, Kv]` in the dtype of `query`, and `[B, H, Tq]`, natural, in float32 (float64 for
+        `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
         float64 inputs).
 
     Raises:
@@ -92,7 +94,8 @@ def attention(
         query, key, value = (_autocast(t) for t in (query, key, value))
     scale, cap = _check(query, key, value, scale, softcap)
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    return _Attention.apply(query, key, value, low, high, causal, scale, cap, _runs_triton(impl, query, value))
+    options = causal, scale, cap, _runs_triton(impl, query, value)
+    return _Attention.apply(query, key, value, low, high, options, out_dtype)
 
 
 def attention_backward(
@@ -110,19 +113,21 @@ def attention_backward(
     scale: float | None = None,
     softcap: float | None = None,
     dlse: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys and values add to the gradient of attention, by its output and lse alone. Not differentiable.
 
     Args:
-        grad: `[B, Tq, H, Kv]`, the gradient of the output.
+        grad: `[B, Tq, H, Kv]`, the gradient of the output, in the dtype of `query`.
         query, key, value: as in the forward pass; the keys and values may be a part of those that were attended to.
         output, lse: of the forward pass, over all keys.
         causal, window, cu_seqlens, bounds, scale, softcap, impl: as in the forward pass, for these keys.
         dlse: `[B, H, Tq]`, the gradient of lse; `None`: 0.
+        out_dtype: of the three gradients, which are summed with those of other keys; `None`: as `query`.
 
     Returns:
-        `(dq, dk, dv)`, of the shapes and dtypes of `query`, `key` and `value`.
+        `(dq, dk, dv)`, of the shapes of `query`, `key` and `value`.
 
     Raises:
         ValueError: as `attention`.
@@ -135,9 +140,11 @@ def attention_backward(
         if given is not None and (given.shape != shapes[name] or given.device != query.device):
             there = f"{tuple(given.shape)} on {given.device}"
             raise ValueError(f"{name} is {there}, but goes with a query on {query.device} as {shapes[name]}")
+    if grad.dtype != query.dtype:
+        raise ValueError(f"grad is {grad.dtype}, but query is {query.dtype}: cast it")
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    fused = _runs_triton(impl, query, value)
-    return _backward_op(grad, dlse, query, key, value, output, lse, low, high, causal, scale, cap, fused)
+    options = causal, scale, cap, _runs_triton(impl, query, value)
+    return _backward_op(grad, dlse, query, key, value, output, lse, low, high, *options, out_dtype)
 
 
 def attention_reference(
@@ -151,11 +158,12 @@ def attention_reference(
     bounds: Bounds | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` in plain torch, some queries at a time; computes in float32, or float64 for a float64 query."""
     return attention(
         query, key, value, causal=causal, window=window, cu_seqlens=cu_seqlens, bounds=bounds, scale=scale,
-        softcap=softcap, impl="reference",
+        softcap=softcap, out_dtype=out_dtype, impl="reference",
     )  # fmt: skip
 
 
@@ -253,11 +261,11 @@ def _runs_triton(impl: str | None, query: Tensor, value: Tensor) -> bool:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, low, high, causal, scale, softcap, fused):
-        output, lse = _forward_op(query, key, value, low, high, causal, scale, softcap, fused)
+    def forward(ctx, query, key, value, low, high, options, out_dtype):
+        output, lse = _forward_op(query, key, value, low, high, *options, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, output, lse, low, high)
-        ctx.options = causal, scale, softcap, fused
+        ctx.options = options
         return output, lse
 
     @staticmethod
@@ -265,24 +273,26 @@ class _Attention(torch.autograd.Function):
         refuse_second_derivative("attention")
         query, key, value, output, lse, low, high = ctx.saved_tensors
         if doutput is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 7
         doutput = torch.zeros_like(output) if doutput is None else doutput
-        return *_backward_op(doutput, dlse, query, key, value, output, lse, low, high, *ctx.options), *[None] * 6
+        given = doutput.to(query.dtype), dlse, query, key, value, output, lse, low, high
+        return *_backward_op(*given, *ctx.options, None), *[None] * 4
 
 
-def _empty_forward(query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = query.shape
+def _empty_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    (B, T, H, _), out_dtype = query.shape, options[-1]
     exact = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty((B, T, H, value.shape[3])), query.new_empty((B, H, T), dtype=exact)
+    return query.new_empty((B, T, H, value.shape[3]), dtype=out_dtype), query.new_empty((B, H, T), dtype=exact)
 
 
 def _empty_backward(
-    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *others: object
+    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    dq, dk, dv = (t.new_empty(t.shape, dtype=options[-1]) for t in (query, key, value))
+    return dq, dk, dv
 
 
-_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, bool fused"
+_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, bool fused, ScalarType? out_dtype"
 _forward_op = define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor output, Tensor lse)",
     _empty_forward,
@@ -311,12 +321,13 @@ def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch
 @launches(_forward_op)
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float,
-    softcap: float, fused: bool,
+    softcap: float, fused: bool, out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    output, lse = outs = _empty_forward(query, key, value, out_dtype)
     if not fused:
         with torch.autocast(query.device.type, enabled=False):
-            return _forward_reference(query, key, value, low, high, causal, scale, softcap)
-    output, lse = outs = _empty_forward(query, key, value)
+            _forward_reference(outs, query, key, value, low, high, causal, scale, softcap)
+        return outs
     if output.numel() == 0:
         return outs
     B, T, H, _ = query.shape
@@ -334,11 +345,13 @@ def _run_forward(
 def _run_backward(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, fused: bool,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value, out_dtype)
     if not fused:
         with torch.autocast(query.device.type, enabled=False):
-            return _backward_reference(grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
-    dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value)
+            _backward_reference(outs, grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
+        return outs
     if dq.numel() == 0 or dk.numel() == 0:
         for gradient in outs:
             gradient.zero_()
@@ -447,12 +460,12 @@ def _tiles_of(device: object) -> dict:
 
 
 def _forward_reference(
-    query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    output, lse = outs = _empty_forward(query, key, value)
+    outs: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None,
+    causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    output, lse = outs
     if lse.numel() == 0:
-        return outs
+        return
     q, k, v = _grouped(query, key).mul(scale), _grouped(key, key), _grouped(value, key)
     by_group, rows_lse = q.new_zeros((*q.shape[:3], v.shape[3])), lse.view(q.shape[:3]).fill_(-math.inf)
     for some, rows, keys, hidden in _chunks(q, k, low, high, causal):
@@ -464,13 +477,12 @@ def _forward_reference(
         by_group[some, :, rows] = _product(p, v[some, :, keys]).div_(total.masked_fill(total == 0, 1))
         rows_lse[some, :, rows] = (total.log() + largest).squeeze(-1)
     output.copy_(_ungrouped(by_group, query))
-    return outs
 
 
 def _backward_reference(
-    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    outs: tuple[Tensor, Tensor, Tensor], grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    output: Tensor, lse: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
     q, k, v = _grouped(query, key).mul(scale), _grouped(key, key), _grouped(value, key)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     if dq.numel() > 0 and dk.numel() > 0:
@@ -492,10 +504,8 @@ def _backward_reference(
             dq[some, :, rows] = _product(ds, part)
             dk[some, :, keys] += _sum_product(ds, queries)
     dq *= scale
-    outs = _empty_backward(grad, dlse, query, key, value)
     for out, by_group in zip(outs, (dq, dk, dv), strict=True):
         out.copy_(_ungrouped(by_group, out))
-    return outs
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:

@@ -342,10 +342,11 @@ class _AllGather(Function):
         refuse_second_derivative("context-parallel attention")
         q, k, v, output, lse, low, high = ctx.saved_tensors
         keys, values = _gather_keys(k, v, ctx.cp, ctx.runs)
-        dq, *grads = attention_backward(grad, q, keys, values, output, lse, bounds=(low, high), **ctx.options)
         order, wide = _order(ctx.runs, q.device), torch.promote_types(q.dtype, torch.float32)
-        dk, dv = (collectives.reduce_scatter(t.index_select(1, order).to(wide), ctx.cp, 1).to(t.dtype) for t in grads)
-        return dq, dk, dv, *[None] * 5
+        options = {"bounds": (low, high), "out_dtype": wide, **ctx.options}
+        dq, *grads = attention_backward(grad, q, keys, values, output, lse, **options)
+        dk, dv = (collectives.reduce_scatter(t.index_select(1, order), ctx.cp, 1) for t in grads)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
 
 
 def _gather_keys(k: Tensor, v: Tensor, cp: Axis, runs: tuple[Runs, ...]) -> tuple[Tensor, Tensor]:
@@ -461,8 +462,9 @@ class _RingAttention(Function):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block = ring.block(rank, step)
             if ring.here(step) and block in ring.reads[rank]:
-                part, lse = attention(q, *shapes.unpack(held), bounds=ring.bounds(low, high, block), **options)
-                merged = (part.to(wide), lse) if merged is None else merge(*merged, part.to(wide), lse)
+                bounds = ring.bounds(low, high, block)
+                part = attention(q, *shapes.unpack(held), bounds=bounds, out_dtype=wide, **options)
+                merged = part if merged is None else merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
         output, lse = merged[0].to(q.dtype), merged[1]
@@ -482,10 +484,10 @@ class _RingAttention(Function):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block, part = ring.block(rank, step), dq.new_empty(0)
             if ring.here(step) and block in ring.reads[rank]:
-                merged = {"output": output, "lse": lse, "bounds": ring.bounds(low, high, block)}
+                merged = {"output": output, "lse": lse, "bounds": ring.bounds(low, high, block), "out_dtype": wide}
                 dq_part, *grads = attention_backward(grad, q, *shapes.unpack(held), **merged, **ctx.options)
                 dq += dq_part
-                part = shapes.pack(*grads).to(wide)
+                part = shapes.pack(*grads)
             if step == 0:
                 mine = part
             else:

@@ -472,7 +472,6 @@ def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = 
 @pytest.mark.parametrize("kind", RINGS)
 def test_pitfall_37_the_error_in_bf16_does_not_grow_with_cp(kind):
     exact = ring_results(1, torch.float64, kind)
-    half = [t.to(torch.bfloat16).double() for t in exact]
     errors = {
         size: [
             (got.double() - want).square().mean().sqrt().item()
@@ -480,10 +479,9 @@ def test_pitfall_37_the_error_in_bf16_does_not_grow_with_cp(kind):
         ]
         for size in (1, 2, 4, 8)
     }
-    rounding = [(a - b).square().mean().sqrt().item() for a, b in zip(half, exact, strict=True)]
     for size in (2, 4, 8):
-        for one, many, floor in zip(errors[1], errors[size], rounding, strict=True):
-            assert many <= 1.25 * max(one, floor), errors
+        for one, many in zip(errors[1], errors[size], strict=True):
+            assert many <= 1.01 * one, errors
 
 
 @pytest.mark.parametrize("kind", RINGS)

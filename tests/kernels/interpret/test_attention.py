@@ -137,36 +137,37 @@ def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
     gradients = [torch.randn_like(y).to(BF16).double() for y in want]
     torch.autograd.backward(want, gradients)
     index, size = torch.arange(48, dtype=torch.int32), 48 // blocks
+    common = {"softcap": softcap, "impl": "triton", "out_dtype": F32}
 
     def parts():
         for n in range(blocks):
             held = {name: x[:, n * size : (n + 1) * size] for name, x in inputs.items() if name != "query"}
             yield (
                 held,
-                {"bounds": (torch.zeros_like(index), index + 1 - n * size), "softcap": softcap, "impl": "triton"},
+                {"bounds": (torch.zeros_like(index), index + 1 - n * size)} | common,
             )
 
     output, lse = torch.zeros(want[0].shape), torch.full(want[1].shape, -torch.inf)
     for held, options in parts():
         part, part_lse = attention(inputs["query"], **held, **options)
-        assert part_lse.dtype == F32
+        assert part.dtype == part_lse.dtype == F32
         merged = torch.logaddexp(lse, part_lse)
         weights = [(each - merged).exp().transpose(1, 2).unsqueeze(-1) for each in (lse, part_lse)]
-        output, lse = weights[0] * output + weights[1] * part.float(), merged
+        output, lse = weights[0] * output + weights[1] * part, merged
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=2e-5)
-    torch.testing.assert_close(output.double(), want[0], rtol=0, atol=2e-2)
+    whole, _ = attention(**inputs, **common)
+    errors = [(x.double() - want[0]).square().mean().sqrt() for x in (output, whole)]
+    assert errors[0] <= 1.05 * errors[1] < 2e-3
     saved, dlse = output.to(BF16), gradients[1].float()
     found = [
         attention_backward(gradients[0].to(BF16), inputs["query"], output=saved, lse=lse, dlse=dlse, **held, **options)
         for held, options in parts()
     ]
-    alone = attention_backward(
-        gradients[0].to(BF16), **inputs, output=saved, lse=lse, dlse=dlse, softcap=softcap, impl="triton"
-    )
+    alone = attention_backward(gradients[0].to(BF16), **inputs, output=saved, lse=lse, dlse=dlse, **common)
     sums = sum(part[0].double() for part in found), *(torch.cat([part[i] for part in found], 1) for i in (1, 2))
     for name, ring, whole in zip(inputs, sums, alone, strict=True):
         errors = [(x.double() - exact[name].grad).square().mean().sqrt() for x in (ring, whole)]
-        assert errors[0] <= 2 * errors[1], name
+        assert errors[0] <= 1.05 * errors[1], name
 
 
 def test_a_query_that_sees_nothing_gives_no_gradient_whatever_comes_back():
@@ -190,11 +191,12 @@ def test_the_same_bits_each_time():
 def test_operators(name, fused):
     inputs, ops = draw(5, 4, 2, dtype=BF16), torch.ops.mpcore
     low, high = mask(name, 5).get("bounds", (None, None))
-    numbers = (low, high, True, 0.1, 20.0, fused)
+    numbers = (low, high, True, 0.1, 20.0, fused, None if name == "causal" else F32)
     laws.check_operator(ops.attention_forward, *inputs.values(), *numbers)
     output, lse = ops.attention_forward(*inputs.values(), *numbers)
-    laws.check_operator(ops.attention_backward, output, lse, *inputs.values(), output, lse, *numbers)
-    laws.check_operator(ops.attention_backward, output, None, *inputs.values(), output, lse, *numbers)
+    for dlse in (lse, None):
+        given = output.to(BF16), dlse, *inputs.values(), output, lse
+        laws.check_operator(ops.attention_backward, *given, *numbers)
 
 
 @pytest.mark.parametrize("name", ["causal", "packed window"])
