@@ -21,6 +21,17 @@ def remember_main_grad(*parameters: Tensor | None) -> tuple[Tensor | None, ...] 
     return None if torch.compiler.is_compiling() else parameters  # compiled, autograd's way: it mutates nothing
 
 
+def will_accumulate(parameter: Tensor) -> bool | None:
+    """In backward: whether this pass accumulates a gradient of the parameter; a backward in two passes asks in both.
+
+    None: `torch.autograd.grad` wants it, to return and not to accumulate it, or nobody does, for it is frozen.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return None
+
+
 def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...] | None:
     """In backward: what to add to, if this pass accumulates gradients of the parameters; None: autograd wants them.
 
@@ -29,10 +40,7 @@ def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor
     if parameters is None:
         return None
     given = [p for p in parameters if p is not None]
-    try:
-        if not all(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in given):
-            return None
-    except RuntimeError:  # a node of torch.autograd.grad, or a frozen parameter
+    if not all(map(will_accumulate, given)):
         return None
     for p in given:
         main = p.main_grad  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch
@@ -70,6 +70,7 @@ class Mesh:
         ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
         world: all ranks.
         device_mesh: torch's mesh with dimensions pp, dp, cp, tp; None where torch.distributed isn't running.
+        made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
     """
 
     tp: Axis = Axis(name="tp")
@@ -84,10 +85,17 @@ class Mesh:
     world: Axis = Axis(name="world")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
+    made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
         return layout_table(**sizes, rank=self.world.rank)
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """Every axis by its name; of two names for one group the more usual one comes first."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: axis for name, axis in found.items() if isinstance(axis, Axis)}
 
     @property
     def device(self) -> torch.device:

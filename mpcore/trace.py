@@ -34,7 +34,6 @@ from torch import nn
 from mpcore.mesh import Mesh
 
 EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure, and may start again
-_AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "data", "ends")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.join(os.path.dirname(__file__), "collectives.py")
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
@@ -123,22 +122,22 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
         thread: the identifier of the thread to look at; None: the main thread.
     """
     groups = {}
-    for name in (*_AXES, "world"):
-        axis = getattr(mesh, name)
+    for name, axis in mesh.axes.items():
         if axis.group is not None and axis.group_name not in groups:
             groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     site, doing, waiting = _where(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
-    return Log(mesh.world.rank, groups, _recorded(), site, doing, waiting)
+    return Log(mesh.world.rank, groups, _recorded(mesh.made_ns), site, doing, waiting)
 
 
-def _recorded() -> list[Call]:
+def _recorded(since_ns: int) -> list[Call]:
+    # A process group that is gone leaves its calls in the ring, under a name that the next one may have too.
     # Written by this very process a moment ago: nothing that came from outside is unpickled.
     recorder: Any = torch._C
     entries = pickle.loads(recorder._distributed_c10d._dump_fr_trace(True, True, False)).get("entries", [])
     calls = []
     for e in entries:
-        if e["is_p2p"]:
+        if e["is_p2p"] or e["time_created_ns"] < since_ns:
             continue
         shape = tuple(e["input_sizes"][0]) if e["input_sizes"] else ()
         dtype = e["input_dtypes"][0] if e["input_dtypes"] else ""

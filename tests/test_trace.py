@@ -17,9 +17,9 @@ from torch import nn
 
 from mpcore import ColumnParallelLinear, RowParallelLinear
 from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
-from mpcore.mesh import Mesh
+from mpcore.mesh import Mesh, build_mesh
 from mpcore.pipeline import Pipeline
-from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, explain, main, record
+from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, explain, main, read_log, record
 from tests.pool import RankError, mesh
 
 TIMEOUT_S = 2.0
@@ -227,6 +227,20 @@ def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):
         main([str(tmp_path)])
     with pytest.raises(SystemExit, match=r"has no rank\*\.json"):
         main([str(tmp_path / "none")])
+
+
+def check_what_a_former_mesh_did() -> None:
+    former = build_mesh(tp=2)
+    all_reduce(ONES, former.tp)
+    on = build_mesh(tp=2)
+    assert read_log(former).calls[0].shape == (4, 8)
+    assert read_log(on).calls == []
+    all_reduce(ONES[0], on.tp)
+    assert [call.shape for call in read_log(on).calls] == [(8,)]
+
+
+def test_the_calls_of_a_former_mesh_are_left_out(ranks):
+    ranks(2, check_what_a_former_mesh_did)
 
 
 def check_quiet() -> None:

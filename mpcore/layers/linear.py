@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mpcore.kernels._main_grad import will_accumulate
 from mpcore.layers.module import Init, ParallelModule, constant, refuse_second_derivative, uniform
 from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
@@ -110,9 +110,8 @@ def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor
     main = getattr(parameter, "main_grad", None)
     if parameter is None or main is None:
         return gradient(None, *of)
-    try:
-        wanted = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch.autograd.grad asks for it, to return and not to accumulate it
+    wanted = will_accumulate(parameter)
+    if wanted is None:
         return gradient(None, *of)
     if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
         gradient(main, *of)

@@ -32,7 +32,7 @@ from mpcore.collectives import all_gather, all_reduce
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
 from mpcore.mesh import Axis, Mesh
 from mpcore.random import random_words
-from mpcore.sharding import is_dtensor
+from mpcore.sharding import data_run, is_dtensor
 
 AUX_LOSSES = ("sequence", "micro_batch", "global")
 _REST = 5  # of a tally, after the counts: tokens, dropped choices, sums of entropy, balance loss, z-loss
@@ -373,9 +373,7 @@ def _whole(parameter: Tensor) -> Tensor:
 def _add(parameter: Tensor, change: Tensor) -> None:
     """Add to a parameter what every rank holds whole, also where `fully_shard` cut it."""
     if is_dtensor(parameter):
-        coordinate, local = parameter.device_mesh.get_coordinate(), parameter.to_local()
-        assert coordinate is not None
-        start = -(-len(change) // parameter.device_mesh.size(parameter.device_mesh.ndim - 1)) * coordinate[-1]
-        local.add_(change[start : start + len(local)].to(local.dtype))
+        local, (start, end) = parameter.to_local(), data_run(parameter)
+        local.add_(change[start:end].to(local.dtype))
     else:
         parameter.add_(change.to(parameter.dtype))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -59,8 +59,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = {}
         self.weight = 1
-        known = {f.name: getattr(mesh, f.name) for f in fields(mesh)} | axes
-        named = [(name, axis) for name, axis in known.items() if isinstance(axis, Axis) and axis.group is not None]
+        named = [(name, axis) for name, axis in (mesh.axes | axes).items() if axis.group is not None]
         self.sizes = {name: axis.size for name, axis in named}
         self.by_group: dict[str, str] = {}
         self.by_ranks: dict[tuple[int, ...], str] = {}
