@@ -28,7 +28,6 @@ def main_gradients(model: nn.Module) -> nn.Module:
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
     of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
-    Zero-bubble pipelines leave weight gradients in `.grad`, in the parameter's dtype, until they are read.
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its
@@ -58,8 +57,15 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
     if main is None:
         return parameter.grad
-    _accumulate(parameter)  # what a backward in two passes left without telling the hook
+    _accumulate(parameter)
     return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
+
+
+def add_to_main_gradients(model: nn.Module) -> None:
+    """Add what a backward in two passes left in `.grad`, of which no hook is told. `Pipeline` calls it."""
+    for parameter in model.parameters():
+        if getattr(parameter, "main_grad", None) is not None:
+            _accumulate(parameter)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from mpcore.data_parallel import (
     reshard,
     sync_gradients,
 )
+from mpcore.gradients import add_to_main_gradients
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
@@ -277,6 +278,8 @@ class _Stage(PipelineStage):
         if backward_type != "full":
             gather(self.submod)  # both halves look for the whole parameters in the graph
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type != "full":
+            add_to_main_gradients(self.submod)
         if backward_type == "weight":
             reduce_held(self.submod, last_backward)
         return result
