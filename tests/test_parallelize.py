@@ -158,7 +158,7 @@ def check_equal(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_logits_gradients_and_training_equal_the_original(ranks, size, name):
     ranks(size, check_equal, name)
 

@@ -82,7 +82,7 @@ GRID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("sizes", "micro_batches"), GRID, ids=str)
 def test_pitfall_14_24_25_26_30_every_cut_of_the_batch_gives_the_dense_gradients(ranks, sizes, micro_batches, tied):
     """Unequal token counts, dropout: one division, nothing rescaled, and each element counts once in the norm."""

@@ -70,8 +70,14 @@ def check_compiled(what, sequence):
         close(results[1][name], want, name)
 
 
-@pytest.mark.parametrize("sequence", [None, 1])
-@pytest.mark.parametrize("what", ["mlp", "regather", "attention", "block"])
+@pytest.mark.parametrize(
+    ("what", "sequence"),
+    [
+        *[("regather", 1), ("attention", None), ("block", 1)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("mlp", None), ("mlp", 1), ("attention", 1)]),
+        pytest.param("block", None, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_compile_to_one_graph_equal_to_eager(ranks, what, sequence):
     ranks(2, check_compiled, what, sequence)
 

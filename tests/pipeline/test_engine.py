@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -124,11 +126,15 @@ def check_schedule(sizes: dict, name: str, micro_batches: int, virtual: int | No
 LAYOUTS = [{"pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}]
 
 
-UNTIED = [pytest.param(sizes, False, marks=[] if sizes == {"pp": 2} else pytest.mark.slow) for sizes in LAYOUTS]
+def grid() -> Iterator[Any]:
+    """Every case; `make test` runs each schedule with four stages and tied, and three of them on the other layouts."""
+    for name, sizes, tied in itertools.product(NAMES, LAYOUTS, (True, False)):
+        short = tied and (sizes == {"pp": 4} or (name in ("1f1b", "zb", "zbv") and len(sizes) == 2))
+        short |= (name, sizes) == ("interleaved", {"pp": 2})
+        yield pytest.param(name, sizes, tied, marks=[] if short else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("sizes", "tied"), [*((sizes, True) for sizes in LAYOUTS), *UNTIED], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "sizes", "tied"), list(grid()), ids=str)
 def test_pitfall_14_24_26_30_every_schedule_gives_the_dense_gradients(ranks, name, sizes, tied):
     """Dropout, unequal token counts: nothing is rescaled, and a tied table counts once in the norm."""
     size = torch.Size(sizes.values()).numel()
@@ -184,16 +190,13 @@ def dense_losses(tied: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
-def test_pitfall_14_twenty_steps_stay_on_the_dense_models_losses(ranks, name):
-    for got in ranks(2, check_steps, {"pp": 2}, name, True):
-        assert got == pytest.approx(dense_losses(True), rel=1e-9)
+def steps_grid() -> Iterator[Any]:
+    for name, sizes, tied in itertools.product(NAMES, LAYOUTS, (True, False)):
+        short = (name, sizes, tied) == ("zbv", {"pp": 2}, True)
+        yield pytest.param(name, sizes, tied, marks=[] if short else pytest.mark.slow)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "sizes", "tied"), list(steps_grid()), ids=str)
 def test_pitfall_14_twenty_steps_of_every_schedule_stay_on_the_dense_models_losses(ranks, name, sizes, tied):
     for got in ranks(torch.Size(sizes.values()).numel(), check_steps, sizes, name, tied):
         assert got == pytest.approx(dense_losses(tied), rel=1e-9)
@@ -221,8 +224,18 @@ def check_shapes(sizes: dict, name: str) -> None:
         close(full_tensor(grad, declared[n]), want[n], f"gradient of {n}", TOLERANCE)
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("zbv", {"pp": 2}),
+        ("interleaved", {"pp": 2, "dp": 2}),
+        *(
+            pytest.param(name, sizes, marks=pytest.mark.slow)
+            for name, sizes in [("1f1b", {"pp": 2}), ("1f1b", {"pp": 2, "dp": 2}), ("zbv", {"pp": 2, "dp": 2})]
+        ),
+    ],
+    ids=str,
+)
 def test_pitfall_35_lengths_and_batches_may_change_from_step_to_step(ranks, name, sizes):
     ranks(torch.Size(sizes.values()).numel(), check_shapes, sizes, name)
 
