@@ -72,7 +72,8 @@ def test_errors_in_half_precision(name, dtype):
 @pytest.mark.parametrize("T", [1, 37])
 @pytest.mark.parametrize("name", MASKS)
 def test_errors_of_short_rows(name, T):
-    check(draw(T, H=32, groups=16), **mask(name, T))  # of a lone row the reference's error is luck
+    heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # of a lone row the reference's error is luck
+    check(draw(T, **heads), **mask(name, T))
 
 
 @pytest.mark.parametrize(("H", "groups"), [(4, 4), (6, 2), (3, 1)])
