@@ -26,8 +26,7 @@ from bench.machine import describe
 FORWARD, BOTH = "forward", "forward+backward"
 OURS = "mpcore"
 ROUNDS, HOST_CALLS = 50, 20
-SLACK = {OURS: 2}  # times the error of the plain reference in the same dtype; a peer may round inside
-PEER_SLACK = 16
+PEER_SLACK = 16  # times the error of the plain reference in the same dtype; a peer may round inside
 EVICT = 2**26  # int32 in 256 MiB, more than any L2 cache holds
 YARDSTICK = 2**28, 8192  # int32 in a copy's 1 GiB, rows and columns of a product's matrices
 Shape = Mapping[str, int]
@@ -59,6 +58,7 @@ class Kernel:
         check: sizes to shrink where the check in float64 would not fit.
         constants: inputs without a gradient though they are floating.
         in_float64: the reference takes float64; otherwise its own dtype is the truth.
+        slack: times the reference's error that ours may have.
         random: a peer draws random numbers of its own, so only its shapes, dtypes and finiteness are checked.
     """
 
@@ -76,6 +76,7 @@ class Kernel:
     check: Shape = field(default_factory=dict)
     constants: Sequence[str] = ()
     in_float64: bool = True
+    slack: int = 2
     random: bool = False
 
     def cases(self) -> list[Any]:
@@ -231,7 +232,7 @@ def _check(
     found = _call(function, _leaves(kernel, inputs, which), which)()
     if len(found) != len(bounds):
         raise WrongError(f"{len(found)} results instead of {len(bounds)}")
-    slack, worst = SLACK.get(name, PEER_SLACK), 0.0
+    slack, worst = kernel.slack if name == OURS else PEER_SLACK, 0.0
     for i, (y, (truth, bound)) in enumerate(zip(found, bounds, strict=True)):
         if y.shape != truth.shape:
             raise WrongError(f"result {i} has shape {tuple(y.shape)} instead of {tuple(truth.shape)}")
