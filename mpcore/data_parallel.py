@@ -353,16 +353,37 @@ def gather(model: nn.Module) -> None:
             module.unshard()
 
 
+def hold_gradients(model: nn.Module) -> None:
+    """Have a backward leave gradients unsummed, and parameters whole: the first half of a split one."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+
+
 def reduce_held(model: nn.Module, last: bool) -> None:
     """After the second half of a split backward, which runs no hooks: what `sync_gradients` says is to be done."""
-    state = getattr(model, "data_parallel", None)
-    if state is None or not isinstance(model, FSDPModule):
+    if getattr(model, "data_parallel", None) is None or not isinstance(model, FSDPModule):
         return
-    sync_gradients(model, last)
-    if state.zero == 1:  # the pipeline sums at the end; here sums of half precision move to float32
-        model.set_requires_gradient_sync(False)
-        model.set_reshard_after_backward(False)
-    root: Any = model._get_fsdp_state()  # as torch's `PipelineStage.perform_reduce_grad` does it
+    if reduces_each_micro_batch(model):
+        sync_gradients(model, last)
+    else:  # `reduce_once` sums at the end; here sums of half precision move to float32
+        hold_gradients(model)
+    _run_hooks(model)
+
+
+def reduce_once(model: nn.Module) -> None:
+    """After a pipeline's last backward: sum gradients that aren't summed each micro-batch."""
+    if isinstance(model, FSDPModule) and not reduces_each_micro_batch(model):
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        _run_hooks(model)
+
+
+def _run_hooks(model: FSDPModule) -> None:
+    """What `fully_shard` does after a backward, as torch's `PipelineStage.perform_reduce_grad` does it."""
+    root: Any = model._get_fsdp_state()  # type: ignore[attr-defined]
     for unit in root._state_ctx.all_states:
         for group in unit._fsdp_param_groups:
             group.post_backward()

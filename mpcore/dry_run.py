@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mpcore.data_parallel import finish_gradients, sync_gradients
+from mpcore.data_parallel import finish_gradients, gather, hold_gradients, reduce_held, reduce_once, sync_gradients
 from mpcore.gradients import reduce_gradients
 from mpcore.initialize import _to_empty
 from mpcore.ledger import Ledger
 from mpcore.mesh import Mesh, build_mesh
+from mpcore.pipeline.engine import split_linears
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.storages import Storages, storage_bytes
@@ -63,13 +65,19 @@ class Kept:
 
     Attributes:
         activations: of one micro-batch, its output counted and its input not.
+        between: what is left of them between the two halves of a split backward, with the gradients of layers' outputs
+            that the second half takes.
+        handed: of the activations the output, where it is the input of a stage of this rank.
         gathered: parameters gathered over data that are there after a forward.
         unsummed: gradients that aren't summed over data yet, from the first backward on.
-        received, sent_forward, sent_backward: tensors of one micro-batch that pass between pipeline ranks. torch's
-            runtime holds those of all micro-batches to the end of a step.
+        received, sent_forward, sent_backward: tensors of one micro-batch that pass between stages, sent ones to other
+            ranks alone. torch's runtime holds those of all micro-batches to the end of a step, and what it received
+            until the next step's takes its place.
     """
 
     activations: int = 0
+    between: int = 0
+    handed: int = 0
     gathered: int = 0
     unsummed: int = 0
     received: int = 0
@@ -141,6 +149,7 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
     """Run a rank's work on fake tensors and count."""
     found = Found(ledger=Ledger(mesh), theory=work.theory)
     owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
+    split_linears(work.stages, work.plan)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
@@ -163,62 +172,89 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
 
 
 def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept:
-    """Forward and backward of a stage: of the first, one of the middle, and the last micro-batch."""
-    stage, many = work.stages[i], work.plan.micro_batches
-    kept = Kept()
+    """Forward and backward of a stage's first micro-batch, its last, and one of each kind between them."""
+    stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
+    mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
     with Storages() as storages:
-        for m in range(min(many, 3)):
-            last = m == min(many, 3) - 1
+        for m, (split, times) in enumerate(rounds := _rounds(work.plan, index)):
+            last = m == len(rounds) - 1
             sync_gradients(stage, last)
             (x, *others), kwargs = work.inputs(i)
             x.requires_grad_(index > 0)
             before, _ = _held(storages, stage)
-            with found.ledger.times(many - 2 if m == 1 and not last else 1):
-                y, (after, gathered) = _micro_batch(work, stage, index, (x, *others), kwargs, storages, found.ledger)
+            with found.ledger.times(times), found.ledger:
+                with mode:
+                    y = stage(x, *others, **kwargs)
+                    out = work.loss(y) if ends else y
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
+                after, gathered = _held(storages, stage)
+                del y
+                grad = None if ends else torch.empty_like(out)
+                if split:
+                    between = _split_backward(stage, index, x, out, grad, last, storages)
+                    kept.between = max(between - before, kept.between)
+                else:
+                    out.backward(grad)
             kept.activations, kept.gathered = after - before, max(gathered, kept.gathered)
             if m > 0:
                 kept.unsummed = max(before - x.nbytes, 0)
-            del x, y
+            del x, out, grad
     return kept
 
 
-def _micro_batch(
-    work: Work, stage: nn.Module, index: int, args: tuple, kwargs: dict, storages: Storages, ledger: Ledger
-) -> tuple[Tensor, tuple[int, int]]:
-    """The output, and what was held between forward and backward."""
-    last = index == work.plan.stages - 1
-    mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
-    with ledger, mode:
-        y = stage(*args, **kwargs)
-        out = work.loss(y) if last else y
-    held = _held(storages, stage)
-    with ledger:
-        out.backward(None if last else torch.empty_like(out))
-    return y.detach(), held
+def _rounds(plan: Schedule, index: int) -> list[tuple[bool, int]]:
+    """Of each micro-batch that is run, whether its backward is split, and for how many it stands."""
+    order = [a.kind == "W" for a in plan.ranks[plan.rank_of[index]] if a.stage == index and a.kind in ("B", "W")]
+    middle = [(split, order[1:-1].count(split)) for split in (False, True)]
+    return [(order[0], 1), *(kind for kind in middle if kind[1]), *([(order[-1], 1)] if len(order) > 1 else [])]
 
 
-def _held(storages: Storages, stage: nn.Module) -> tuple[int, int]:
-    """What is held without this rank's gradients and gathered parameters, and the latter."""
+def _split_backward(
+    stage: nn.Module, index: int, x: Tensor, out: Tensor, grad: Tensor | None, last: bool, storages: Storages
+) -> int:
+    """Backward in two halves, as torch's runtime runs them; returns what is held in between."""
+    if index == 0:  # no gradient of its input is asked for, so all is done in the second half
+        between, _ = _held(storages, stage, grad)
+        out.backward(grad)
+        return between
+    gather(stage)
+    hold_gradients(stage)
+    _, groups = stage_backward_input([out], None if grad is None else [grad], [x], stage.parameters())
+    between, _ = _held(storages, stage, grad, x.grad)
+    gather(stage)
+    stage_backward_weight(stage.parameters(), groups)
+    reduce_held(stage, last)
+    if last:
+        reduce_once(stage)
+    return between
+
+
+def _held(storages: Storages, stage: nn.Module, *messages: Tensor | None) -> tuple[int, int]:
+    """What is held without messages, this rank's gradients and gathered parameters; and the last."""
     # Gathered parameters have gradients of their own, which wait to be summed.
     whole = [] if isinstance(stage, FSDPModule) else list(stage.parameters())
     gradients = [local_tensor(p.grad) for p in stage.parameters() if p.grad is not None and (whole or is_dtensor(p))]
+    gradients += [x for x in messages if x is not None]
     rest = storages.held([*gradients, *(local_tensor(p) for p in stage.parameters())])
     return rest, storages.held(gradients) - rest
 
 
 def _count_messages(plan: Schedule, index: int, pp: int, x: Tensor, y: Tensor, ledger: Ledger, kept: Kept) -> None:
     """Count what a micro-batch sends to and receives from other stages; torch's runtime keeps both to the end."""
-    kept.received = kept.sent_forward = kept.sent_backward = 0
+    kept.received = kept.sent_forward = kept.sent_backward = kept.handed = 0
     for neighbour, tensor, forth, back in ((index - 1, x, "recv", "send"), (index + 1, y, "send", "recv")):
-        if 0 <= neighbour < plan.stages and plan.rank_of[neighbour] != pp:
-            ledger.add("pp", forth, tensor.nbytes)
-            ledger.add("pp", back, tensor.nbytes)
-            kept.received += tensor.nbytes
-            if forth == "send":
-                kept.sent_forward = tensor.nbytes
-            else:
-                kept.sent_backward = tensor.nbytes
+        if not 0 <= neighbour < plan.stages:
+            continue
+        kept.received += tensor.nbytes
+        if plan.rank_of[neighbour] == pp:
+            kept.handed = tensor.nbytes if neighbour > index else kept.handed
+            continue
+        ledger.add("pp", forth, tensor.nbytes)
+        ledger.add("pp", back, tensor.nbytes)
+        if forth == "send":
+            kept.sent_forward = tensor.nbytes
+        else:
+            kept.sent_backward = tensor.nbytes
 
 
 def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
@@ -240,10 +276,14 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
             held += kept.activations + (0 if stage in started else kept.gathered)
             started.add(stage)
             most = max(most, held)
+            held -= kept.handed  # it takes the place of what the stage behind received in the step before
         if action.kind in ("B", "I"):
             held += kept.sent_backward
+        if action.kind == "I":
+            held += kept.between - kept.activations
         if action.kind in ("B", "W"):
-            held += kept.sent_forward - kept.activations + (0 if stage in freed else kept.unsummed)
+            left = kept.activations if action.kind == "B" else kept.between
+            held += kept.sent_forward + kept.handed - left + (0 if stage in freed else kept.unsummed)
             freed.add(stage)
     return most
 

@@ -168,8 +168,7 @@ Made by `python -m tests.memory_tables --write docs/memory.md` on CPU ranks. All
 messages that a rank of the example really holds in its second step. Of the ranks of a layout the one with the largest
 error. The flags are those of the example, after `{flags}`.
 
-A batch's tokens and targets, which a run holds and the estimate leaves out, are most of the small errors. Schedules
-that split backward (zb, zbv, dualpipev) hold gradients of layers' outputs between its halves, which it leaves out too.
+A batch's tokens and targets, which a run holds and the estimate leaves out, are most of the errors.
 
 {estimates}
 

@@ -47,8 +47,18 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     ("sizes", "flags"),
     [
         ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
-        ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
+        ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
         ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
+        *(
+            pytest.param(sizes, flags, marks=pytest.mark.slow)
+            for sizes, flags in [
+                ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
+                ({"tp": 2, "pp": 2}, ["--recompute", "full", "--schedule", "zb"]),
+                ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--tie-embeddings"]),
+                ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--zero", "2"]),
+                ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev", "--zero", "3", "--recompute", "full"]),
+            ]
+        ),
     ],
     ids=str,
 )

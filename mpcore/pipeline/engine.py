@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from mpcore.data_parallel import (
     finish_gradients,
     gather,
     reduce_held,
+    reduce_once,
     reduces_each_micro_batch,
     reshard,
     sync_gradients,
@@ -75,10 +76,7 @@ class Pipeline:
         self.device = mesh.device
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
-        for stage in self.stages:
-            for module in stage.modules():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    module.split_backward = self.plan.splits_backward
+        split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
         self.runtime: _PipelineScheduleRuntime | None = None
@@ -285,8 +283,15 @@ class _Stage(PipelineStage):
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if not reduces_each_micro_batch(self.submod):
-            super().perform_reduce_grad(grad_scale_factor)
+        reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
+
+
+def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
+    """Tell the linears of stages whether gradients of inputs and of weights are asked for apart."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.split_backward = plan.splits_backward
 
 
 def _agree(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
