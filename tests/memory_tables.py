@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from tests.test_memory import FLAGS, LAYOUTS, measure
 
 CONFIG = GPTConfig(vocab_size=64, seq_len=16, layers=4, d_model=32, heads=4, d_ff=48, dropout=0.1)
 MICRO_BATCHES = 3
+ERROR = re.compile(r"[+-]([\d.]+)% \|$", re.MULTILINE)
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -96,28 +98,34 @@ def run_recomputation(tp: int, sp: bool) -> dict[str, tuple[int, bool]]:
     return found
 
 
-def saved_bytes(kind: str, tp: int, sp: bool) -> str:
-    """The formula of a block's saved bytes in float32, and what it gives."""
-    sbh, D, F = 2 * 16 * 32, 32, 48
-    stream = 4 * sbh // (tp if sp else 1)
+def saved_bytes(kind: str, tp: int, sp: bool) -> int:
+    """The formula of a block's saved bytes in float32."""
+    B, T, D, F, H = 2, CONFIG.seq_len, CONFIG.d_model, CONFIG.d_ff, CONFIG.heads
+    width = 4 * B * T
+    stream = width * D // (tp if sp else 1)
     if kind == "full":
-        return str(stream)
+        return stream
     if kind == "selective":
-        return str(2 * stream + 4 * 2 * 16 * (3 * D + 2 * F) // tp + (2 * 4 * sbh if sp else 0))
-    return ""
+        return 2 * stream + width * (3 * D + 2 * F) // tp + (2 * width * D if sp else 0)
+    return width * (9 * D // 2 + 2) // (tp if sp else 1) + 2 * width * D + width * (6 * D + 4 * F + H) // tp
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """Markdown."""
     head = list(head)
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([number(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def estimates(pool: Pool) -> str:
+def number(cell: object) -> str:
+    """Integers with commas."""
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def estimates(pool: Pool, layouts: Sequence[tuple[dict[str, int], list[str]]] = LAYOUTS) -> str:
     """Estimate against measured bytes; of the ranks the one with the largest error."""
     rows = []
-    for sizes, flags in LAYOUTS:
+    for sizes, flags in layouts:
         found = []
         for rank, got in enumerate(pool(torch.Size(sizes.values()).numel(), measure, sizes, flags)):
             plan, held = dry_run(build, [*FLAGS, *flags], rank, **sizes).total, sum(got.values())
@@ -129,16 +137,16 @@ def estimates(pool: Pool) -> str:
     return table(["layout", "flags", "estimate", "measured", "error"], rows)
 
 
-def stages_of_zero(pool: Pool) -> str:
+def stages_of_zero(pool: Pool, sizes: Iterable[int] = (1, 2, 4), stages: Iterable[int] = range(4)) -> str:
     """Bytes sent and held by each stage."""
     rows = []
-    for dp in (2, 4):
-        for zero in range(4):
+    for dp in sizes:
+        for zero in stages if dp > 1 else (0,):
             got = pool(dp, run_stage_of_zero, zero, dp)[0]
-            want = zero_bytes(got["psi"], zero, MICRO_BATCHES)
-            want["all_reduce"] = want.get("all_reduce", 0) + (got["flags"] if zero == 0 else 0)
+            want = zero_bytes(got["psi"], zero, MICRO_BATCHES) if dp > 1 else {}
+            want["all_reduce"] = want.get("all_reduce", 0) + (got["flags"] if dp > 1 and zero == 0 else 0)
             kinds = ("all_reduce", "all_gather", "reduce_scatter")
-            sent = [f"{got.get(kind, 0)} / {want.get(kind, 0)}" for kind in kinds]
+            sent = [f"{number(got.get(kind, 0))} / {number(want.get(kind, 0))}" for kind in kinds]
             held = ("parameters", "gradients", "optimizer", "parameters_within", "gradients_within")
             rows.append([dp, zero, *sent, *(got[what] for what in held)])
             print(*rows[-1], flush=True)
@@ -147,10 +155,10 @@ def stages_of_zero(pool: Pool) -> str:
     return table(["dp", "zero", *kinds, *held], rows)
 
 
-def recomputations(pool: Pool) -> str:
+def recomputations(pool: Pool, layouts: Iterable[tuple[int, bool]] = ((1, False), (2, False), (2, True))) -> str:
     """Saved bytes of a block by kind."""
     rows = []
-    for tp, sp in ((1, False), (2, False), (2, True)):
+    for tp, sp in layouts:
         for kind, (each, equal) in pool(tp, run_recomputation, tp, sp)[0].items():
             where = f"tp {tp}{' sequence parallel' if sp else ''}"
             rows.append([where, kind, each, saved_bytes(kind, tp, sp), "yes" if equal else "NO"])
@@ -158,15 +166,17 @@ def recomputations(pool: Pool) -> str:
     return table(["layout", "kind", "saved a block", "formula", "bitwise as none"], rows)
 
 
-TEXT = """# Memory: estimates, stages of ZeRO, recomputation
+TEXT = """# Memory: the estimate, the stages of ZeRO, recomputation
 
-Made by `python -m tests.memory_tables --write docs/memory.md` on CPU ranks. All sizes are in bytes.
+Measured by `python -m tests.memory_tables --write docs/memory.md` on CPU ranks, never edited. Sizes are bytes of one
+rank.
 
 ## The estimate against what a run holds
 
-`python -m mpcore.memory` against parameters, gradients, optimizer state and the largest set of activations, buffers and
-messages that a rank of the example really holds in its second step. Of the ranks of a layout the one with the largest
-error. The flags are those of the example, after `{flags}`.
+`python -m mpcore.memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example really
+holds in its second step under the same: parameters, gradients, optimizer state, and the largest set of activations,
+buffers and messages. Of the ranks of a layout the one with the largest error; the largest of all rows is {largest}. The
+flags of each row come after `{flags}`.
 
 A batch's tokens and targets, which a run holds and the estimate leaves out, are most of the errors.
 
@@ -174,20 +184,33 @@ A batch's tokens and targets, which a run holds and the estimate leaves out, are
 
 ## The stages of ZeRO
 
-A model of {psi} bytes of float32 parameters, {micro_batches} micro-batches a step, one rank: what its collectives over
-data send in a step, by the ledger, and what theory says; what it holds after the step; and what of parameters and of
-unsummed gradients it sees whole within the step, at the loss of the last micro-batch (shards of stage 3, and summed
-gradients of stage 2, count as after the step). The all-reduce of stage 0 takes 4 bytes of each tensor besides, which
-say whether it has a gradient.
+A GPT of {psi} bytes of float32 parameters (psi), AdamW, {micro_batches} micro-batches a step.
+
+*Sent over data in a step*, by the ledger / by the theory. Stage 0 all-reduces psi; 1 gathers and reduce-scatters psi
+once; 2 reduce-scatters it with each micro-batch; 3 gathers it twice and reduce-scatters it once with each micro-batch.
+The all-reduce of stage 0 takes 4 bytes of each tensor besides, which say whether it has a gradient. An all-reduce costs
+as much as a gather and a reduce-scatter, so with one micro-batch stages 0, 1 and 2 send 2 psi and stage 3 sends 3 psi.
+
+*Held after a step*: parameters, gradients and optimizer state. From stage 1 on each is psi (the state 2 psi) / dp.
+
+*Held within a step*, at the last micro-batch's loss: parameters are whole but in stage 3, and gradients that wait for
+their sum are whole in stages 0 and 1.
 
 {zero}
 
 ## Recomputation
 
-What four blocks leave for backward, for each block. B = 2 samples of T = 16 tokens, width D = 32, hidden width F = 48,
-float32, dropout 0.1. Full keeps a block's output, which is the next one's input, 4 B T D (a tp-th with sequence
-parallel). Selective keeps besides what products and collectives gave, 4 B T (3 D + 2 F) / tp + 4 B T D, and with
-sequence parallel both gathered inputs, 8 B T D; and a shell of one element for each result that nothing needs.
+What four blocks leave for backward, for each block, and whether all gradients are bitwise those without recomputation.
+B = 2 samples of T = 16 tokens, width D = 32, hidden width F = 48, H = 4 heads, float32, dropout 0.1; t is the tp size,
+and s is t with sequence parallel, else 1.
+
+- full: the block's output, which is the next one's input. 4 B T D / s
+- selective: that, the sum behind attention, and what products gave; with sequence parallel both gathered inputs.
+  4 B T (2 D / s + (3 D + 2 F) / t), with sequence parallel + 8 B T D. A result that nothing needs leaves a shell of one
+  element, 4 bytes, which the formula leaves out.
+- none: that, norms' results and normalised inputs, masks of dropout (a byte each), rotated q and k, attention's output
+  and log-sum-exp, the gate's activation and the product. 4 B T ((4.5 D + 2) / s + 2 D + (6 D + 4 F + H) / t). The fused
+  kernels of a GPU keep less: neither normalised inputs, nor masks, nor the gate's activation.
 
 {recompute}
 """
@@ -204,7 +227,10 @@ def main() -> None:
     finally:
         pool.stop()
     psi = 4 * sum(p.numel() for p in GPT(CONFIG, device="meta").parameters())
-    page = TEXT.format(flags=" ".join(FLAGS), psi=psi, micro_batches=MICRO_BATCHES, **parts)
+    largest = max(ERROR.findall(parts["estimates"]), key=float)
+    page = TEXT.format(
+        flags=" ".join(FLAGS), psi=number(psi), micro_batches=MICRO_BATCHES, largest=f"{largest} %", **parts
+    )
     if args.write:
         args.write.write_text(page)
     else:

@@ -40,6 +40,13 @@ CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3
 BATCH = 16
 TOLERANCE = 1e-10
 STAGES = [0, 1, 2, 3]
+
+
+def some(*short, of):
+    """All cases for `make soak`, these alone for `make test`."""
+    return [each if each in short else pytest.param(*each, marks=pytest.mark.slow) for each in of]
+
+
 NORMS = [1, 2, math.inf]
 
 
@@ -144,26 +151,37 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
 @pytest.mark.parametrize(
     "tied", [pytest.param(False, marks=pytest.mark.slow, id="untied"), pytest.param(True, id="tied")]
 )
-@pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "zb", "zbv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved", "dualpipev"))]
-)
+    ("schedule", "zero"),
+    some(
+        *(("1f1b", zero) for zero in STAGES), ("zb", 2), ("zbv", 1), ("zbv", 3),
+        of=itertools.product(("1f1b", "zb", "zbv", "interleaved", "dualpipev"), STAGES),
+    ),
+)  # fmt: skip
 def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_the_dense_gradients(
     ranks, schedule, zero, tied
 ):
     ranks(4, check_gradients, {"pp": 2, "dp": 2}, zero, schedule, tie_embeddings=tied)
 
 
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("sizes", [{"dp": 4}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    some(
+        ({"dp": 4}, 3), *(({"tp": 2, "dp": 2}, zero) for zero in STAGES),
+        of=itertools.product(({"dp": 4}, {"tp": 2, "dp": 2}), STAGES),
+    ),
+    ids=str,
+)  # fmt: skip
 def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, zero):
     ranks(4, check_gradients, sizes, zero, "1f1b", tie_embeddings=True, kv_heads=1)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, zero):
-    ranks(4, check_gradients, {"dp": 4}, zero, "1f1b", replicate=2, tie_embeddings=True)
-    ranks(4, check_gradients, {"dp": 4}, zero, "zbv", replicate=2, tie_embeddings=True)
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    some(("1f1b", 1), ("1f1b", 3), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:])),
+)
+def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, schedule, zero):
+    ranks(4, check_gradients, {"dp": 4}, zero, schedule, replicate=2, tie_embeddings=True)
 
 
 # --- what lies where, and what is sent ----------------------------------------------------------------------------
@@ -212,11 +230,18 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
 
 
 @pytest.mark.parametrize("zero", STAGES)
-def test_each_stage_of_zero_sends_what_the_theory_says(ranks, zero):
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"dp": 2}, "1f1b"),
+        ({"dp": 2, "pp": 2}, "1f1b"),
+        pytest.param({"dp": 2, "pp": 2}, "zbv", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_each_stage_of_zero_sends_what_the_theory_says(ranks, sizes, schedule, zero):
     """0: nothing by `fully_shard`; 1: 2 units of parameters a step; 2: gradients, 3: all, each micro-batch."""
-    ranks(2, check_traffic, {"dp": 2}, zero, "1f1b", 4)
-    ranks(4, check_traffic, {"dp": 2, "pp": 2}, zero, "1f1b", 4)
-    ranks(4, check_traffic, {"dp": 2, "pp": 2}, zero, "zbv", 4)
+    ranks(math.prod(sizes.values()), check_traffic, sizes, zero, schedule, 4)
 
 
 def check_held(zero: int) -> None:
@@ -265,7 +290,7 @@ def gradients(sizes: dict, zero: int, micro_batches: int, dtype: torch.dtype, **
     return run.gradients()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_pitfall_34_zero_stages_agree_bitwise_where_the_order_of_the_sum_allows(ranks, dtype):
     """Two ranks: a + b = b + a. Four: an all-reduce's order differs. Micro-batches: 2 and 3 sum over ranks first."""
     for sizes, micro_batches, alike in [
@@ -356,7 +381,11 @@ def check_odd(zero: int, replicate: int) -> None:
     assert placements(model, on)["root.scalar"].state == 1
 
 
-@pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("zero", "replicate"),
+    some((0, 1), (1, 1), (3, 1), (2, 2), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]),
+    ids=str,
+)
 def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
     ranks(4, check_odd, zero, replicate)
 
@@ -402,8 +431,9 @@ def check_experts(sizes: dict, zero: int, replicate: int) -> None:
     assert placed["0.router"].state == (on.data.size // replicate if zero else 1)
 
 
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ep", "zero"), some(*((2, zero) for zero in STAGES), (4, 1), of=itertools.product((1, 2, 4), STAGES))
+)
 def test_pitfall_28_30_experts_are_dealt_out_over_the_ranks_that_hold_them(ranks, ep, zero):
     ranks(4, check_experts, {"dp": 4, "ep": ep}, zero, 1)
     if zero and ep < 4:
@@ -436,7 +466,7 @@ def check_half(sizes: dict, zero: int, schedule: str) -> None:
         close(grad.double(), want[name], f"gradient of {name}", 1e-6 * want[name].abs().max().item())
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_pitfall_44_half_precision_gradients_are_summed_in_float32(ranks, zero):
     ranks(2, check_half, {"dp": 2}, zero, "1f1b")
     ranks(4, check_half, {"dp": 2, "pp": 2}, zero, "zb")

@@ -93,13 +93,15 @@ def alone(kind, dtype):
     return _alone[kind, dtype]
 
 
-LAYOUTS = [({"tp": 4}, False), ({"tp": 3}, False), ({"dp": 3}, True), ({"tp": 2, "dp": 2}, True),
-           ({"tp": 2, "dp": 2}, False)]  # fmt: skip
+LAYOUTS = [({"tp": 3}, False), ({"tp": 2, "dp": 2}, True)]
+MORE_LAYOUTS = [({"tp": 4}, False), ({"dp": 3}, True), ({"tp": 2, "dp": 2}, False)]
 CASES = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("adamw-bf16", torch.float32), ("muon", torch.float32),
          ("adamw no masters", torch.bfloat16), ("muon-bf16", torch.bfloat16)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "zero"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS)], ids=str
+)
 def test_pitfall_34_a_step_is_that_of_the_whole_model_bit_for_bit_on_every_layout(ranks, sizes, zero):
     """Decay groups, bfloat16 state rounded at random, masters, and Muon's whole matrices: KV heads replicated over tp,
     uneven shards, and data shards that cross and miss parameters."""
@@ -332,7 +334,12 @@ def check_resume(kind, dtype, sizes, zero, path, writes):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("adamw-bf16", torch.float32), ("adamw", torch.bfloat16), ("muon", torch.float32), ("muon-bf16", torch.bfloat16)],
+    [
+        ("adamw-bf16", torch.float32),
+        pytest.param("adamw", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("muon", torch.float32, marks=pytest.mark.slow),
+        ("muon-bf16", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_pitfall_38_each_optimizer_resumes_bitwise_and_moves_to_other_layouts(ranks, tmp_path, kind, dtype):

@@ -99,18 +99,22 @@ def check_bitwise(sizes: dict, name: str, **options) -> None:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({}, {}), ({}, {"half": True}), ({}, {"every": 2, "norm": "layer", "activation": "gelu", "bias": True}),
-        ({"tp": 2}, {}), ({"tp": 2}, {"half": True, "sp": True, "bias": True}), ({"dp": 2}, {}),
+        ({}, {"half": True}),
+        ({}, {"every": 2, "norm": "layer", "activation": "gelu", "bias": True}),
+        ({"tp": 2}, {"half": True, "sp": True, "bias": True}),
         ({"tp": 2, "dp": 2}, {"sp": True, "positions": "learned"}),
+        *(pytest.param(sizes, {}, marks=pytest.mark.slow) for sizes in ({}, {"tp": 2}, {"dp": 2})),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_pitfall_22_recomputed_losses_and_gradients_are_bitwise_the_kept_ones(ranks, sizes, options):
     """With dropout; under autocast; on shards, of sequences too; with fully_shard."""
     ranks(torch.Size(sizes.values()).numel(), check_bitwise, sizes, "1f1b", **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("1f1b", "zb", "zbv") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_pitfall_22_under_every_schedule(ranks, name):
     """Split backward asks for a block's activations twice."""
     ranks(2, check_bitwise, {"pp": 2}, name)

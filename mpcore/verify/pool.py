@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mpcore.mesh import Mesh, build_mesh
 
 GRACE_S = 5.0
+START_S = 240.0  # on a machine that others use too, the first import of torch takes minutes
 
 
 class RankError(RuntimeError):
@@ -34,7 +35,7 @@ class Pool:
     """Worker processes, started when first needed and again after a hang or a crash.
 
     Args:
-        most: how many there are.
+        most: how many there are; the first call waits until all have started.
         prepare: called once in each; importable.
     """
 
@@ -93,6 +94,14 @@ class Pool:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        for _, connection in self.workers:  # all before any call, so that its time is its own
+            try:
+                there = connection.poll(START_S) and connection.recv()
+            except (EOFError, ConnectionResetError):
+                there = False
+            if not there:
+                self.stop()
+                raise RankError(f"a rank died as it started, or was not there after {START_S:.0f} seconds")
 
     def stop(self) -> None:
         """End the workers."""
@@ -110,6 +119,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
+    connection.send(True)
     world = None
     while True:
         try:

@@ -78,6 +78,10 @@ MUTATIONS = [
     Mutation("41 the expert groups leave their stage", "mpcore/mesh.py",
              "data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)",
              "data = grid.permute(0, 3, 2, 1).reshape(pp, tp, dp * cp)", MESH),
+    Mutation("42 two collectives under way share a buffer", "mpcore/collectives.py",
+             "return _call(_ops.all_reduce.default, x, op, _group(axis))\n",
+             "buffer = axis.__dict__.setdefault(str(x.shape), x.clone())\n"
+             "    return _call(_ops.all_reduce_.default, buffer.copy_(x), op, _group(axis))\n", COLLECTIVES),
     Mutation("DTensor is imported with the library", "mpcore/sharding.py",
              "from torch import Tensor, nn\n",
              "from torch import Tensor, nn\nimport torch.distributed.tensor\n", FLOORS),

@@ -1,0 +1,33 @@
+"""The pool of ranks: what a call's time is, and what is said of ranks that never come."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.pool import Pool, RankError
+
+
+def slow() -> None:
+    time.sleep(2.0)
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def test_a_calls_time_begins_when_all_ranks_have_started():
+    pool = Pool(1, prepare=slow)
+    try:
+        assert pool(1, os.getpid, timeout=1.8) == [process.pid for process, _ in pool.workers]
+        with pytest.raises(RankError, match="still running when the time was over"):
+            pool(1, time.sleep, 60, timeout=0.1)
+    finally:
+        pool.stop()
+
+
+def test_ranks_that_die_as_they_start_are_told_of():
+    with pytest.raises(RankError, match="a rank died as it started"):
+        Pool(1, prepare=die)(1, os.getpid)
