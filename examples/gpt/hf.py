@@ -36,6 +36,7 @@ from mpcore.checkpoint.format import (
     Files,
     Manifest,
     TensorFile,
+    checksum,
     dtype_name,
     raw,
     sync_folder,
@@ -529,7 +530,7 @@ def open_hf(folder: str | os.PathLike[str]) -> Source:
 def _check_tie(source: Source, file: str) -> None:
     (chunk,) = source.entries["embedding.weight"].chunks
     head, table = source._files[file].whole("lm_head.weight"), source._files[chunk.file].whole(chunk.key)
-    if head.shape != table.shape or head.dtype != table.dtype or zlib.crc32(raw(head)) != zlib.crc32(raw(table)):
+    if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):
         raise ValueError(f"{source.folder} has an lm_head of its own, but its config.json ties it to the embedding")
     source._files[file].forget("lm_head.weight")
     source.forget(chunk)
@@ -658,9 +659,9 @@ def import_hf(
                 return found, lambda: source.forget(chunk)
 
             files[file], sums = _write_each(temporary(path) / file, {key: pieces[key][3] for key in keys}, read)
-            for key, crc32 in sums.items():
+            for key, found in sums.items():
                 name, _, chunk, _ = pieces[key]
-                chunks.setdefault(name, []).append(Chunk(file, key, chunk.start, chunk.shape, crc32))
+                chunks.setdefault(name, []).append(Chunk(file, key, chunk.start, chunk.shape, found))
         tensors = {
             f"model/{name}": Entry(entry.shape, dtype_name(dtype) if dtype else entry.dtype, tuple(chunks[name]))
             for name, entry in sorted(source.entries.items())

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from mpcore.checkpoint.pieces import (
 from mpcore.checkpoint.ranks import collect, together, world_group
 from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
-from mpcore.sharding import local_tensor
+from mpcore.sharding import is_dtensor, local_tensor
 
 _MOST_TOLD = 20
 
@@ -51,17 +51,18 @@ def load(
 ) -> Manifest:
     """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
 
-    Names, shapes, dtypes, files and, shared out between the ranks, the CRC-32 of every byte are checked on all ranks
+    Names, shapes, dtypes, files and, shared out between the ranks, every byte by its checksum, are checked on all ranks
     before any value changes. Then each rank reads the ranges that it holds.
 
     Args:
         path: the checkpoint.
         model: the model, or this rank's stage of it, with or without `fully_shard`, with storage (`materialize`).
-        optimizer: its optimizer, used or fresh: its state is replaced. None leaves the checkpoint's unread.
+        optimizer: its optimizer, used or fresh: its state is replaced, in its own memory where that fits. None leaves
+            the checkpoint's unread.
         mesh: the mesh it lies on.
         strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left.
             Shapes, dtypes and damage are never forgiven.
-        check_bytes: False skips the CRC-32 of the tensors, not that of headers and manifest.
+        check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
 
     Returns:
         The manifest: step, sample, seed, config and extra among others.
@@ -174,13 +175,26 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             plan.problems.append(f"optimizer/{slot}/{name}: {_MISSING}")
         for slot, entry in slots.get(name, {}).items():
             dtype = DTYPES[entry.dtype]
+            old = optimizer.state.get(parameter, {}).get(slot)
             if entry.shape or (slot != "step" and not sharding.shape):
-                value = like(parameter, torch.zeros_like(local_tensor(parameter).detach(), dtype=dtype))
+                value = old
+                if not _alike(old, parameter, dtype):
+                    value = like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=dtype))
             else:  # a number: the step count on the CPU, unless the optimizer's kernel reads it, as torch has it
                 host = slot == "step" and not fused[parameter]
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             plan.state.setdefault(parameter, {})[slot] = value
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+
+
+def _alike(state: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Whether a value of the optimizer's state can be read into as it is, so that no second one takes memory."""
+    return (
+        isinstance(state, Tensor)
+        and is_dtensor(state) == is_dtensor(parameter)
+        and (state.dtype, state.shape) == (dtype, parameter.shape)
+        and local_tensor(state).shape == local_tensor(parameter).shape
+    )
 
 
 def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from mpcore.checkpoint.format import (
     Entry,
     FileRecord,
     Manifest,
+    checksum,
     dtype_name,
     raw,
     tiles,
@@ -279,7 +279,7 @@ def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
         kind, key = piece.held.name.split("/", 1)
         box, shape = piece.box, piece.held.shape
         if not box.owned:
-            replicas.append((piece.held.name, box.start, box.shape, zlib.crc32(raw(piece.tensor))))
+            replicas.append((piece.held.name, box.start, box.shape, checksum(raw(piece.tensor))))
             continue
         if box.shape != shape:
             key += "@" + ",".join(map(str, box.start))
@@ -289,9 +289,9 @@ def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
     for kind, named in tensors.items():
         file = f"{kind}-{rank:05d}.safetensors"
         files[file], sums = write_tensors(folder / file, named)
-        for key, crc32 in sums.items():
+        for key, found in sums.items():
             held, box = where[kind, key].held, where[kind, key].box
-            chunks.append((held.name, Chunk(file, key, box.start, box.shape, crc32)))
+            chunks.append((held.name, Chunk(file, key, box.start, box.shape, found)))
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
@@ -324,9 +324,9 @@ def _commit(path: Path, about: Manifest, parts: list[_Part]) -> None:
 
 def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
     for rank, part in enumerate(parts):
-        for name, start, shape, crc32 in part.replicas:
+        for name, start, shape, found in part.replicas:
             for chunk in tensors[name].chunks:
-                if (chunk.start, chunk.shape) == (start, shape) and chunk.crc32 != crc32:
+                if (chunk.start, chunk.shape) == (start, shape) and chunk.checksum != found:
                     raise ValueError(
                         f"{name} on rank {rank} is another one than in {chunk.file}: replicas have drifted apart, or "
                         f"its layer does not declare that it is sharded"

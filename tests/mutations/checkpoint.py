@@ -33,7 +33,7 @@ MUTATIONS = [
              "return tensor.t() if self.transposed and len(tensor) != len(tensor.t()) else tensor.view(self.shape)",
              HF),
     Mutation("the head's own values are lost", "examples/gpt/hf.py",
-             "or zlib.crc32(raw(head)) != zlib.crc32(raw(table))", "", HF),
+             "or checksum(raw(head)) != checksum(raw(table))", "", HF),
     Mutation("unknown fields are passed over", "examples/gpt/hf.py",
              "        if unknown:\n", "        if False:\n", HF),
     Mutation("rotary scaling isn't exported", "examples/gpt/hf.py",
