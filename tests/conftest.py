@@ -14,7 +14,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""
-    pool = Pool(prepare=strict_memory)
+    # What half of the tests import, 1.5 s of it: once, not on each rank and after each crash.
+    pool = Pool(prepare=strict_memory, preload=("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain"))
     yield pool
     pool.stop()
     pool.folder.cleanup()

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,10 +37,11 @@ class Pool:
     Args:
         most: how many there are; the first call waits until all have started.
         prepare: called once in each; importable.
+        preload: modules that all of them start with, imported once.
     """
 
-    def __init__(self, most: int = 4, prepare: Callable[[], None] | None = None) -> None:
-        self.most, self.prepare = most, prepare
+    def __init__(self, most: int = 4, prepare: Callable[[], None] | None = None, preload: Sequence[str] = ()) -> None:
+        self.most, self.prepare, self.preload = most, prepare, preload
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
         self.worlds = 0
@@ -87,7 +88,7 @@ class Pool:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "mpcore"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "mpcore", *self.preload])
         for _ in range(self.most):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare), daemon=True)
