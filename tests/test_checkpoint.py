@@ -64,7 +64,7 @@ class Run:
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
-        self.pipeline = Pipeline(self.model, on, 2 if on.pp.size > 1 else 1, self.loss)
+        self.pipeline = Pipeline(self.model, on, on.pp.size, self.loss)
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(logits, target, tp=self.mesh.tp, vocab_size=self.config.vocab_size, reduction="sum") / 72
@@ -213,9 +213,17 @@ def check_pair(ranks, tmp_path_factory, writer, reader, config, more=3) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", [({"dp": 4}, 3), ({"tp": 2, "dp": 2}, 2), ({"dp": 4}, 22)], ids=str)
+@pytest.mark.parametrize(
+    "reader", [({}, 0), ({"tp": 4}, 0), ({"pp": 4}, 0), ({"dp": 4}, 3), ({"tp": 2, "dp": 2}, 2)], ids=str
+)
 def test_pitfall_38_the_next_twenty_losses_are_the_writers(ranks, tmp_path_factory, reader):
-    for writer in (WRITERS[0], ({"dp": 4}, 3), ({"dp": 4}, 22)):
+    check_pair(ranks, tmp_path_factory, WRITERS[0], reader, replace(CONFIG, layers=4), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", [({"dp": 4}, 3), ({"dp": 4}, 22)], ids=str)
+def test_pitfall_38_and_so_are_those_of_a_writer_that_is_sharded_over_data(ranks, tmp_path_factory, writer):
+    for reader in (({"dp": 4}, 22), ({"tp": 2, "dp": 2}, 2)):
         check_pair(ranks, tmp_path_factory, writer, reader, CONFIG, 20)
 
 
@@ -288,6 +296,40 @@ def test_pitfall_38_buffers_and_odd_tensors_come_back(tmp_path):
     assert not other.cache.any()
     save(tmp_path / "odd2", other, mesh=Mesh(), step=3)
     assert not diff(tmp_path / "odd", tmp_path / "odd2")
+
+
+class Large(nn.Module):
+    """Parameters that are larger than a large page, one of them with another order of its dimensions, in memory."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(1021, 521, generator=g))
+        self.turned = nn.Parameter(torch.randn(1031, 509, generator=g).t())
+        self.brief = nn.Parameter(torch.randn(1049, 1013, generator=g).bfloat16())
+        self.optimizer = torch.optim.AdamW(self.parameters())
+
+    def step(self) -> None:
+        for number, p in enumerate(self.parameters()):
+            p.grad = torch.full_like(p, 0.1).addcmul_(p.detach(), p.detach(), value=number + 1.0)
+        self.optimizer.step()
+
+
+def test_pitfall_40_large_tensors_come_back_into_new_memory_and_into_old(tmp_path):
+    model, other = Large(1), Large(2)
+    model.step()
+    save(tmp_path / "now", model, model.optimizer, mesh=Mesh(), step=1)
+    saving = save_async(tmp_path / "later", model, model.optimizer, mesh=Mesh(), step=1)
+    model.step()
+    saving.wait()
+    assert not diff(tmp_path / "now", tmp_path / "later")
+    for _ in range(2):  # the second time the optimizer has memory
+        load(tmp_path / "now", other, other.optimizer, mesh=Mesh())
+        other.step()
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            same_bits(other.optimizer.state[p] | {"": p}, model.optimizer.state[q] | {"": q})
+        slots = [other.optimizer.state[p]["exp_avg"] for p in other.parameters()]
+        assert [x.stride() for x in slots] == [p.stride() for p in other.parameters()]
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

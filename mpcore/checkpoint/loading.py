@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import check_sizes, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Files, Manifest, dtype_name, in_threads, read_manifest
+from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import (
     Held,
     held_by_model,
@@ -179,12 +180,18 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             if entry.shape or (slot != "step" and not sharding.shape):
                 value = old
                 if not _alike(old, parameter, dtype):
-                    value = like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=dtype))
+                    value = like(parameter, _empty(local_tensor(parameter).detach(), dtype))
             else:  # a number: the step count on the CPU, unless the optimizer's kernel reads it, as torch has it
                 host = slot == "step" and not fused[parameter]
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             plan.state.setdefault(parameter, {})[slot] = value
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+
+
+def _empty(local: Tensor, dtype: torch.dtype) -> Tensor:
+    if local.device.type == "cpu" and local.is_contiguous():
+        return host_memory(local.shape, dtype)
+    return torch.empty_like(local, dtype=dtype)
 
 
 def _alike(state: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[Tensor]:

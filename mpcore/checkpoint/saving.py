@@ -29,6 +29,7 @@ from mpcore.checkpoint.format import (
     write_manifest,
     write_tensors,
 )
+from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import (
     Box,
     Held,
@@ -240,7 +241,7 @@ def _snapshot(
     for item in held:
         for box in item.boxes:
             tensor = box.of(item.tensor)
-            pieces.append(_Piece(item, box, tensor.to("cpu", copy=True) if copy else tensor))
+            pieces.append(_Piece(item, box, host_memory(box.shape, tensor.dtype).copy_(tensor) if copy else tensor))
     return _Snapshot(tensors, pieces, replace(about, **state))
 
 
