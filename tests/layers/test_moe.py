@@ -1,12 +1,14 @@
 """The mixture of experts: equal to a loop over tokens and experts, in values and gradients, for every layout."""
 
 import contextlib
+import functools
 import itertools
 import math
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -28,12 +30,15 @@ from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.data_parallel import shard_data_parallel, sync_gradients
 from mpcore.layers import moe as moe_module
+from mpcore.layers.router import AUX_LOSSES
 from mpcore.sharding import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
-from tests.pool import mesh
+from tests.pool import Pool, mesh, strict_memory
 
 B, T, D, HIDDEN, E, K = 4, 8, 4, 3, 4, 2
+SCALE = 0.37
+REAL = 5  # of T tokens, where some are padding
 LAYOUTS = [
     {},
     {"tp": 2, "etp": 1},
@@ -48,6 +53,7 @@ LAYOUTS = [
     {"dp": 4, "ep": 4},
     {"tp": 2, "cp": 2, "etp": 1, "ep": 4},
 ]
+WIDE_LAYOUTS = [{"dp": 4, "cp": 2, "etp": 2, "ep": 4}, {"tp": 2, "dp": 2, "cp": 2, "etp": 2, "ep": 4}]
 BALANCES = [
     {},
     {"aux_loss": "sequence"},
@@ -96,35 +102,41 @@ def inputs(kind):
     return x, mask
 
 
-def check_moe(sizes, options, kind, sequence_parallel=False, shared=0):
-    m = mesh(**sizes)
-    options = {"top_k": K, "aux_coefficient": 0.7, **options}
+@functools.cache
+def truth(kind, shared, **options):
+    """Output, its input's and parameters' gradients, and statistics: once in a process for all layouts."""
     p = {name: w.requires_grad_() for name, w in weights(options, kind, shared).items()}
     x, mask = inputs(kind)
     x.requires_grad_()
-    scale, dy = 0.37, draw(9, B, T, D)
-    y, loss, facts = oracle(p, x, mask, scale=scale, **options)
-    ((y * dy).sum() + loss).backward()
+    y, loss, facts = oracle(p, x, mask, scale=SCALE, **options)
+    ((y * draw(9, B, T, D)).sum() + loss).backward()
+    return y.detach(), x.grad, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in p.items()}, facts
 
+
+def check_moe(sizes, options, kind, sequence_parallel=False, shared=0):
+    m = mesh(**sizes)
+    options = {"top_k": K, "aux_coefficient": 0.7, **options}
+    x, mask = inputs(kind)
+    dy, p = draw(9, B, T, D), weights(options, kind, shared)
+    y, dx, wanted, facts = truth(kind, shared, **{name: v for name, v in options.items() if name != "dispatch"})
     axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
     moe = ParallelMoE(
         D, HIDDEN, E, shared_experts=shared, sequence_parallel=sequence_parallel, **options, **axes, dtype=torch.float64
     )
-    load_full_state_dict(moe, {name: w.detach() for name, w in p.items()})
+    load_full_state_dict(moe, p)
 
     def local(full):
         return c._split(c._split(full, m.dp, 0), m.cp, 1)
 
-    mine = local(x.detach()).requires_grad_()
+    mine = local(x).requires_grad_()
     given = c.split(mine, m.tp, 1) if sequence_parallel else mine
-    got = moe(given, mask=local(mask), loss_scale=scale)
+    got = moe(given, mask=local(mask), loss_scale=SCALE)
     got = c.gather(got, m.tp, 1) if sequence_parallel else got
     (got * local(dy)).sum().backward()
     reduce_gradients(moe, m)
-    close(got.detach(), local(y.detach()), "y")
-    close(mine.grad, local(x.grad), "dx")
+    close(got.detach(), local(y), "y")
+    close(mine.grad, local(dx), "dx")
     gradients = full_gradients(moe)
-    wanted = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in p.items()}
     assert gradients.keys() == {name for name in p if name not in ("router.expert_bias", "router.fractions")}
     for name, gradient in gradients.items():
         close(gradient, wanted[name], f"gradient of {name}")
@@ -159,6 +171,19 @@ def test_every_layout_equals_a_loop_over_tokens_and_experts(ranks, sizes):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank")
 def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
+
+
+@pytest.fixture
+def eight_ranks():
+    pool = Pool(8, strict_memory)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", WIDE_LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()))
+def test_four_ranks_of_two_halves_of_experts(eight_ranks, sizes):
+    eight_ranks(8, check_layout, sizes, None, timeout=600)
 
 
 def check_odd_and_small():
@@ -213,6 +238,50 @@ def test_pitfall_27_micro_batches_and_padding_change_no_balance_loss(aux_loss):
     for other in found[1:]:
         for name, value in found[0].items():
             close(other[name], value, name)
+
+
+def check_balance(sizes):
+    """The balance losses alone, of tokens in one micro-batch and two, with padding and without: one gradient."""
+    m = mesh(**sizes)
+    for aux_loss, (length, cuts) in itertools.product(AUX_LOSSES, ((T, 1), (T, 2), (2 * T, 1), (2 * T, 2))):
+        if aux_loss == "micro_batch" and cuts == 2:
+            continue  # of two micro-batches it is another loss by definition
+        dx, wanted, facts = balance_truth(aux_loss)
+        moe = build(sizes, aux_loss=aux_loss, aux_coefficient=0.5, z_loss=0.1, sequence_parallel=cuts == 2)
+        x = torch.cat([draw(8, B, T, D), 7 * draw(10, B, length - T, D)], 1)
+        mask = torch.arange(length).expand(B, length) < T
+        x, mask, dx = (c._split(part, m.dp, 0) for part in (x, mask, F.pad(dx, (0, 0, 0, length - T))))
+        x, mask, dx = (c._split(part, m.cp, 1) for part in (x, mask, dx))
+        x = x.requires_grad_()
+        for part, real in zip(x.chunk(cuts), mask.chunk(cuts), strict=True):
+            given = c.split(part, m.tp, 1) if moe.sequence_parallel else part
+            (moe(given, mask=real, loss_scale=SCALE) * 0).sum().backward()
+        reduce_gradients(moe, m)
+        what = f"{aux_loss}, {cuts} micro-batches of {length} tokens: "
+        close(full_gradients(moe)["router.weight"], wanted, what + "gradient")
+        close(x.grad, dx, what + "dx")
+        found = update_routers(moe, m)["router"]
+        for name in ("aux_loss", "z_loss", "entropy", "tokens_per_expert"):
+            close(getattr(found, name), facts[name], what + name)
+
+
+@functools.cache
+def balance_truth(aux_loss):
+    p = weights({"aux_loss": aux_loss}, "plain")
+    weight, x = p["router.weight"].requires_grad_(), draw(8, B, T, D).requires_grad_()
+    options = {"top_k": K, "aux_loss": aux_loss, "aux_coefficient": 0.5, "z_loss": 0.1, "scale": SCALE}
+    _, loss, facts = oracle(p, x, torch.ones(B, T, dtype=torch.bool), **options)
+    loss.backward()
+    return x.grad, weight.grad, facts
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"tp": 2, "etp": 1}, {"cp": 2}, {"dp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1, "ep": 4}],
+    ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank",
+)
+def test_pitfall_27_no_layout_micro_batch_or_padding_changes_a_balance_loss(ranks, sizes):
+    ranks(world(sizes), check_balance, sizes)
 
 
 def test_pitfall_27_the_scale_of_the_main_loss_is_that_of_the_balance_losses():
@@ -291,31 +360,82 @@ def test_pitfall_20_experts_begin_different():
     assert len({tuple(w.flatten().tolist()) for w in first}) == 16
 
 
-def test_nan_stays_with_its_token():
-    moe, x = build(aux_loss="sequence"), draw(8, B, T, D)
-    want = moe(x, loss_scale=0.1)
-    x[1, 2, 0] = float("nan")
-    got = moe(x, loss_scale=0.1)
-    assert got[1, 2].isnan().all()
-    got, want = got.flatten(0, 1), want.flatten(0, 1)
-    others = torch.arange(B * T) != T + 2
-    close(got[others], want[others], "the others")
+def check_nan(sizes):
+    """The scores of one token, then of one expert: those alone are lost, and no rank waits for another."""
+    m = mesh(**sizes)
+    for balance, (capacity, dispatch) in itertools.product(BALANCES, WAYS):
+        moe = build(sizes, **balance, capacity_factor=None if capacity is None else 4.0, dispatch=dispatch)
+        x = draw(8, B, T, D)
+        want = moe(c._split(x, m.dp, 0), loss_scale=0.1)
+        x[1, 2, 0] = float("nan")
+        got = moe(c._split(x, m.dp, 0), loss_scale=0.1)
+        lost = c._split(x.isnan().any(-1), m.dp, 0)
+        assert torch.equal(got.isnan().all(-1), lost)
+        close(got[~lost].detach(), want[~lost].detach(), "the others")
+        with torch.no_grad():
+            moe.router.weight[0] = float("nan")
+        y = moe(c._split(x, m.dp, 0), loss_scale=0.1)
+        y.sum().backward()
+        assert y.isnan().any()
+        assert update_routers(moe, m)["router"].tokens_per_expert.sum() == 3 * B * T * K
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "dp2xep2"])
+def test_nan_stays_with_its_token(ranks, sizes):
+    ranks(world(sizes), check_nan, sizes)
+
+
+class HostReads(TorchDispatchMode):
+    """The calls that wait for a GPU, were there one: what makes a number, a shape or a branch of a tensor's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        reads = name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+        reads |= name in ("bincount", "histc")
+        reads |= name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in ("index", "index_put", "index_put_"):
+            reads |= any(i is not None and i.dtype == torch.bool for i in args[1])
+        if reads:
+            self.found.append(name)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def host_reads():
-    """The calls that wait for a GPU, were there one: what makes a number, a shape or a branch of a tensor's values."""
-    reads = []
+    """The names of all such calls; a copy to the CPU is one that a CPU's own operators don't show."""
     with contextlib.ExitStack() as stack:
-        for name in ("tolist", "item", "nonzero", "unique", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        mode = stack.enter_context(HostReads())
+        for name in ("tolist", "cpu", "numpy"):
             plain = getattr(torch.Tensor, name)
 
             def noted(*args, plain=plain, name=name, **kwargs):
-                reads.append(name)
+                mode.found.append(name)
                 return plain(*args, **kwargs)
 
             stack.enter_context(mock.patch.object(torch.Tensor, name, noted))
-        yield reads
+        yield mode.found
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda t: t.tolist(), "tolist"),
+        (lambda t: t.sum().item(), "_local_scalar_dense"),
+        (lambda t: bool(t[0] > 0), "_local_scalar_dense"),
+        (lambda t: t[t > 0], "index"),
+        (lambda t: torch.nonzero(t), "nonzero"),
+        (lambda t: t.repeat_interleave(t), "repeat_interleave"),
+        (lambda t: t.cpu(), "cpu"),
+    ],
+)
+def test_a_read_is_seen(read, name):
+    with host_reads() as reads:
+        read(torch.tensor([2, 0, 1]))
+    assert name in reads
 
 
 def check_host_reads():
@@ -381,11 +501,11 @@ def check_messages():
         moe = ParallelMoE(D, HIDDEN, E, top_k=K, capacity_factor=capacity, dispatch=dispatch, ep=m.ep, data=m.data)
         x = draw(8, B, T, D).float().requires_grad_()
         with Messages() as forward:
-            y = moe(x)
+            y = moe(x, mask=torch.arange(T).expand(B, T) < REAL)
         with Messages() as backward:
             y.sum().backward()
         found[capacity, dispatch] = forward.sent, backward.sent
-    row, slots = 4 * D, E * B * 3
+    row, slots = 4 * D, E * B * math.ceil(0.75 * T * K / E)
     route = n * 2 * K * 4
     for capacity in (None, 0.75):
         forward = [("all_gather_into_tensor", n * row), ("all_gather_into_tensor", route)]
@@ -394,11 +514,11 @@ def check_messages():
         backward += [("reduce_scatter_tensor", 2 * route)]
         assert found[capacity, "all_gather"][0] == forward
         assert sorted(found[capacity, "all_gather"][1]) == sorted(backward)
-    rows = [("all_to_all_single", n * K * row)]
+    rows = [("all_to_all_single", B * REAL * K * row)]
     forward, backward = found[None, "all_to_all"]
     assert [name for name, _ in forward] == ["all_to_all_single"] * 3
     assert forward[0] == ("all_to_all_single", 4 * E)  # the counts
-    assert forward[1] == rows[0], "what is sent is the routed tokens, each once"
+    assert forward[1] == rows[0], "what is sent is the routed tokens, each once for each choice, and no padding"
     assert forward[1:] == backward, "two exchanges forward, two backward"
     assert found[0.75, "all_to_all"] == ([("all_to_all_single", slots * row)] * 2,) * 2
 
@@ -565,17 +685,26 @@ def test_what_a_call_lacks_is_named():
         build()(draw(8, B, T, 3))
 
 
-def test_a_skew_that_capacity_bounds_takes_no_more_memory():
-    """All tokens to one expert: the rows of the experts are those of the capacity."""
-    moe = build(capacity_factor=1.0, dispatch="all_gather")
-    with torch.no_grad():
-        moe.router.weight.zero_()[2, 0] = 9.0
-    x = draw(8, B, T, D)
-    x[..., 0] = 1.0
-    seen = []
-    moe.experts.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    moe(x)
-    assert seen == [B * T * K]
-    moe.router.capacity_factor = 0.25
-    moe(x)
-    assert seen[1] == B * E * math.ceil(0.25 * T * K / E)
+def check_skew(sizes):
+    """All tokens to one expert: what is sent and what the experts run is what the capacity bounds."""
+    m = mesh(**sizes)
+    for dispatch, factor in itertools.product(("all_gather", "all_to_all"), (1.0, 0.25)):
+        moe = build(sizes, capacity_factor=factor, dispatch=dispatch)
+        x = draw(8, B, T, D)
+        x[..., 0] = 1.0
+        seen = []
+        moe.experts.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
+        for skew in (0.0, 9.0):
+            with torch.no_grad():
+                moe.router.weight.zero_()[2, 0] = skew
+            with Messages() as messages:
+                moe(c._split(x, m.dp, 0)).sum().backward()
+            seen.append(messages.sent)
+        room = math.ceil(factor * T * K / E)
+        assert seen[0] == seen[2] == B * E * room // m.ep.size
+        assert seen[1] == seen[3]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "dp2xep2"])
+def test_a_skew_that_capacity_bounds_takes_no_more_memory(ranks, sizes):
+    ranks(world(sizes), check_skew, sizes)
