@@ -73,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-k", type=int, help="experts each token goes through")
     add("--shared-experts", type=int, help="experts' width that every token goes through besides")
     add("--expert-d-ff", type=int, help="hidden width of each expert (default: the dense MLP's)")
+    add("--routed-scale", type=float, help="factor of the experts' weights; top-k: as large as a dense MLP (default 1)")
     add("--moe-every", type=int, help="every how many-th block has experts, the others a dense MLP")
     add("--balance", choices=("aux", "bias", "none"), help="of the experts' loads: by a loss, by a bias, not at all")
     add("--aux-loss", choices=AUX_LOSSES, help="scope of the loss of --balance aux (default sequence)")
@@ -196,6 +197,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
 def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig | None:
     """The preset's mixture with what the flags change of it."""
     flags = {"top_k": "top_k", "shared_experts": "shared_experts", "expert_d_ff": "d_ff", "moe_every": "every",
+             "routed_scale": "routed_scale",
              "aux_loss": "aux_loss", "aux_coefficient": "aux_coefficient", "router_z_loss": "z_loss",
              "bias_rate": "bias_rate", "router_jitter": "jitter", "capacity_factor": "capacity_factor",
              "dispatch": "dispatch"}  # fmt: skip

@@ -1,7 +1,8 @@
 """A small mixture of experts against the dense model of equal active size: `python -m examples.gpt.compare_moe`.
 
 Both go through the same tokens of the default corpus, with the same learning rate, for each of several seeds. The
-mixture has 8 experts of half the dense MLP's width and two of them for each token.
+mixture has 8 experts of half the dense MLP's width and two of them for each token, with weights that sum to two: as
+those of the dense MLP's two halves do.
 """
 
 from __future__ import annotations
@@ -12,67 +13,98 @@ import statistics
 from pathlib import Path
 
 import matplotlib
+import torch
 
 from examples.gpt.arguments import parse
+from examples.gpt.model import count_active_parameters, count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
 
-SHAPE = ["--layers", "4", "--d-model", "96", "--heads", "4", "--seq-len", "128", "--micro-batch", "16"]
+SHAPE = ["--layers", "2", "--d-model", "64", "--heads", "4", "--seq-len", "128", "--micro-batch", "16", "--d-ff", "256"]
 MODELS = {
-    "dense": ["--d-ff", "256"],
-    "8 experts, 2 a token": ["--d-ff", "256", "--experts", "8", "--top-k", "2", "--expert-d-ff", "128"],
+    "dense": [],
+    "8 experts, 2 a token": ["--experts", "8", "--top-k", "2", "--expert-d-ff", "128", "--routed-scale", "2"],
 }
 
 
-def held_out(flags: list[str], seed: int, steps: int, every: int) -> tuple[list[tuple[int, float]], float | None]:
-    """(Tokens seen, held-out loss) along a run, and how much fuller than the mean the fullest expert is at its end."""
-    run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128", "--eval-every", str(every)]
+def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
+    """One run.
+
+    Returns:
+        `parameters`, `active` of them for a token, and, each `every` steps, `tokens` seen, `held_out` loss, and `loads`
+        of the emptiest and the fullest expert of any block since the last time, over the mean; none of a dense model.
+    """
+    run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128"]
     args = parse([*SHAPE, *flags, *run])
     trainer = Trainer(args, build_mesh())
-    curve, violation = [], None
-    for step in range(steps):
-        entry = trainer.step(step)
+    sizes = {"parameters": count_parameters(trainer.config), "active": count_active_parameters(trainer.config)}
+    curve: dict[str, list] = {"tokens": [], "held_out": [], "loads": []}
+    counts: list[torch.Tensor] = []
+    for step in range(1, steps + 1):
+        entry = trainer.step(step - 1)
         if "experts" in entry:
-            violation = max(entry["experts"]["max_violation"])
-        if (step + 1) % every == 0:
-            curve.append(((step + 1) * args.global_batch * trainer.config.seq_len, trainer.evaluate()))
-            print(f"seed {seed}, {' '.join(flags)}: step {step + 1}, held out {curve[-1][1]:.4f}", flush=True)
-    return curve, violation
+            counts.append(torch.tensor(entry["experts"]["tokens_per_expert"], dtype=torch.float64))
+        if step % every == 0 or step == steps:
+            curve["tokens"].append(step * args.global_batch * trainer.config.seq_len)
+            curve["held_out"].append(trainer.evaluate())
+            if counts:
+                total = torch.stack(counts).sum(0)  # [blocks, E]
+                loads = total / total.mean(-1, keepdim=True)
+                curve["loads"].append([loads.min().item(), loads.max().item()])
+                counts.clear()
+            print(f"seed {seed}, {' '.join(flags) or 'dense'}: step {step}", curve["held_out"][-1], flush=True)
+    return sizes | curve
+
+
+def draw(runs: dict[str, list[dict]], out: Path) -> None:
+    """Held-out loss, and loads of the experts, of each seed and their mean."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (losses, loads) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
+    for color, (name, found) in zip(("C0", "C1"), runs.items(), strict=True):
+        seen = [tokens / 1e6 for tokens in found[0]["tokens"]]
+        for run in found:
+            losses.plot(seen, run["held_out"], color=color, lw=0.8, alpha=0.6)
+        mean = [statistics.fmean(at) for at in zip(*(run["held_out"] for run in found), strict=True)]
+        losses.plot(seen, mean, "o-", ms=3, color=color, label=f"{name}: {mean[-1]:.3f} at the end")
+        for run in found:
+            for which in range(2 if run["loads"] else 0):
+                at = [load[which] for load in run["loads"]]
+                label = ("emptiest", "fullest")[which] if run is found[0] else None
+                loads.plot(seen, at, "-" if which else "--", color=color, lw=1, label=label)
+    losses.set(xlabel="million tokens", ylabel="held-out loss, nats a byte", ylim=(None, 3))
+    losses.set_title(f"{len(found)} seeds (thin) and their mean")
+    loads.set(xlabel="million tokens", ylabel="tokens of an expert over the mean", ylim=(0, None))
+    loads.set_title("loads, of the worse block")
+    loads.axhline(1, color="gray", lw=0.5)
+    for axes in (losses, loads):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(out, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.compare_moe", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--evaluations", type=int, default=10, help="along a run")
+    parser.add_argument("--evaluations", type=int, default=12, help="along a run")
     parser.add_argument("--out", default="docs/moe.png", help="the plot; its numbers lie beside it as .json")
     args = parser.parse_args(argv)
-    every = max(args.steps // args.evaluations, 1)
-    runs = {
-        name: [held_out(flags, seed, args.steps, every) for seed in range(args.seeds)] for name, flags in MODELS.items()
-    }
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    every, out = max(args.steps // args.evaluations, 1), Path(args.out)
+    runs: dict[str, list[dict]] = {name: [] for name in MODELS}
+    for seed in range(args.seeds):
+        for name, flags in MODELS.items():
+            runs[name].append(train(flags, seed, args.steps, every))
+        out.with_suffix(".json").write_text(json.dumps(runs) + "\n")
+        draw(runs, out)
     for name, found in runs.items():
-        tokens = [seen for seen, _ in found[0][0]]
-        losses = [[loss for _, loss in curve] for curve, _ in found]
-        mean = [statistics.fmean(at) for at in zip(*losses, strict=True)]
-        low, high = ([pick(at) for at in zip(*losses, strict=True)] for pick in (min, max))
-        (line,) = axes.plot(tokens, mean, "o-", ms=3, label=f"{name}: {mean[-1]:.3f}")
-        axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
-    axes.set(xlabel="tokens", ylabel="held-out loss (nats a token)", title=f"{args.seeds} seeds: mean and range")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    out = Path(args.out)
-    figure.savefig(out, dpi=120)
-    out.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
-    for name, found in runs.items():
-        ends = ", ".join(f"{curve[-1][1]:.4f}" for curve, _ in found)
-        loads = [f"{1 + violation:.2f}" for _, violation in found if violation is not None]
-        print(f"{name}: {ends}" + (f"; fullest expert over the mean: {', '.join(loads)}" if loads else ""))
+        ends = [run["held_out"][-1] for run in found]
+        line = f"{name}, {found[0]['active']:,} of {found[0]['parameters']:,} parameters active: held-out loss "
+        line += f"{statistics.fmean(ends):.4f} ({', '.join(f'{end:.4f}' for end in ends)})"
+        loads = [run["loads"][-1] for run in found if run["loads"]]
+        print(line + "".join(f"; {low:.2f} to {high:.2f} of the mean load" for low, high in loads))
 
 
 if __name__ == "__main__":

@@ -349,6 +349,7 @@ def _check_mixture(moe: MoEConfig) -> None:
     own = {
         "shared_experts": moe.shared_experts > 0,
         "score": moe.score != "softmax",
+        "routed_scale": moe.routed_scale != 1,
         "top_groups": moe.top_groups not in (None, moe.groups),
         "capacity_factor": moe.capacity_factor is not None,
     }

@@ -44,6 +44,7 @@ class MoEConfig:
     every: int = 1  # block i has experts where (i + 1) % every == 0, and a dense MLP elsewhere
     score: str = "softmax"
     normalize: bool = True
+    routed_scale: float = 1.0
     groups: int = 1
     top_groups: int | None = None
     aux_loss: str | None = "sequence"

@@ -343,7 +343,8 @@ class _WithLoss(Function):
 def upcycle(state: Mapping[str, Tensor], num_experts: int, every: int = 1) -> dict[str, Tensor]:
     """A dense model's logical state dict as that of a mixture: each expert begins as a copy of the layer's MLP.
 
-    With normalised weights and no shared experts the mixture's first output is the dense model's, whatever its router.
+    With normalised weights of scale 1 and no shared experts the mixture's first output is the dense model's, whatever
+    its router.
 
     Args:
         state: as `mpcore.full_state_dict` gives it; MLPs are `blocks.N.mlp.up.weight` and `blocks.N.mlp.down.weight`.

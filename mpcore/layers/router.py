@@ -14,8 +14,8 @@ no gradient. The scope is
                    layout and any micro-batches, one step late; f is 1 in the first step, which has no gradient
 
 Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6; z-loss: Zoph et
-al. 2022 (arXiv:2202.08906), equation 5; bias: Wang et al. 2024 (arXiv:2408.15664), algorithm 1; groups: DeepSeek-V3
-(arXiv:2412.19437), section 2.1.2; counts of the whole batch: Qiu et al. 2025 (arXiv:2501.11873).
+al. 2022 (arXiv:2202.08906), equation 5; bias: Wang et al. 2024 (arXiv:2408.15664), algorithm 1; groups and the scale of
+weights: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; counts of the whole batch: Qiu et al. 2025 (arXiv:2501.11873).
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Router(ParallelModule):
         num_experts, top_k: E and K.
         score: "softmax" or "sigmoid", of the logits.
         normalize: weights of a token sum to 1.
+        routed_scale: what the weights are multiplied by. K normalised weights make the output of K experts a mean; with
+            a scale of K it is as large as that of a dense layer of their joint width, from the first step on.
         groups, top_groups: only experts of the best `top_groups` groups of equal size may be chosen; a group is as good
             as the sum of its K / top_groups best experts.
         aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no such loss.
@@ -110,6 +112,7 @@ class Router(ParallelModule):
         *,
         score: str = "softmax",
         normalize: bool = True,
+        routed_scale: float = 1.0,
         groups: int = 1,
         top_groups: int | None = None,
         aux_loss: str | None = None,
@@ -127,6 +130,7 @@ class Router(ParallelModule):
     ) -> None:
         super().__init__()
         self.num_experts, self.top_k, self.score, self.normalize = num_experts, top_k, score, normalize
+        self.routed_scale = routed_scale
         self.groups, self.top_groups = groups, groups if top_groups is None else top_groups
         self.aux_loss, self.aux_coefficient, self.z_loss = aux_loss, aux_coefficient, z_loss
         self.bias_rate, self.jitter, self.capacity_factor = bias_rate, jitter, capacity_factor
@@ -164,6 +168,8 @@ class Router(ParallelModule):
             )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(f"capacity_factor {self.capacity_factor} is not positive; None drops nothing")
+        if not self.routed_scale > 0:
+            raise ValueError(f"routed_scale {self.routed_scale} is not positive")
         if not 0 <= self.jitter < 1:
             raise ValueError(f"jitter {self.jitter} is not in [0, 1)")
         for name in ("aux_coefficient", "z_loss", "bias_rate"):
@@ -201,7 +207,7 @@ class Router(ParallelModule):
             wanted = torch.where(places.real[:, None], chosen, self.num_experts)
             taken = self._within_capacity(wanted, places)
             loss = self._balance(logits, scores, wanted, taken, places, loss_scale)
-        return Routing(taken, weights, loss)
+        return Routing(taken, weights * self.routed_scale, loss)
 
     def _jittered(self, x: Tensor, places: Places, samples: Tensor | None) -> Tensor:
         if not self.training or self.jitter == 0:

@@ -20,8 +20,9 @@ def choose(row, k, bias, groups, top_groups):
     return sorted(allowed, key=lambda e: (-values[e], e))[:k]
 
 
-def oracle(p, x, mask, *, top_k, score="softmax", normalize=True, groups=1, top_groups=None, aux_loss=None,
-           aux_coefficient=0.01, z_loss=0.0, capacity_factor=None, micro_batches=1, scale=1.0, **_):  # fmt: skip
+def oracle(p, x, mask, *, top_k, score="softmax", normalize=True, routed_scale=1.0, groups=1, top_groups=None,
+           aux_loss=None, aux_coefficient=0.01, z_loss=0.0, capacity_factor=None, micro_batches=1,
+           scale=1.0, **_):  # fmt: skip
     """Values of the layer and of its balance losses.
 
     Args:
@@ -66,7 +67,7 @@ def oracle(p, x, mask, *, top_k, score="softmax", normalize=True, groups=1, top_
                 if (b, t, e) in taken:
                     h = up[e] @ x[b, t]
                     out = down[e] @ (F.silu(h[:hidden]) * h[hidden:])
-                    y = y + scores[b, t, e] / (total if normalize else 1) * out
+                    y = y + routed_scale * scores[b, t, e] / (total if normalize else 1) * out
             rows.append(y)
     y = torch.stack(rows).view(B, T, D)
     if "shared.up.weight" in p:

@@ -59,7 +59,7 @@ BALANCES = [
     {"aux_loss": "sequence"},
     {"aux_loss": "micro_batch", "z_loss": 0.3},
     {"aux_loss": "global"},
-    {"bias_rate": 0.1, "score": "sigmoid"},
+    {"bias_rate": 0.1, "score": "sigmoid", "routed_scale": 2.5},
     {"bias_rate": 0.1, "aux_loss": "sequence", "score": "sigmoid", "groups": 2, "top_groups": 1, "normalize": False},
 ]
 WAYS = list(itertools.product((None, 0.75), ("all_gather", "all_to_all")))
@@ -656,6 +656,7 @@ def test_upcycling_begins_with_the_dense_models_output():
         ({"groups": 3}, "4 experts are not a multiple of 3 groups"),
         ({"groups": 2, "top_groups": 3}, "top_groups 3 is not between 1 and the number of groups 2"),
         ({"groups": 4, "top_groups": 1}, "top_k 2 is more than the 1 experts of 1 groups of 1"),
+        ({"routed_scale": 0.0}, "routed_scale 0.0 is not positive"),
         ({"jitter": 1.0}, r"jitter 1.0 is not in \[0, 1\)"),
         ({"z_loss": -1.0}, "z_loss -1.0 is negative"),
         ({"dispatch": "ring"}, "dispatch 'ring' is none of"),
