@@ -16,6 +16,7 @@ the library copies all tensors into memory before it writes, doesn't sync the fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -23,7 +24,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -122,7 +123,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest and sync it to the disk. The last file of a checkpoint: with it the checkpoint is whole."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps(body | {"crc32": sign(body)}, allow_nan=False, indent=1)
-    with open(folder / MANIFEST, "wb") as file:
+    with _named(folder / MANIFEST), open(folder / MANIFEST, "wb") as file:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
@@ -252,7 +253,7 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
 
-    with open(path, "xb", buffering=0) as file:
+    with _named(path), open(path, "xb", buffering=0) as file:
         _write_at(file, head, 0)
         if hasattr(os, "posix_fallocate"):  # a third less work for the kernel; a full disk is told at once
             os.posix_fallocate(file.fileno(), 0, len(head) + end)
@@ -265,6 +266,16 @@ def write_tensors(
         sums = in_threads(one, keys, THREADS if read is None else 1)
         os.fsync(file.fileno())
     return FileRecord(len(head) + end, zlib.crc32(head)), dict(zip(keys, sums, strict=True))
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error of the system, such as a full disk, say which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _write_at(file: FileIO, data: bytes | memoryview, offset: int) -> None:

@@ -3,6 +3,8 @@
 from tests.mutations import Mutation
 
 CHECKPOINT = "tests/test_checkpoint.py"
+FORMAT = "mpcore/checkpoint/format.py"
+CHECKSUM = "tests/test_checkpoint_checksum.py"
 HF = "tests/examples/test_hf.py"
 
 MUTATIONS = [
@@ -24,6 +26,17 @@ MUTATIONS = [
              "        if check_bytes:\n", "        if False:\n", CHECKPOINT),
     Mutation("a thread's error is lost", "mpcore/checkpoint/format.py",
              "        raise errors[min(errors)]\n", "        results = dict.fromkeys(range(len(todo)))\n", CHECKPOINT),
+    Mutation("the last rows aren't in the checksum", FORMAT, "for first in range(0, len(rows), ROWS):",
+             "for first in range(0, len(rows) - ROWS + 1, ROWS):", CHECKSUM),
+    Mutation("bytes that fill no row aren't in the checksum", FORMAT,
+             "    return zlib.crc32(data[rows.nbytes :], crc)\n", "    return crc\n", CHECKSUM),
+    Mutation("the checksum is of the last rows alone", FORMAT, "axis=0), crc)", "axis=0))", CHECKSUM),
+    Mutation("a row of the checksum is a page", FORMAT, "WORDS, ROWS = 1021, 63", "WORDS, ROWS = 512, 63", CHECKSUM),
+    Mutation("the checksum forgets equal words", FORMAT, "np.add.reduce(", "np.bitwise_xor.reduce(", CHECKSUM),
+    Mutation("a used optimizer gets memory beside its own", "mpcore/checkpoint/loading.py",
+             "                if not _alike(old, parameter, dtype):\n", "                if True:\n", CHECKPOINT),
+    Mutation("memory lies otherwise than the parameter", "mpcore/checkpoint/loading.py",
+             'local.device.type == "cpu" and local.is_contiguous()', 'local.device.type == "cpu"', CHECKPOINT),
     Mutation("16 K and V exchanged", "examples/gpt/hf.py", 'for part in "qkv")', 'for part in "qvk")', HF),
     Mutation("16 gate and up exchanged", "examples/gpt/hf.py",
              '("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj")',
