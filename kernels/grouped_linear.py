@@ -8,34 +8,70 @@ CUDA graph. The forward kernel finds the expert of each tile of rows from the co
 neighbours, so that its weight stays in the L2 cache. The input's gradient is the same kernel with the weight turned.
 The weight's gradient is summed over an expert's rows in float32, by one program for each of its tiles, always in the
 same order.
+
+An activation may run on the products before they leave the chip: y = f(z) or, gated, f(z) u of the two halves of the
+outputs, z | u. What backward needs, z and u, is written beside it where there is a gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._flops import flops
 from ._launch import launch
 from ._rows import as_rows, ceil_div, next_power_of_2
+from .geglu import geglu_reference
+from .gelu import gelu_reference, gelu_tanh
+from .relu_squared import relu_squared_reference, squared
+from .swiglu import silu, swiglu_reference
+
+_ops = torch.ops.mpcore
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, impl: str | None = None) -> Tensor:
+class Activation(NamedTuple):
+    """What may follow the products: in plain torch, its gradient by (dy, z), and z -> (f(z), f'(z)) in a kernel."""
+
+    reference: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    function: Any
+    gated: bool
+
+
+ACTIVATIONS = {
+    "swiglu": Activation(swiglu_reference, lambda dy, z: _ops.swiglu_backward(dy, z, None), silu, True),
+    "geglu": Activation(geglu_reference, lambda dy, z: _ops.geglu_backward(dy, z, None, "tanh"), gelu_tanh, True),
+    "gelu": Activation(gelu_reference, lambda dy, z: _ops.gelu_backward(dy, z, None, "tanh"), gelu_tanh, False),
+    "relu_squared": Activation(
+        relu_squared_reference, lambda dy, z: _ops.relu_squared_backward(dy, z, None), squared, False
+    ),
+}
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, activation: str | None = None, *, impl: str | None = None
+) -> Tensor:
     """Multiply each group of rows by its expert's weight.
 
     Args:
         x: `[R, D]`, the rows of expert 0 first.
         weight: `[E, F, D]`.
         counts: `[E]` integers, the rows of each expert; their sum is at most R.
+        activation: of the products, one of `ACTIVATIONS` or `None`; a gated one makes F/2 outputs of F, the gate's
+            first.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        `[R, F]`; rows past those of the last expert are zero.
+        `[R, F]` or `[R, F/2]`; rows past those of the last expert are zero.
 
     Raises:
-        ValueError: shapes or dtypes don't go together, or `impl` can't run here.
+        ValueError: shapes or dtypes don't go together, the activation is unknown, or `impl` can't run here.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]:
         raise ValueError(
@@ -44,36 +80,56 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, impl: str | Non
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}")
-    if runs_triton(impl, x) or x.is_meta:
-        return _GroupedLinear.apply(x, weight, counts)
-    return grouped_linear_reference(x, weight, counts)
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is none of {sorted(ACTIVATIONS)} and None")
+        if ACTIVATIONS[activation].gated and weight.shape[1] % 2:
+            raise ValueError(f"F is {weight.shape[1]}, but gate and up need an even number")
+    if runs_triton(impl, x) or x.is_meta or isinstance(x, FakeTensor):  # neither of the last two has counts to read
+        keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        return _GroupedLinear.apply(x, weight, counts, activation, keep)
+    return grouped_linear_reference(x, weight, counts, activation)
 
 
-def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor, activation: str | None = None) -> Tensor:
     """`grouped_linear` in plain torch, under torch's own autograd: a loop over experts, which reads their counts."""
     sizes = counts.tolist()
     groups = x.split([*sizes, len(x) - sum(sizes)])
     products = [F.linear(group, w) for group, w in zip(groups, weight.unbind(), strict=False)]
-    return torch.cat([*products, groups[-1].new_zeros(len(groups[-1]), weight.shape[1])])
+    z = torch.cat([*products, groups[-1].new_zeros(len(groups[-1]), weight.shape[1])])
+    return z if activation is None else ACTIVATIONS[activation].reference(z)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
-        return _forward_op(x, weight, counts)
+    def forward(ctx, x, weight, counts, activation, keep):
+        ctx.activation, z = activation, None
+        if activation is None:
+            y = _forward_op(x, weight, counts)
+        else:
+            y, z = _activated_op(x, weight, counts, activation, keep)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts, z)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivative("grouped_linear")
-        x, weight, counts = ctx.saved_tensors
+        x, weight, counts, z = ctx.saved_tensors
+        if z is not None:
+            dy, _ = ACTIVATIONS[ctx.activation].backward(dy, z)
         dx = _forward_op(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
         dweight = _weight_op(dy, x, counts) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        return dx, dweight, None, None, None
 
 
 def _empty_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _empty_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    R, F = x.shape[0], weight.shape[1]
+    y = x.new_empty((R, F // 2 if ACTIVATIONS[activation].gated else F))
+    return y, x.new_empty((R, F) if keep else 0)
 
 
 def _empty_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -81,9 +137,15 @@ def _empty_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
 
 _forward_op = define("grouped_linear_forward(Tensor x, Tensor weight, Tensor counts) -> Tensor y", _empty_forward)
+_activated_op = define(
+    "grouped_linear_activated(Tensor x, Tensor weight, Tensor counts, str activation, bool keep) "
+    "-> (Tensor y, Tensor z)",
+    _empty_activated,
+)
 _weight_op = define("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _empty_weight)
 
 
+@flops(torch.ops.mpcore.grouped_linear_activated)
 @flops(torch.ops.mpcore.grouped_linear_forward)
 def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
     return 2 * x[0] * weight[1] * weight[2]  # of all rows: how many are used only the device knows
@@ -102,17 +164,34 @@ def _step(x: Tensor) -> int:
 @launches(_forward_op)
 def _launch_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     y = _empty_forward(x, weight, counts)
-    if y.numel() == 0:
-        return y
-    (R, K), (E, N, _) = x.shape, weight.shape
-    if K == 0 or E == 0:
-        return y.zero_()
-    x, stride = as_rows(x)
-    block_m, block_n, block_k = 128, min(128, max(16, next_power_of_2(N))), _step(x)
-    tiles = R // block_m + E + 1  # each expert, and the rest after the last, ends in at most one tile that isn't full
-    constants = (stride, *weight.stride(), E, N, K, next_power_of_2(E), block_m, block_n, block_k)
-    launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), (x, weight, counts, y), (R,), constants, 8)
+    _run(x, weight, counts, y, None, None)
     return y
+
+
+@launches(_activated_op)
+def _launch_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    y, z = outs = _empty_activated(x, weight, counts, activation, keep)
+    _run(x, weight, counts, y, z if keep else None, ACTIVATIONS[activation])
+    return outs
+
+
+def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None, activation: Activation | None) -> None:
+    """Launch the products into y, of the activation if there is one, whose input goes into z."""
+    if y.numel() == 0:
+        return
+    (R, K), (E, _, _), N = x.shape, weight.shape, y.shape[1]
+    if K == 0 or E == 0:
+        y.zero_()
+        if z is not None:
+            z.zero_()
+        return
+    x, stride = as_rows(x)
+    function, gated = (None, False) if activation is None else (activation.function, activation.gated)
+    block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # of a gate and its up both
+    block_m, block_k = 128, _step(x)
+    tiles = R // block_m + E + 1  # each expert, and the rest after the last, ends in at most one tile that isn't full
+    constants = (stride, *weight.stride(), E, N, K, gated, function, next_power_of_2(E), block_m, block_n, block_k)
+    launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), (x, weight, counts, y, z), (R,), constants, 8)
 
 
 @launches(_weight_op)
@@ -132,11 +211,12 @@ def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, weight_ptr, counts_ptr, y_ptr, R,
+    x_ptr, weight_ptr, counts_ptr, y_ptr, z_ptr, R,
     X_STRIDE: tl.constexpr, E_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    # N: outputs, each of a row of the weight or, gated, of two that lie N rows apart
     across = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // across
     cols = (tl.program_id(0) % across) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,17 +231,27 @@ def _forward_kernel(
     rows = (before + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     weight_ptr += expert.to(tl.int64) * E_STRIDE
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, tl.where(rest, 0, K), BLOCK_K):
         terms = start + tl.arange(0, BLOCK_K)
         x_mask = (rows < end)[:, None] & (terms < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * X_STRIDE + terms[None, :], mask=x_mask, other=0.0)
         weight_mask = (terms < K)[:, None] & (cols < N)[None, :]
-        weight = tl.load(
-            weight_ptr + terms[:, None].to(tl.int64) * K_STRIDE + cols[None, :].to(tl.int64) * N_STRIDE,
-            mask=weight_mask, other=0.0,
-        )  # fmt: skip
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        offsets = terms[:, None].to(tl.int64) * K_STRIDE + cols[None, :].to(tl.int64) * N_STRIDE
+        total = tl.dot(x, tl.load(weight_ptr + offsets, mask=weight_mask, other=0.0), total, input_precision="ieee")
+        if GATED:
+            other = tl.load(weight_ptr + N * N_STRIDE + offsets, mask=weight_mask, other=0.0)
+            up = tl.dot(x, other, up, input_precision="ieee")
     mask = (rows < end)[:, None] & (cols < N)[None, :]
+    if ACTIVATION is not None:
+        if z_ptr is not None:
+            z_ptrs = z_ptr + rows[:, None] * (2 * N if GATED else N) + cols[None, :]
+            tl.store(z_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask)
+            if GATED:
+                tl.store(z_ptrs + N, up.to(y_ptr.dtype.element_ty), mask=mask)
+        total, _ = ACTIVATION(total)
+        if GATED:
+            total *= up
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -72,15 +72,15 @@ _backward_op = define(
 
 @launches(_forward_op)
 def _launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    return run_forward(_relu_squared, x, bias, gated=False)
+    return run_forward(squared, x, bias, gated=False)
 
 
 @launches(_backward_op)
 def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return run_backward(_relu_squared, dy, x, bias, gated=False)
+    return run_backward(squared, dy, x, bias, gated=False)
 
 
 @triton.jit
-def _relu_squared(z):
+def squared(z):
     r = tl.where(z < 0.0, 0.0, z)  # a maximum would turn NaN into 0
     return r * r, 2.0 * r

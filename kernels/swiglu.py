@@ -81,15 +81,15 @@ _backward_op = define(
 
 @launches(_forward_op)
 def _launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    return run_forward(_silu, x, bias, gated=True)
+    return run_forward(silu, x, bias, gated=True)
 
 
 @launches(_backward_op)
 def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return run_backward(_silu, dy, x, bias, gated=True)
+    return run_backward(silu, dy, x, bias, gated=True)
 
 
 @triton.jit
-def _silu(z):
+def silu(z):
     s, complement = sigmoids(z)  # pyright: ignore[reportGeneralTypeIssues]
     return z * s, s * (1.0 + z * complement)

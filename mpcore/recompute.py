@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+import mpcore.kernels.grouped_linear  # noqa: F401, it defines an operator
 from mpcore.storages import Storages, tensors_in
 
 KINDS = ("none", "selective", "full")
@@ -41,6 +42,7 @@ _aten = torch.ops.aten
 # Batched products are left out: they are an attention core of whoever has no fused one.
 _LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # at values, as saving and sending do
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten._grouped_mm, _aten._scaled_mm}
+_PRODUCTS.add(torch.ops.mpcore.grouped_linear_forward)
 
 
 def recompute(
@@ -129,7 +131,7 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
         example: `(args, kwargs)` of the call; only shapes, dtypes and what needs a gradient matter.
         kind: of recomputation; None: as the block is.
     """
-    before = {name: block.__dict__.get(name) for name in ("forward", "recompute")}
+    before = [(module, dict(module.__dict__)) for module in block.modules()]  # such as what routers count
     device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
 
@@ -137,19 +139,18 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
             return torch.empty_like(x, device=device).requires_grad_(x.requires_grad)
 
         args, kwargs = tree_map_only(Tensor, fake, (list(example[0]), dict(example[1])))
-        held = {name: fake(p) for name, p in block.named_parameters()}
+        parameters = {name: fake(p) for name, p in block.named_parameters()}
         try:
             if kind is not None:
                 _apply(block, kind, False)
             with Storages() as storages, torch.enable_grad():
-                out = torch.func.functional_call(block, held, tuple(args), kwargs)
+                out = torch.func.functional_call(block, parameters, tuple(args), kwargs)
             total = storages.held()
             del out
         finally:
-            for name, value in before.items():
-                block.__dict__.pop(name, None)
-                if value is not None:
-                    block.__dict__[name] = value
+            for module, held in before:
+                module.__dict__.clear()
+                module.__dict__.update(held)
     return total
 
 

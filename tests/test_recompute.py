@@ -16,6 +16,7 @@ from examples.gpt.model import GPTConfig, build_stages
 from mpcore import (
     ColumnParallelLinear,
     Mesh,
+    ParallelMoE,
     RowParallelLinear,
     materialize,
     seed_dropout,
@@ -241,6 +242,28 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
         recompute(blocks, "some")
     with pytest.raises(ValueError, match="every 0 is smaller than 1"):
         recompute(blocks, every=0)
+
+
+def test_a_budget_counts_the_products_of_experts_and_keeps_them():
+    """As their kernels keep them, and without reading how many tokens each has."""
+    B, T, D, F, K = 2, 6, 8, 5, 2
+    moe = ParallelMoE(D, F, 4, K, dtype=torch.float64)
+    x = torch.empty(B, T, D, dtype=torch.float64, requires_grad=True)
+    bytes_of = {kind: kept_bytes(moe, ((x,), {}), kind) for kind in KINDS}
+    products = 8 * B * T * K * (2 * F + D)
+    assert bytes_of["full"] + products < bytes_of["selective"] < bytes_of["none"]
+    assert recompute([moe], budget=0.9, example=((x,), {})) == ["selective"]
+    moe, found = moe.to("meta"), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    y = moe(torch.empty_like(x, device="meta", requires_grad=True))
+    with Products():
+        y.sum().backward()
+    assert found.count("grouped_linear_forward") == 2, "gradients of inputs alone"
 
 
 # --- any block ----------------------------------------------------------------------------------------------------

@@ -125,6 +125,11 @@ def run_grouped_linear(D: int, F: int, E: int, dtype: torch.dtype = torch.bfloat
     ops.grouped_linear_weight(y, x, counts)
 
 
+def run_grouped_activation(D: int, F: int, E: int, activation: str, keep: bool) -> None:
+    x, weight = torch.empty(ROWS, D, dtype=torch.bfloat16), torch.empty(E, F, D, dtype=torch.bfloat16)
+    ops.grouped_linear_activated(x, weight, torch.zeros(E).int(), activation, keep)
+
+
 def run_column_sum(D: int) -> None:
     sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
 
@@ -188,6 +193,7 @@ CASES: dict[str, Callable[[], None]] = {
     "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
     "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),
     "grouped_linear D=2048 F=2816 E=64 bf16": lambda: run_grouped_linear(2048, 2816, 64),
+    "grouped_linear D=2048 F=2816 E=64 bf16 swiglu": lambda: run_grouped_activation(2048, 2816, 64, "swiglu", True),
     "grouped_linear D=1000 F=200 E=8 fp32": lambda: run_grouped_linear(1000, 200, 8, torch.float32),
 }
 SLOW = {case for case in CASES if case.startswith("attention")} - {"attention K=64 bf16", "attention K=128 bf16"}

@@ -58,6 +58,8 @@ def test_the_references_run_under_torchs_own_autograd():
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2).half(), torch.ones(4).int()), "torch.float16"),
         (lambda: moe_permute(torch.ones(4, 2), ROW, 7, impl="triton"), "impl='triton', but x is on cpu"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4).int(), impl="no"), "impl 'no'"),
+        (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4).int(), "tanh"), "'tanh' is none"),
+        (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4).int(), "geglu"), "F is 3, but"),
     ],
 )
 def test_bad_input(call, message):
@@ -84,6 +86,10 @@ def test_launches():
         ops.grouped_linear_weight(z, y, counts)
     tiles = 8000 // 128 + 64 + 1  # for any counts
     assert [launch.grid for launch in launches] == [(tiles * 22, 1, 1), (tiles * 32, 1, 1), (22 * 32, 64, 1)]
+    with fake_gpu() as launches:
+        h, _ = ops.grouped_linear_activated(y, w, counts, "swiglu", True)
+    assert h.shape == (8000, 1408)
+    assert [launch.grid for launch in launches] == [(tiles * 22, 1, 1)]
 
 
 def test_nothing_is_launched_for_nothing():

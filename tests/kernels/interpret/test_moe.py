@@ -77,6 +77,25 @@ def test_grouped_product(counts, rows, D, F, dtype, layout):
     laws.check_errors(product, grouped_linear_reference, inputs, layout, counts=torch.tensor(counts))
 
 
+@pytest.mark.parametrize(
+    ("activation", "counts", "rows", "D", "F", "dtype"),
+    [
+        ("swiglu", [3, 0, 130, 2], 140, 40, 74, F32),
+        ("swiglu", [0, 0], 4, 8, 8, F32),
+        ("geglu", [3, 0, 5], 12, 33, 10, BF16),
+        ("gelu", [3, 0, 5], 12, 33, 9, F16),
+        ("relu_squared", [9], 9, 16, 16, F32),
+    ],
+)
+def test_grouped_product_and_activation(activation, counts, rows, D, F, dtype):
+    inputs = {"x": draw(rows, D, dtype=dtype), "weight": draw(len(counts), F, D, dtype=dtype)}
+    options = {"counts": torch.tensor(counts), "activation": activation}
+    laws.check_errors(product, grouped_linear_reference, inputs, **options)
+    with torch.no_grad():
+        got, want = (f(**inputs, **options) for f in (product, grouped_linear_reference))
+    torch.testing.assert_close(got, want)
+
+
 def test_operators_and_compilation():
     row, counts = moe_rows_reference(choices(6, 2, 3), 3)
     x, y, weight, w = draw(6, 8), draw(12, 8), draw(6, 2), draw(3, 4, 8)
@@ -85,6 +104,8 @@ def test_operators_and_compilation():
     laws.check_operator(ops.moe_unpermute, y, row, weight)
     laws.check_operator(ops.moe_unpermute_backward, x, y, row, weight)
     laws.check_operator(ops.grouped_linear_forward, y, w, counts)
+    laws.check_operator(ops.grouped_linear_activated, y, w, counts, "swiglu", True)
+    laws.check_operator(ops.grouped_linear_activated, y, w, counts, "gelu", False)
     laws.check_operator(ops.grouped_linear_weight, draw(12, 4), y, counts)
     laws.check_compiles(permute, {"x": x}, row=row, rows=12)
     laws.check_compiles(unpermute, {"y": y, "weight": weight}, row=row)
