@@ -19,7 +19,7 @@ from mpcore.dry_run import dry_run
 from mpcore.ledger import Ledger, zero_bytes
 from mpcore.pipeline import Pipeline
 from mpcore.recompute import KINDS, recompute
-from mpcore.sharding import local_tensor
+from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.storages import Storages, storage_bytes
 from tests.pool import Pool, mesh
 from tests.test_memory import FLAGS, LAYOUTS, measure
@@ -44,7 +44,9 @@ def run_stage_of_zero(zero: int, dp: int) -> dict[str, int]:
     last: list[tuple[int, int]] = []
 
     def noted(logits: Tensor, target: Tensor) -> Tensor:
-        last.append((parameters(), gradients()))
+        whole = [p for p in model.parameters() if not is_dtensor(p)]
+        unsummed = [p.grad for p in whole if p.grad is not None]
+        last.append((storage_bytes(whole), storage_bytes(unsummed)))
         return loss(logits, target)
 
     def parameters() -> int:
@@ -65,7 +67,7 @@ def run_stage_of_zero(zero: int, dp: int) -> dict[str, int]:
             optimizer.zero_grad()
     states = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
     reshard(model)
-    within = {"parameters_within": last[-1][0], "gradients_within": last[-1][1]}
+    within = {"whole_parameters": last[-1][0], "whole_gradients": last[-1][1]}
     sent = {kind: count.bytes for (axis, kind), count in ledger.counts.items() if axis in ("dp", "data", "world")}
     held = {"parameters": parameters(), "gradients": summed, "optimizer": storage_bytes(map(local_tensor, states))}
     return {"psi": whole, "flags": 4 * len(list(model.parameters())), **sent, **held, **within}
@@ -147,11 +149,11 @@ def stages_of_zero(pool: Pool, sizes: Iterable[int] = (1, 2, 4), stages: Iterabl
             want["all_reduce"] = want.get("all_reduce", 0) + (got["flags"] if dp > 1 and zero == 0 else 0)
             kinds = ("all_reduce", "all_gather", "reduce_scatter")
             sent = [f"{number(got.get(kind, 0))} / {number(want.get(kind, 0))}" for kind in kinds]
-            held = ("parameters", "gradients", "optimizer", "parameters_within", "gradients_within")
+            held = ("parameters", "gradients", "optimizer", "whole_parameters", "whole_gradients")
             rows.append([dp, zero, *sent, *(got[what] for what in held)])
             print(*rows[-1], flush=True)
     kinds = [f"{kind}, sent / theory" for kind in ("all-reduce", "all-gather", "reduce-scatter")]
-    held = ["parameters", "gradients", "optimizer", "parameters within", "gradients within"]
+    held = ["parameters", "gradients", "optimizer", "whole parameters", "whole gradients"]
     return table(["dp", "zero", *kinds, *held], rows)
 
 
@@ -178,7 +180,8 @@ holds in its second step under the same: parameters, gradients, optimizer state,
 buffers and messages. Of the ranks of a layout the one with the largest error; the largest of all rows is {largest}. The
 flags of each row come after `{flags}`.
 
-A batch's tokens and targets, which a run holds and the estimate leaves out, are most of the errors.
+Errors below zero are a batch's tokens and targets, which a run holds and the estimate leaves out. It takes each kind at
+its largest, as if that were at one time: with data parallelism some errors are above zero.
 
 {estimates}
 
@@ -186,15 +189,16 @@ A batch's tokens and targets, which a run holds and the estimate leaves out, are
 
 A GPT of {psi} bytes of float32 parameters (psi), AdamW, {micro_batches} micro-batches a step.
 
-*Sent over data in a step*, by the ledger / by the theory. Stage 0 all-reduces psi; 1 gathers and reduce-scatters psi
-once; 2 reduce-scatters it with each micro-batch; 3 gathers it twice and reduce-scatters it once with each micro-batch.
-The all-reduce of stage 0 takes 4 bytes of each tensor besides, which say whether it has a gradient. An all-reduce costs
-as much as a gather and a reduce-scatter, so with one micro-batch stages 0, 1 and 2 send 2 psi and stage 3 sends 3 psi.
+*Sent over data in a step*, by the ledger / by the theory; a call counts the bytes of its whole tensor. Stage 0
+all-reduces psi; 1 gathers and reduce-scatters psi once; 2 reduce-scatters it with each micro-batch; 3 gathers it twice
+and reduce-scatters it once with each micro-batch. The all-reduce of stage 0 takes 4 bytes of each tensor besides, which
+say whether it has a gradient. An all-reduce costs as much as a gather and a reduce-scatter, so with one micro-batch
+stages 0, 1 and 2 send 2 psi and stage 3 sends 3 psi.
 
 *Held after a step*: parameters, gradients and optimizer state. From stage 1 on each is psi (the state 2 psi) / dp.
 
-*Held within a step*, at the last micro-batch's loss: parameters are whole but in stage 3, and gradients that wait for
-their sum are whole in stages 0 and 1.
+*Whole within a step*, besides those shares, at the loss of the last micro-batch: parameters that are gathered, in all
+stages but 3, and gradients that wait for their sum, in stages 0 and 1.
 
 {zero}
 

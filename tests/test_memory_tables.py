@@ -51,8 +51,8 @@ def test_each_stage_of_zero_sends_the_theory_and_holds_its_share():
             sent, theory = cell.split(" / ")
             assert sent == theory
         share = dp if zero else 1
-        within = [psi // (share if zero == 3 else 1), psi // (share if zero > 1 else 1)]
-        assert [number(cell) for cell in row[5:]] == [psi // share, psi // share, states // share, *within]
+        whole = [psi * (zero < 3), psi * (zero < 2)]
+        assert [number(cell) for cell in row[5:]] == [psi // share, psi // share, states // share, *whole]
 
 
 def test_recomputation_saves_what_the_formula_says_and_changes_no_bit():

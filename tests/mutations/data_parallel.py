@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation("24 replicas of shards are never summed", "mpcore/data_parallel.py",
              "model.set_requires_all_reduce(last)", "model.set_requires_all_reduce(False)", NODES),
     Mutation("28 experts are summed over all data ranks", "mpcore/sharding.py",
-             "return mesh.edp if any(", "return mesh.data if any(", EXPERTS),
+             "return mesh.edp if self._is_expert(mesh) else mesh.data", "return mesh.data", EXPERTS),
     Mutation("44 gradients are summed in bfloat16", "mpcore/data_parallel.py",
              "None if wide else self.reduce_dtype", "None", HALF),
     Mutation("ZeRO-2 sums gradients once a step", "mpcore/data_parallel.py",

@@ -29,7 +29,7 @@ MUTATIONS = [
     Mutation("the ledger counts what an all-gather takes", "mpcore/ledger/counts.py",
              "max(sizes, default=0))", "min(sizes, default=0))", LEDGER),
     Mutation("the plan forgets the micro-batches of the middle", "mpcore/dry_run.py",
-             "found.ledger.times(many - 2 if m == 1 and not last else 1)", "found.ledger.times(1)", LEDGER),
+             "with found.ledger.times(times), found.ledger:", "with found.ledger.times(1), found.ledger:", LEDGER),
     Mutation("the estimate frees activations at I", "mpcore/dry_run.py",
              'if action.kind in ("B", "W"):', 'if action.kind in ("B", "I"):', MEMORY),
     Mutation("the estimate frees at I what W needs", "mpcore/dry_run.py",

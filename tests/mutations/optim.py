@@ -40,5 +40,5 @@ MUTATIONS = [
     Mutation("the three roundings share their bits", "kernels/adamw.py",
              "return first & 0xFFFF, first >> 16, second & 0xFFFF", "return (first & 0xFFFF,) * 3", KERNEL),
     Mutation("a launch forgets how wide its integers are", "kernels/_launch.py",
-             ", s.bit_length() > 31)", ")", KERNEL),
+             ", -(2**31) <= s < 2**31)", ", True)", KERNEL),
 ]  # fmt: skip

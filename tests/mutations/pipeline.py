@@ -11,7 +11,7 @@ SCHEDULES = "tests/pipeline/test_schedules.py"
 
 MUTATIONS = [
     Mutation("a split product runs whole, twice", "mpcore/pipeline/engine.py",
-             "module.split_backward = self.plan.splits_backward", "module.split_backward = False", PRODUCTS),
+             "module.split_backward = plan.splits_backward", "module.split_backward = False", PRODUCTS),
     Mutation("a split product doesn't sum its input's gradient", "mpcore/layers/linear.py",
              "return F.linear(collectives.copy(x, tp), weight, bias)", "return F.linear(x, weight, bias)", SPLIT),
     Mutation("32 deferred weight gradients stay in .grad", "mpcore/pipeline/engine.py",
