@@ -301,6 +301,7 @@ MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=Mo
         ({"shared_experts": 1}, r"has what this mixture has: \{'shared_experts': 1\}"),
         ({"score": "sigmoid"}, r"\{'score': 'sigmoid'\}"),
         ({"groups": 2, "top_groups": 1}, r"\{'top_groups': 1\}"),
+        ({"routed_scale": 2.0}, r"\{'routed_scale': 2.0\}"),
         ({"capacity_factor": 1.5}, r"\{'capacity_factor': 1.5\}"),
         ({"normalize": False}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
         ({"every": 2}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
