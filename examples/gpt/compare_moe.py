@@ -1,9 +1,8 @@
 """A small mixture of experts against the dense model of equal active size: `python -m examples.gpt.compare_moe`.
 
-Both go through the same tokens of the default corpus, with the same learning rate, for each of several seeds: these
-begin with other weights and read the samples in another order, but hold the same documents out. The mixture has 8
-experts of half the dense MLP's width and two of them for each token, with weights that sum to two: as those of the
-dense MLP's two halves do.
+Both go through the same tokens of the default corpus, with the same learning rate, for each of several seeds. The
+mixture has 8 experts of half the dense MLP's width and two of them for each token, with weights that sum to two: as
+those of the dense MLP's two halves do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import matplotlib
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.data import TokenSamples, split_documents
 from examples.gpt.model import count_active_parameters, count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
@@ -36,13 +34,9 @@ def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
         `parameters`, `active` of them for a token, and, each `every` steps, `tokens` seen, `held_out` loss, and `loads`
         of the emptiest and the fullest expert of any block since the last time, over the mean; none of a dense model.
     """
-    args = parse([*SHAPE, *flags, "--steps", str(steps), "--seed", str(seed), "--eval-samples", "256"])
+    run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128"]
+    args = parse([*SHAPE, *flags, *run])
     trainer = Trainer(args, build_mesh())
-    data = trainer.train.dataset
-    trainer.train, trainer.held_out = (
-        TokenSamples(data, trainer.config.seq_len, seed=order, documents=documents)
-        for order, documents in zip((seed, 0), split_documents(len(data)), strict=True)
-    )
     sizes = {"parameters": count_parameters(trainer.config), "active": count_active_parameters(trainer.config)}
     curve: dict[str, list] = {"tokens": [], "held_out": [], "loads": []}
     counts: list[torch.Tensor] = []
@@ -95,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.compare_moe", description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--evaluations", type=int, default=8, help="along a run")
+    parser.add_argument("--evaluations", type=int, default=12, help="along a run")
     parser.add_argument("--out", default="docs/moe.png", help="the plot; its numbers lie beside it as .json")
     args = parser.parse_args(argv)
     every, out = max(args.steps // args.evaluations, 1), Path(args.out)
