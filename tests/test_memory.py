@@ -59,7 +59,7 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--recompute", "full"]),
     ({"pp": 2, "dp": 2}, ["--tie-embeddings", "--schedule", "zbv"]),
 ]
-SHORT = [8, 11, 21]
+SHORT = [8, 11, 20, 21]  # zb is off where what lies between I and W is, zbv where what a rank hands itself is
 
 
 def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:
