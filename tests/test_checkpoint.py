@@ -756,10 +756,12 @@ def test_killed_over_an_old_checkpoint_a_whole_one_is_there(ranks, tmp_path, mom
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_killed_at_any_moment_a_whole_checkpoint_is_there(ranks, tmp_path, seed):
+    """RELIABILITY 14: of the calls by which a save changes the disk, any; those of rank 0 alone end it."""
     draw = random.Random(seed)
-    name, most = draw.choice([("fsync", 5), ("rename", 2), ("mkdir", 1), ("open", 2), ("rmdir", 1)])
-    victim = draw.randrange(2) if name == "fsync" else 0
-    count = draw.randint(1, 2 if victim else most)
+    calls = {"pwrite": 20, "fsync": 5, "rename": 2, "mkdir": 1, "open": 2, "rmdir": 1}
+    name = draw.choice([*calls, "pwrite", "pwrite"])
+    victim = draw.randrange(2) if name in ("pwrite", "fsync") else 0
+    count = draw.randint(1, 2 if victim and name == "fsync" else calls[name])
     check_killed_and_resumed(ranks, tmp_path, victim, name, count, bool(draw.randrange(2)))
 
 

@@ -552,11 +552,11 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
 
 
-MEASURE = """
-import resource, sys
+MEASURE = r"""
+import re, sys
 from examples.gpt.hf import export_hf, import_hf
 import torch
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak(): return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1])
 torch.ones(10).sum()
 base = peak()
 import_hf(sys.argv[1], sys.argv[2], shard_bytes=2**26)
@@ -566,8 +566,12 @@ print(middle - base, peak() - base)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
-    """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB."""
+    """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB.
+
+    Not by getrusage: its peak comes from the process that started this one, which is larger.
+    """
     d, layers = 1024, 3
     values = {**GPT2, "model_type": "gpt2", "n_embd": d, "n_head": 16, "n_layer": layers, "vocab_size": 4096}
     folder = tmp_path / "hf"
@@ -584,7 +588,9 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
     constant = 16 * 2**20
     assert total > 2 * (2 * largest + constant)
     for used in map(int, run.stdout.split()):
-        assert used < 2 * largest + constant, f"{used / 2**20:.0f} MiB for a largest tensor of {largest / 2**20:.0f}"
+        assert 0 < used < 2 * largest + constant, (
+            f"{used / 2**20:.0f} MiB for a largest tensor of {largest / 2**20:.0f}"
+        )
     same_tensors(tensors_of(tmp_path / "back"), tensors)
 
 

@@ -5,6 +5,12 @@ from tests.mutations import Mutation
 CHECKPOINT = "tests/test_checkpoint.py"
 FORMAT = "mpcore/checkpoint/format.py"
 CHECKSUM = "tests/test_checkpoint_checksum.py"
+RESUMES = f"{CHECKPOINT}::test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been[float16]"
+MOMENT = f"{CHECKPOINT}::test_pitfall_40_a_save_in_the_background_has_the_bytes_of_its_moment"
+DAMAGED = f"{CHECKPOINT}::test_what_is_damaged_is_refused_by_name_and_changes_nothing"
+THREADS = f"{CHECKPOINT}::test_what_fails_in_a_thread_fails_here"
+OTHERS = f"{CHECKPOINT}::test_other_optimizers_and_frozen_parameters"
+LARGE = f"{CHECKPOINT}::test_pitfall_40_large_tensors_come_back_into_new_memory_and_into_old"
 HF = "tests/examples/test_hf.py"
 
 MUTATIONS = [
@@ -18,14 +24,14 @@ MUTATIONS = [
              "        held += held_by_optimizer(model, optimizer, mesh)\n", "", CHECKPOINT),
     Mutation("38 39 the data begin anew", "examples/gpt/pretrain.py",
              "self.first_step, self.first_sample = manifest.step, manifest.sample",
-             "self.first_step, self.first_sample = manifest.step, 0", CHECKPOINT),
+             "self.first_step, self.first_sample = manifest.step, 0", RESUMES),
     Mutation("40 the background saves what training goes on with", "mpcore/checkpoint/saving.py",
              "_snapshot(model, optimizer, mesh, about, copy=True)",
-             "_snapshot(model, optimizer, mesh, about, copy=False)", CHECKPOINT),
+             "_snapshot(model, optimizer, mesh, about, copy=False)", MOMENT),
     Mutation("bytes are loaded unchecked", "mpcore/checkpoint/loading.py",
-             "        if check_bytes:\n", "        if False:\n", CHECKPOINT),
+             "        if check_bytes:\n", "        if False:\n", DAMAGED),
     Mutation("a thread's error is lost", "mpcore/checkpoint/format.py",
-             "        raise errors[min(errors)]\n", "        results = dict.fromkeys(range(len(todo)))\n", CHECKPOINT),
+             "        raise errors[min(errors)]\n", "        results = dict.fromkeys(range(len(todo)))\n", THREADS),
     Mutation("the last rows aren't in the checksum", FORMAT, "for first in range(0, len(rows), ROWS):",
              "for first in range(0, len(rows) - ROWS + 1, ROWS):", CHECKSUM),
     Mutation("bytes that fill no row aren't in the checksum", FORMAT,
@@ -34,9 +40,9 @@ MUTATIONS = [
     Mutation("a row of the checksum is a page", FORMAT, "WORDS, ROWS = 1021, 63", "WORDS, ROWS = 512, 63", CHECKSUM),
     Mutation("the checksum forgets equal words", FORMAT, "np.add.reduce(", "np.bitwise_xor.reduce(", CHECKSUM),
     Mutation("a used optimizer gets memory beside its own", "mpcore/checkpoint/loading.py",
-             "                if not _alike(old, parameter, dtype):\n", "                if True:\n", CHECKPOINT),
+             "                if not _alike(old, parameter, dtype):\n", "                if True:\n", OTHERS),
     Mutation("memory lies otherwise than the parameter", "mpcore/checkpoint/loading.py",
-             'local.device.type == "cpu" and local.is_contiguous()', 'local.device.type == "cpu"', CHECKPOINT),
+             'local.device.type == "cpu" and local.is_contiguous()', 'local.device.type == "cpu"', LARGE),
     Mutation("16 K and V exchanged", "examples/gpt/hf.py", 'for part in "qkv")', 'for part in "qvk")', HF),
     Mutation("16 gate and up exchanged", "examples/gpt/hf.py",
              '("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj")',
