@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import full_state_dict, materialize, vocab_parallel_cross_entropy
+from mpcore.checkpoint import load, step_path
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
 from mpcore.recompute import recompute
 from mpcore.storages import Storages
@@ -103,6 +104,10 @@ def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
     second = Trainer(parse([*flags, "--resume", "auto", "--offload", *EACH]), mesh())
     got += [second.step(i)["loss"] for i in (2, 3)]
     assert got == want
+    assert second.parameters_elsewhere is not None
+    with second.parameters_elsewhere.here():  # and back to it, with states and parameters that are in use
+        load(step_path(second.checkpoints, 2), second.model, second.optimizer, mesh=second.mesh)
+    assert [second.step(i)["loss"] for i in (2, 3)] == want[2:]
 
 
 def test_what_is_elsewhere_takes_no_memory_here():
