@@ -24,6 +24,7 @@ from mpcore.checkpoint.format import (
     Manifest,
     checksum,
     dtype_name,
+    in_threads,
     raw,
     tiles,
     write_manifest,
@@ -287,9 +288,11 @@ def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
         tensors.setdefault(kind, {})[key] = piece.tensor
         where[kind, key] = piece
     files, chunks = {}, []
-    for kind, named in tensors.items():
-        file = f"{kind}-{rank:05d}.safetensors"
-        files[file], sums = write_tensors(folder / file, named)
+    names = {kind: f"{kind}-{rank:05d}.safetensors" for kind in tensors}
+    # At a time: while one waits for the disk, the next is filled.
+    written = in_threads(lambda kind: write_tensors(folder / names[kind], tensors[kind]), tensors)
+    for (kind, file), (record, sums) in zip(names.items(), written, strict=True):
+        files[file] = record
         for key, found in sums.items():
             held, box = where[kind, key].held, where[kind, key].box
             chunks.append((held.name, Chunk(file, key, box.start, box.shape, found)))
