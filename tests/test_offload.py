@@ -110,6 +110,25 @@ def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
     assert [second.step(i)["loss"] for i in (2, 3)] == want[2:]
 
 
+def test_an_offloaded_step_sees_what_was_written_to_parameters_since():
+    """As loading a checkpoint into a run does."""
+    results = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if offload:
+            offload_optimizer(optimizer)
+        for step in range(3):
+            model(torch.ones(2, 5) + step).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+        results.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_what_is_elsewhere_takes_no_memory_here():
     model, x = build(), torch.zeros(4, 8, dtype=torch.int64)
     blocks = list(model.blocks.values())

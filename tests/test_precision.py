@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from mpcore import AdamW, ColumnParallelLinear, LossScaler, Mesh, grad_norm, main_gradients
 from mpcore.precision import autocast
@@ -77,14 +76,18 @@ def test_the_scale_grows_after_enough_good_steps_and_shrinks_at_once():
     assert other.scale == 2.0
 
 
-def test_unscaled_gradients_are_those_of_the_loss():
-    model = nn.Linear(3, 2).double()
+@pytest.mark.parametrize("main", [False, True], ids=["", "main"])
+def test_unscaled_gradients_are_those_of_the_loss(main):
+    model = ColumnParallelLinear(3, 2)
+    want = torch.autograd.grad(model(torch.ones(1, 3)).square().sum(), model.weight)[0]
+    if main:
+        main_gradients(model)
     scaler = LossScaler(scale=1024.0)
-    (model(torch.ones(1, 3).double()).square().sum() * scaler.scale).backward()
-    want = torch.autograd.grad(model(torch.ones(1, 3).double()).square().sum(), model.weight)[0]
-    model.bias.grad = None
+    (model(torch.ones(1, 3)).square().sum() * scaler.scale).backward()
+    if not main:
+        model.bias.grad = None
     scaler.unscale(model)
-    close(model.weight.grad, want, "gradient")
+    close(model.weight.main_grad if main else model.weight.grad, want, "gradient", 0.0)  # the scale is a power of two
 
 
 @pytest.mark.parametrize(
