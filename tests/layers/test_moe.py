@@ -173,11 +173,12 @@ def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def eight_ranks():
-    pool = Pool(8, strict_memory)
+    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.data_parallel"))
     yield pool
     pool.stop()
+    pool.folder.cleanup()
 
 
 @pytest.mark.slow
