@@ -110,6 +110,17 @@ def test_row_19_a_manifest_of_any_content_is_refused_or_reads_what_was_saved(wri
     read(folder)
 
 
+def test_row_19_a_key_that_is_no_name_is_refused(written):
+    folder, body, content = written
+    body = copy.deepcopy(body)
+    body["tensors"]["model/0.bias"]["chunks"][0]["key"] = []
+    body["crc32"] = checkpoint_format.sign(body)
+    (folder / MANIFEST).write_text(json.dumps(body))
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match="lies under"):
+        load(folder, small(), mesh=Mesh())
+
+
 @given(data=st.data())
 @MANY
 def test_row_19_a_tensor_file_of_any_header_is_refused_or_gives_what_lies_in_it(written, data):

@@ -188,6 +188,8 @@ def _parse(body: dict[str, Any]) -> Manifest:
             _sizes((chunk.checksum,))
             if chunk.file not in files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
+            if not isinstance(chunk.key, str):
+                raise ValueError(f"{name} lies under {chunk.key!r}, which is no name")
         tensors[name] = entry
     return Manifest(**body, files=files, tensors=tensors)
 
