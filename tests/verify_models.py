@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import (
     ColumnParallelLinear,
     LayerNorm,
@@ -15,13 +18,16 @@ from mpcore import (
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
     parallelize,
+    shard_sequence,
+    unshard_sequence,
     vocab_parallel_cross_entropy,
 )
-from mpcore.collectives import all_gather, reduce, split
+from mpcore.collectives import all_gather, copy, gather, reduce, split
 from mpcore.sharding import add_partial
 
 VOCAB, WIDTH, HEADS = 22, 16, 4
@@ -43,15 +49,16 @@ def loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Sees both ways; a label for each token."""
+    """Sees both ways, its sequence cut as for "allgather"; a label for each token."""
 
     def __init__(self, mesh: Mesh, sequence_parallel: bool = False) -> None:
         super().__init__()
         sp = {"tp": mesh.tp, "sequence_parallel": sequence_parallel}
-        self.embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
+        self.embedding, self.cp = VocabParallelEmbedding(VOCAB, WIDTH, **sp), mesh.cp
+        whole = {"causal": False, "context": "allgather", "cp": mesh.cp}
 
         def block() -> nn.Module:
-            attention = ParallelAttention(WIDTH, HEADS, 2, causal=False, qk_norm=True, **sp)
+            attention = ParallelAttention(WIDTH, HEADS, 2, qk_norm=True, rope=RotaryEmbedding(4), **whole, **sp)
             mlp = ParallelMLP(WIDTH, 24, "gelu", **sp)
             return TransformerBlock(attention, mlp, LayerNorm(WIDTH, **sp), LayerNorm(WIDTH, **sp), **sp)
 
@@ -71,7 +78,11 @@ class Encoder(nn.Module):
         x = self.embedding(x) if self.first else x
         for block in self.blocks.values():
             x = block(x)
-        return self.head(self.norm(x)) if self.last else x
+        if not self.last:
+            return x
+        if self.cp.size > 1:  # the way of what needs the whole sequence
+            x = shard_sequence(unshard_sequence(x, self.cp, "allgather", 1), self.cp, "allgather", 1)
+        return self.head(self.norm(x))
 
 
 class Mixer(nn.Module):
@@ -112,6 +123,46 @@ def llama(mesh: Mesh) -> nn.Module:
     config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
     config._attn_implementation = "eager"
     return Logits(parallelize(LlamaForCausalLM(config), tp=mesh.tp))
+
+
+# --- every axis, in two decoders --------------------------------------------------------------------------------------
+
+DENSE = GPTConfig(VOCAB, 8, 2, WIDTH, 8, 2, 24, bias=True, qk_norm=True, dropout=0.2, tie_embeddings=True)
+MIXED = GPTConfig(VOCAB, 8, 2, WIDTH, HEADS, 2, 24, activation="gelu", norm="layer", positions="learned", window=2,
+                  moe=MoEConfig(experts=4, top_k=2, every=2, shared_experts=1, z_loss=0.3))  # fmt: skip
+
+
+def decoder(config: GPTConfig, context: str, mesh: Mesh, sequence_parallel: bool = False) -> GPT:
+    """The example's GPT, with its sequence cut one way or another; drawn by name."""
+    return GPT(config, mesh, context=context, sequence_parallel=sequence_parallel, device="meta")
+
+
+def samples_batch() -> dict[str, Tensor]:
+    """As `batch`, with the numbers that dropout needs, and the scale that balance losses need."""
+    return batch() | {"samples": torch.tensor([5, 2**33, 7, 1]), "loss_scale": torch.full((4,), 0.5)}
+
+
+class ByHand(nn.Module):
+    """A user's own use of the collectives, on parameters that every rank has; one of them is rarely used, one never."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.tp = mesh.tp
+        self.embedding, self.rare = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.never = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH, bias=False), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D]."""
+        rare = (x == 0).any(1)[:, None, None]
+        x = self.embedding(x)
+        x = x + rare * self.rare(x) if rare.any() else x
+        shared = copy(x, self.tp) + copy(x.tanh(), self.tp)  # one gradient for both
+        hidden = F.linear(shared, split(self.up.weight, self.tp, 0), split(self.up.bias, self.tp, 0)).tanh()
+        terms = F.linear(hidden, split(self.down.weight, self.tp, 1))
+        total = reduce((terms * 2).transpose(1, 2), self.tp).transpose(1, 2) + reduce(terms, self.tp)
+        total = total + reduce(terms * 3, self.tp)  # nothing was written to them
+        alike = gather(split(x, self.tp, -1).exp(), self.tp, -1)
+        return x + total + alike + reduce(shared / self.tp.size, self.tp)
 
 
 # --- ten pitfalls, planted --------------------------------------------------------------------------------------------
@@ -236,3 +287,48 @@ def wrong_heads(mesh: Mesh) -> nn.Module:
     if mesh.tp.size > 1:
         model.attention.core = lambda q, k, *others: ParallelAttention.core(model.attention, q, k.flip(2), *others)
     return model
+
+
+# --- what the mutation report breaks the library under ---------------------------------------------------------------
+
+
+def frozen(mesh: Mesh, sequence_parallel: bool = False) -> nn.Module:
+    """An `Encoder` of which some linears are frozen: gradients go through them all the same."""
+    model = Encoder(mesh, sequence_parallel)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(("1.attention.qkv.weight", "1.mlp.up.weight", "head.bias")))
+    return model
+
+
+def padded_batch() -> dict[str, Tensor]:
+    """As `samples_batch`; the second half of the rows is padding."""
+    full = samples_batch()
+    real = torch.arange(4)[:, None] < torch.full((8,), 2)
+    return full | {"mask": real, "target": full["target"].masked_fill(~real, -100)}
+
+
+def smooth_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """With the terms that read the whole vocabulary."""
+    options = {"label_smoothing": 0.1, "z_loss": 0.2, "reduction": "sum"}
+    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB, **options)
+
+
+def tokens() -> dict[str, Tensor]:
+    """Without targets; the first word is in the first row alone."""
+    x = batch()["x"].clamp(min=1)
+    x[0, 3] = 0
+    return {"x": x}
+
+
+UNEVEN = MoEConfig(experts=4, top_k=2, capacity_factor=0.75, score="sigmoid", aux_loss="micro_batch")
+ALL_TO_ALL = replace(MIXED, window=None, moe=UNEVEN)
+PROOFS: dict[str, tuple[Callable, Callable, Callable | None, tuple[str, ...]]] = {
+    "decoder": (partial(decoder, DENSE, "zigzag"), samples_batch, loss,
+                ("tp2sp", "tp4", "tp3", "cp2tp2sp", "dp2pp2zero2", "dp2zero3mb2", "dp2mb2")),
+    "encoder": (frozen, batch, smooth_loss, ("tp2", "cp2", "dp2zero1mb2")),
+    "mixture": (partial(decoder, MIXED, "ring"), samples_batch, loss,
+                ("tp2sp", "cp2tp2ep2sp", "cp2dp2ep2", "dp2pp2ep2", "tp2dp2zero1")),
+    "padded": (partial(decoder, ALL_TO_ALL, "zigzag"), padded_batch, loss, ("dp2ep2", "cp2ep2")),
+    "mixer": (Mixer, tokens, None, ("tp3",)),
+    "by hand": (ByHand, tokens, None, ("tp2", "dp2", "dp2zero2")),
+}  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpcore.mesh import Mesh
 from mpcore.verify.judge import Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
-from mpcore.verify.pool import Pool, RankError, mesh
+from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
 from mpcore.verify.run import Seen, Task, run_step
 
 __all__ = ["Departure", "Layout", "Verdict", "parse_layout", "verify"]
@@ -40,8 +40,9 @@ def verify(
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
             `nn.Module`s; importable from other processes. On the meta device it is materialized.
         batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are
-            passed to every stage by name, such as the `samples` that dropout needs.
-        layouts: such as "tp2sp", "pp2" or "dp2zero3": see `parse_layout`.
+            passed to every stage by name, such as the `samples` that dropout needs. With cp, what is [B, T, ...] like x
+            is cut as the `context` of the model's attention says.
+        layouts: such as "tp2sp", "pp2", "dp2zero3" or "cp2": see `parse_layout`.
         loss: `loss(output, target, mesh)`, the *sum* over the tokens it is given; None: half the sum of squares, for
             outputs that every rank holds whole.
         dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it: twice
@@ -91,10 +92,11 @@ def verify(
 
 
 def _run(task: Task, layout: Layout) -> Seen:
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
     return run_step(task, mesh(**sizes), layout)
 
 
 def _last_line(text: str) -> str:
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
-    return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, errors, "") or text
+    said = [line for line in errors if line not in (DIED, LATE)] or errors  # of one rank, for which others wait
+    return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said, "") or text

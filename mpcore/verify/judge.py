@@ -13,7 +13,7 @@ from mpcore.collectives import shard_sizes
 from mpcore.verify.layout import Layout
 from mpcore.verify.run import Seen
 
-STAGES = ("first values", "forward", "loss", "gradient", "update")
+STAGES = ("first values", "forward", "loss", "gradient", "norm", "update")
 TOLERANCE = 1e-10  # of float64: thousands of roundings
 
 
@@ -23,7 +23,7 @@ class Departure:
 
     Attributes:
         stage: one of `STAGES`.
-        name: of the module (forward) or the parameter; "" for the loss.
+        name: of the module (forward) or the parameter; "" for the loss and the norm.
         ulps: how far, in units of the last place of the tensor's largest value.
         cause: what it looks like, in a sentence.
     """
@@ -81,6 +81,7 @@ class Judge:
             "forward": self._output(layout, ranks),
             "loss": self._loss(layout, ranks),
             "gradient": self._parameters(layout, ranks, "gradient", "gradients"),
+            "norm": self._norm(ranks),
             "update": self._parameters(layout, ranks, "update", "updated"),
         }
         for stage in STAGES:
@@ -130,7 +131,10 @@ class Judge:
                     ulps = max(ulps for ulps, bad in offs if bad)
                     first = Departure(stage, name, ulps, self._why(layout, stage, name, held, there, tensor))
         if which == "gradients" and first is None:
-            extra = sorted({name for seen in ranks for name in seen.gradients} - want.keys())
+            zeros = layout.zero > 0  # are what a parameter that nobody used gets there
+            extra = sorted(
+                {name for seen in ranks for name, g in seen.gradients.items() if not zeros or g.any()} - want.keys()
+            )
             if extra:
                 first = Departure(stage, extra[0], math.inf, "the dense model gives it none: frozen there alone?")
         return worst, first
@@ -145,7 +149,7 @@ class Judge:
             )
         if stage == "update":
             return "its gradient was right: the optimizer steps on something else, or ranks hold unequal replicas"
-        for axis, size in (("tp", layout.tp), ("dp", layout.dp), ("pp", layout.pp)):
+        for axis, size in _axes(layout):
             terms = _one_each(held, [seen.gradients.get(name) for seen in held], axis)
             if len(terms) == size > 1 and not _same(terms) and _near(torch.stack(terms).sum(0), want):
                 if axis == "pp":
@@ -159,7 +163,7 @@ class Judge:
                 )
         ratio = _ratio(there[0], want)
         local = [seen.local.get(name) for seen in held]
-        for axis, size in (("tp", layout.tp), ("dp", layout.dp), ("pp", layout.pp)):
+        for axis, size in _axes(layout):
             if size > 1 and _close(ratio, size):
                 terms = [t for t in local if t is not None]
                 whole = (
@@ -223,7 +227,7 @@ class Judge:
         again = (layout.tp - 1) * bias.expand_as(off) if bias is not None and fits else torch.zeros_like(off)
         if fits and _near(off, again):
             return f"the bias is added {layout.tp} times, once on each rank of tp: add it once, after the sum"
-        for axis, size in (("tp", layout.tp), ("dp", layout.dp)):
+        for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("dp", layout.dp)):
             terms = _one_each(held, [seen.outputs[name] for seen in held], axis)
             unequal = axis == "tp" and len(terms) == size > 1 and not _same(terms) and _same_shape([*terms, part])
             total = torch.stack(terms).double().sum(0) if unequal else part
@@ -245,7 +249,17 @@ class Judge:
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
         return "what it reads was right: its own weights are cut otherwise than it computes, or it reads another rank's"
 
-    # --- the loss -----------------------------------------------------------------------------------------------------
+    # --- the loss and the norm ----------------------------------------------------------------------------------------
+
+    def _norm(self, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+        want = torch.tensor(self.truth.norm, dtype=torch.float64)
+        near = torch.tensor(self.rounded.norm, dtype=torch.float64) if self.rounded is not None else None
+        offs = [self._off(torch.tensor(seen.norm, dtype=torch.float64), want, near) for seen in ranks]
+        worst = max(ulps for ulps, _ in offs)
+        if not any(bad for _, bad in offs):
+            return worst, None
+        cause = "every gradient was right: a rank counts what another counts too, or nobody counts (mpcore.grad_norm)"
+        return worst, Departure("norm", "", worst, cause)
 
     def _loss(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
         want = torch.tensor(self.truth.loss, dtype=torch.float64)
@@ -261,8 +275,8 @@ class Judge:
                 f"it is log(tp) too large for each of {round(tokens)} tokens: gathered logits go into a loss that "
                 f"takes them for this rank's shard of the vocabulary"
             )
-        elif layout.dp * layout.pp > 1:
-            parts = layout.dp * layout.pp
+        elif layout.dp * layout.cp * layout.pp > 1:
+            parts = layout.dp * layout.cp * layout.pp
             cause = (
                 f"the {parts} parts of the batch don't add up to it: return the sum over tokens, and divide once by "
                 f"the count of all ranks (a mean of means weighs tokens unequally)"
@@ -277,9 +291,20 @@ class Judge:
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """What a rank may hold of a dense tensor: all of its rows, its declared features, or its shard of one dimension."""
+    """What a rank may hold of a dense tensor: all of its rows, its declared features, or its shard of one dimension.
+
+    Of its rows those tokens that cp gives it, or else all.
+    """
     rows = want.chunk(layout.dp)[seen.dp] if want.dim() and layout.dp > 1 else want
     runs = tuple(runs)
+    parts = []
+    if seen.tokens is not None:
+        for dim in (d for d, size in enumerate(rows.shape) if size == seen.length):
+            parts += _shards(layout, seen, rows.index_select(dim, seen.tokens), shape, runs)
+    yield from parts or _shards(layout, seen, rows, shape, runs)
+
+
+def _shards(layout: Layout, seen: Seen, rows: Tensor, shape: torch.Size, runs: tuple) -> Iterator[Tensor]:
     if runs and sum(end - start for start, end in runs) == shape[-1] and runs[-1][1] <= rows.shape[-1]:
         declared = torch.cat([rows.narrow(-1, start, end - start) for start, end in runs], -1)
         if declared.shape == shape:
@@ -296,9 +321,13 @@ def _parts(
             yield rows.narrow(dim, sum(sizes[: seen.tp]), shape[dim])
 
 
+def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    return tuple((axis, getattr(layout, axis)) for axis in ("tp", "dp", "cp", "pp"))
+
+
 def _one_each(held: Sequence[Seen], tensors: Sequence[Tensor | None], axis: str) -> list[Tensor]:
     """The tensors of the ranks that differ from the first in their place on `axis` alone."""
-    others = [a for a in ("tp", "pp", "dp") if a != axis]
+    others = [a for a in ("tp", "cp", "pp", "dp") if a != axis]
     return [
         t
         for seen, t in zip(held, tensors, strict=True)

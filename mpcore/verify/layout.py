@@ -1,11 +1,11 @@
-"""Names of layouts: `tp2sp`, `pp2`, `dp2zero3`, `tp2pp2`."""
+"""Names of layouts: `tp2sp`, `pp2`, `dp2zero3`, `cp2tp2`."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-_TOKEN = re.compile(r"(tp|pp|dp|ep|zero)(\d+)|(sp)")
+_TOKEN = re.compile(r"(tp|cp|pp|dp|ep|zero|mb)(\d+)|(sp)")
 
 
 @dataclass(frozen=True)
@@ -14,30 +14,39 @@ class Layout:
 
     Attributes:
         name: as the user wrote it.
-        tp, pp, dp, ep: sizes of the axes.
+        tp, cp, pp, dp, ep: sizes of the axes.
         sequence_parallel: activations lie cut along the sequence between tensor-parallel regions.
         zero: what is sharded over data, see `mpcore.data_parallel.shard_data_parallel`.
+        mb: micro-batches of the step; 0: as many as pipeline stages.
     """
 
     name: str
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
     zero: int = 0
+    mb: int = 0
 
     @property
     def size(self) -> int:
         """How many processes it takes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def micro_batches(self) -> int:
+        """How many a step has."""
+        return self.mb or self.pp
 
 
 def parse_layout(name: str) -> Layout:
     """A layout by its name.
 
     Args:
-        name: tp, pp, dp and ep, each followed by its size, sp for sequence parallel, zero and its stage, in any order.
+        name: tp, cp, pp, dp and ep, each followed by its size, sp for sequence parallel, zero and
+            its stage, mb and a number of micro-batches, in any order.
 
     Raises:
         ValueError: if a part of the name is none of these, is there twice, or they don't fit each other.
@@ -48,8 +57,8 @@ def parse_layout(name: str) -> Layout:
         match = _TOKEN.match(name, position)
         if match is None:
             raise ValueError(
-                f"layout {name!r}: {name[position:]!r} begins with none of tpN, ppN, dpN, epN, sp and zeroN (such as "
-                f"tp2sp or dp2zero3)"
+                f"layout {name!r}: {name[position:]!r} begins with none of tpN, cpN, ppN, dpN, epN, sp, zeroN and "
+                f"mbN (such as tp2sp or dp2zero3)"
             )
         key, value = ("sequence_parallel", True) if match[3] else (match[1], int(match[2]))
         if key in options:
@@ -57,12 +66,12 @@ def parse_layout(name: str) -> Layout:
         options[key] = value
         position = match.end()
     layout = Layout(name, **options)
-    if not name or min(layout.tp, layout.pp, layout.dp, layout.ep) < 1:
+    if not name or min(layout.tp, layout.cp, layout.pp, layout.dp, layout.ep) < 1:
         raise ValueError(f"layout {name!r} names no axis, or a size smaller than 1")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError(f"layout {name!r}: sp cuts the sequence over tp, which has size 1")
-    if layout.zero > 3 or (layout.zero and layout.dp == 1):
-        raise ValueError(f"layout {name!r}: zero{layout.zero} is none of zero0 to zero3 on a dp size of 2 or more")
-    if layout.dp % layout.ep:
-        raise ValueError(f"layout {name!r}: ep {layout.ep} does not divide dp {layout.dp}")
+    if layout.zero > 3 or (layout.zero and layout.dp * layout.cp == 1):
+        raise ValueError(f"layout {name!r}: zero{layout.zero} is none of zero0 to zero3 on dp x cp of 2 or more")
+    if (layout.dp * layout.cp) % layout.ep:
+        raise ValueError(f"layout {name!r}: ep {layout.ep} does not divide dp x cp = {layout.dp * layout.cp}")
     return layout

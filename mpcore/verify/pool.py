@@ -25,6 +25,7 @@ from mpcore.mesh import Mesh, build_mesh
 
 GRACE_S = 5.0
 START_S = 240.0  # on a machine that others use too, the first import of torch takes minutes
+DIED, LATE = "the process died", "still running when the time was over"
 
 
 class RankError(RuntimeError):
@@ -38,10 +39,17 @@ class Pool:
         most: how many there are; the first call waits until all have started.
         prepare: called once in each; importable.
         preload: modules that all of them start with, imported once.
+        start: as of `multiprocessing`: "forkserver", or "fork" from a process that computed nothing yet.
     """
 
-    def __init__(self, most: int = 4, prepare: Callable[[], None] | None = None, preload: Sequence[str] = ()) -> None:
-        self.most, self.prepare, self.preload = most, prepare, preload
+    def __init__(
+        self,
+        most: int = 4,
+        prepare: Callable[[], None] | None = None,
+        preload: Sequence[str] = (),
+        start: str = "forkserver",
+    ) -> None:
+        self.most, self.prepare, self.preload, self.start = most, prepare, preload, start
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
         self.worlds = 0
@@ -72,14 +80,14 @@ class Pool:
                 try:
                     ok, value = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, "the process died"
+                    ok, value = False, DIED
                 if ok:
                     results[rank] = value
                 else:
                     errors[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
-                errors |= dict.fromkeys(waiting.values(), "still running when the time was over")
+                errors |= dict.fromkeys(waiting.values(), LATE)
                 break
         if errors:
             self.stop()  # an error may leave a group or a collective half done: begin anew
@@ -87,7 +95,7 @@ class Pool:
         return results
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
+        context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(["torch", "torch.distributed", "mpcore", *self.preload])
         for _ in range(self.most):
             ours, theirs = context.Pipe()

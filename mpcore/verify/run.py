@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import shard_data_parallel
-from mpcore.gradients import reduce_gradients
+from mpcore.gradients import grad_norm, reduce_gradients
 from mpcore.initialize import materialize
+from mpcore.layers.context import sequence_index, shard_sequence
 from mpcore.mesh import Mesh
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding import Run, Sharding, full_tensor, shardings
@@ -46,18 +47,24 @@ class Seen:
     """What a rank saw of the step.
 
     Attributes:
-        tp, pp, dp: this rank's place on the axes.
+        tp, cp, pp, dp: this rank's place on the axes.
+        length: T, of the whole sequence that cp cuts.
+        tokens: the places in it that this rank holds; None: all.
         initial, gradients, updated: logical tensors by the parameter's name.
         local: gradients of replicated parameters before anything finished them.
         outputs: what the modules returned, by name in the order of the forward, on this rank.
         features: by name of a module the runs of its last dimension that this rank holds.
         output: what the last stage returned; None on other stages.
         loss: of the whole batch.
+        norm: of all gradients.
     """
 
     tp: int
+    cp: int
     pp: int
     dp: int
+    length: int = 0
+    tokens: Tensor | None = None
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)
@@ -66,6 +73,7 @@ class Seen:
     features: dict[str, tuple[Run, ...]] = field(default_factory=dict)
     output: Tensor | None = None
     loss: float = 0.0
+    norm: float = 0.0
 
 
 def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
@@ -90,13 +98,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         ValueError: if the batch can't be dealt out.
     """
     model = build_model(task, mesh, layout)
-    seen = Seen(mesh.tp.rank, mesh.pp.rank, mesh.data.rank)
+    seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
     declared = shardings(model)
     seen.initial = _full(dict(model.named_parameters()), declared)
     rows = len(task.batch["x"])
-    each = mesh.data.size * mesh.pp.size
+    each = mesh.dp.size * layout.micro_batches
     if rows % each:
-        raise ValueError(f"layout {layout.name!r}: {rows} rows are not a multiple of dp x pp = {each}")
+        raise ValueError(f"layout {layout.name!r}: {rows} rows are not a multiple of dp x micro-batches = {each}")
     outputs = _listen(model, seen)
     if mesh.data.size > 1:
         shard_data_parallel(model, mesh, zero=layout.zero)
@@ -105,15 +113,17 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         seen.output = output.detach() if seen.output is None else torch.cat([seen.output, output.detach()])
         return task.loss(output, target, mesh) if task.loss else output.square().sum() / 2
 
-    batch = {name: t.chunk(mesh.data.size)[mesh.data.rank] for name, t in task.batch.items()}
+    batch = {name: t.chunk(mesh.dp.size)[mesh.dp.rank] for name, t in task.batch.items()}
+    if mesh.cp.size > 1:
+        batch = _cut_sequence(batch, model, mesh, seen)
     batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
     target = batch.pop("target", batch["x"])
-    pipeline = Pipeline(model, mesh, mesh.pp.size, loss)
+    pipeline = Pipeline(model, mesh, layout.micro_batches, loss)
     total = pipeline.forward_backward(batch.pop("x"), target, **batch)
     seen.loss = float(all_reduce(total, mesh.data))
     if seen.output is not None:  # the pipeline's dry run came first
         seen.output = seen.output[-len(target) :]
-    seen.outputs = {name: torch.cat(parts[-mesh.pp.size :]) for name, parts in outputs.items()}
+    seen.outputs = {name: torch.cat(parts[-layout.micro_batches :]) for name, parts in outputs.items()}
     parameters = dict(model.named_parameters())
     if layout.zero == 0:
         seen.local = {
@@ -121,9 +131,24 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         }
     reduce_gradients(model)
     seen.gradients = _full({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
+    seen.norm = float(grad_norm(model, mesh))
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
     seen.updated = _full(parameters, declared)
     return seen
+
+
+def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: Seen) -> dict[str, Tensor]:
+    """This rank's tokens of all that is [B, T, ...], as the model's attention has them."""
+    kinds = {module.context for module in model.modules() if isinstance(getattr(module, "context", None), str)}
+    if len(kinds) > 1:
+        raise ValueError(f"the sequence can't be cut as {sorted(map(str, kinds))} at once: give all one context")
+    kind = str(kinds.pop()) if kinds else "ring"
+    if batch["x"].dim() < 2:
+        raise ValueError(f"x {tuple(batch['x'].shape)} has no dimension 1, the sequence that cp cuts: [B, T, ...]")
+    seen.length = batch["x"].shape[1]
+    seen.tokens = sequence_index(seen.length, mesh.cp, kind)
+    whole = {name: t for name, t in batch.items() if t.dim() > 1 and t.shape[1] == seen.length}
+    return {**batch, **shard_sequence(whole, mesh.cp, kind, 1)}
 
 
 def _full(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
