@@ -35,6 +35,7 @@ from mpcore.survival import (
     compare_replicas,
     file_versions,
     late_ranks,
+    leave_together,
 )
 from tests.pool import mesh
 
@@ -130,9 +131,9 @@ def test_row_6_late_is_who_takes_longer_than_the_median_of_the_others():
 
 
 def test_row_6_uniform_load_is_no_alarm():
-    """Equal ranks whose every call takes up to half longer, at random: ten thousand checks of eight ranks."""
+    """Equal ranks whose every call takes up to half longer, at random: two thousand checks of eight ranks."""
     draw = random.Random(0)
-    for _ in range(10_000):
+    for _ in range(2_000):
         times = [{"data": sum(draw.uniform(1.0, 1.5) for _ in range(10)) / 10} for _ in range(8)]
         assert not late_ranks(times, 1.5, 1e-3)
 
@@ -331,6 +332,17 @@ def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
     if fault == "raises":
         assert told[1].rstrip().endswith("LookupError: lost")
         assert "Traceback" in told[1]
+
+
+def test_row_4_leaving_early_with_status_0_is_a_failure():
+    together, before = leave_together(Mesh()), signal.getsignal(signal.SIGTERM)
+    together.store = dist.HashStore()
+    try:
+        with pytest.raises(SystemExit, match="1"), together:
+            sys.exit(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert together.store.get("mpcore/cause") == b"rank 0 left before the end, with exit status 0"
 
 
 WAITS = """
