@@ -1,0 +1,95 @@
+"""What `mpcore.verify` cannot see of a mutation, and why those that nothing catches are let be.
+
+It compares a model under a layout with the same model on one process, in one step in float64. What is no number of such
+a step is beyond it, and so is what is wrong on one process too.
+"""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+FILES = {
+    "bench/": "benches are no part of a model",
+    "examples/gpt/hf.py": "a conversion of files",
+    "examples/gpt/pretrain.py": "the loop of the example, in whose place verify has its own",
+    "mpcore/checkpoint/": "a step writes no checkpoint",
+    "mpcore/survival.py": "a step meets no fault",
+    "mpcore/trace.py": "the log of collectives is no number",
+    "mpcore/verify/": "verify itself",
+    "mpcore/ledger/": "counts of bytes are no numbers of the step",
+    "mpcore/memory.py": "an estimate is no number of the step",
+    "mpcore/dry_run.py": "an estimate is no number of the step",
+    "mpcore/storages.py": "an estimate is no number of the step",
+    "mpcore/offload.py": "it offloads nothing",
+    "mpcore/recompute.py": "it recomputes nothing",
+    "mpcore/pipeline/prove.py": "its schedule is right",
+    "mpcore/pipeline/partition.py": "where the stages are cut is no number of the step",
+    "mpcore/pipeline/schedules.py": "its schedule is 1f1b, and read from no file",
+    "mpcore/optim.py": "it steps with plain SGD",
+    "mpcore/precision.py": "it scales no loss",
+    "kernels/_launch.py": "nothing is launched without a GPU",
+    "kernels/_main_grad.py": "it keeps no main gradients",
+    "kernels/": "an operator, computed alike on one process",
+}
+ALIKE, COST, REFUSAL = "wrong on one process too", "a cost, no number", "an error that is not raised"
+MAIN, DERIVATIVE = "it keeps no main gradients", "it takes no second derivative"
+SPLIT, NODES = "its schedule is 1f1b", "its layouts replicate no shards over nodes"
+BEYOND = {
+    ALIKE: (
+        "20 keys are sums", "7 mean over ignored tokens too", "7 mean of nothing", "8 ignored targets have a loss",
+        "8 ignored targets have a gradient", "9 the gradient goes through bf16", "5 z-loss gradient without its factor",
+        "6 exponentials without the maximum", "19 sites share a mask", "positions run on over documents",
+        "llama3's bands change places", "the layer's soft cap gets lost", "weights of experts aren't normalised",
+        "29 ties go to the higher expert", "27 padding is routed", "weights aren't scaled",
+        "27 padding counts in the balance loss", "the loss scales a softmax that is used again",
+    ),
+    COST: (
+        "cp: keys go on round where nobody reads them", "DTensor is imported with the library",
+        "a block gathers once more", "capacity bounds no slots", "the host reads whether any token is real",
+        "ZeRO-2 sums gradients once a step", "ZeRO-1 gathers parameters each micro-batch",
+        "ZeRO-2 sums once more after the last micro-batch", "ZeRO-3 keeps parameters after forward",
+        "36 cp: zigzag pairs neighbours", "a split product runs whole, twice",
+    ),
+    REFUSAL: (
+        "10 gathered logits are taken", "41 ranks ask for different meshes", "a fifth stage of ZeRO",
+        "hf a checkpoint's mixture stays a dict",
+    ),
+    MAIN: (
+        "32 autograd adds the product as well", "32 a backward in two passes adds twice",
+        "32 the last step's gradients stay",
+        "32 what was added is added again", "32 deferred weight gradients stay in .grad",
+        "44 products are rounded before the sum",
+    ),
+    DERIVATIVE: ("a second derivative comes out wrong",),
+    SPLIT: (
+        "33 a split backward's second half is not summed", "14 a table that two stages share is not summed",
+        "a split product doesn't sum its input's gradient",
+    ),
+    NODES: ("30 replicas of a shard each count in the norm", "24 replicas of shards are never summed"),
+    "it steps in float64": (
+        "37 cp: gradients of keys summed in bf16", "37 cp: gradients are rounded before they are summed",
+        "37 cp: partial outputs are rounded before they are merged", "44 gradients are summed in bfloat16",
+        "autocast inside the autograd function",
+    ),
+    "the same ranks in another order": (
+        "41 the expert groups leave their stage", "ep ranks are numbered before etp ranks",
+    ),
+    "its experts are cut over tp": ("30 the norm leaves out experts on tp ranks",),
+    "it sums over data by shard_data_parallel": ("25 data ranks aren't summed",),
+    "it starts once": ("2 a new attempt takes the dead one's name",),
+    "it meets no NaN": ("30 a NaN is lost in the maximum", "a shard masked with -inf gives NaN"),
+    "it takes one step, in training": (
+        "27 evaluation counts", "22 recomputed tokens are counted again", "26 the dry run of a pipeline counts tokens",
+        "22 recomputation counts as a call",
+    ),
+}  # fmt: skip
+_REASONS = {what: reason for reason, names in BEYOND.items() for what in names}
+
+EXPLAINED: dict[str, str] = {}
+
+
+def beyond(mutation: Mutation) -> str:
+    """Why verify cannot see it, or ""."""
+    if mutation.what in _REASONS:
+        return _REASONS[mutation.what]
+    return next((reason for file, reason in FILES.items() if mutation.file.startswith(file)), "")
