@@ -30,7 +30,7 @@ soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
 
 mutation: $(STAMP) ## break copies of the library on purpose, and see each turn a test red
-	$(RUN) -m tests.mutations
+	$(RUN) -m tests.mutations --write docs/mutations.md
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 	$(RUN) -m pytest bench -q --benchmark-columns=median,iqr,rounds

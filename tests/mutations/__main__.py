@@ -92,12 +92,14 @@ def run_tests(tree: Path, mutation: Mutation) -> str:
     """The verdict of the mutation's test file."""
     interpreter = {"TRITON_INTERPRET": "1"} if "/interpret/" in mutation.tests else {}
     command = [sys.executable, "-m", "pytest", mutation.tests, "-x", "-q", "-p", "no:cacheprovider", "--timeout=60"]
+    command += ["-m", "not slow"]  # what `make test` runs must notice
     environment = {**_environment(tree), **interpreter}
     try:
         run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
         return "caught (hang)"
-    verdict = {0: "SURVIVED", 1: "caught"}.get(run.returncode, f"caught (exit {run.returncode})")
+    none = "STALE: no test ran"
+    verdict = {0: "SURVIVED", 1: "caught", 4: none, 5: none}.get(run.returncode, f"caught (exit {run.returncode})")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return verdict + (" by " + failed[0].split("::")[-1].split(" - ")[0] if failed else "")
 
