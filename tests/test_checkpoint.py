@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -31,7 +32,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig
-from mpcore import ColumnParallelLinear, Mesh, clip_gradients, grad_norm, materialize, reduce_gradients, shardings
+from mpcore import (
+    ColumnParallelLinear,
+    Mesh,
+    clip_gradients,
+    grad_norm,
+    materialize,
+    reduce_gradients,
+    shard_sequence,
+    shardings,
+)
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
 from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, prune, save, save_async, step_path, verify
 from mpcore.checkpoint import format as checkpoint_format
@@ -72,7 +82,8 @@ class Run:
     def step(self, step: int) -> float:
         g = torch.Generator().manual_seed(step)
         whole = (*torch.randint(self.config.vocab_size, (2, BATCH, 6), generator=g), torch.arange(BATCH) + BATCH * step)
-        tokens, targets, samples = (t.chunk(self.mesh.data.size)[self.mesh.data.rank] for t in whole)
+        *whole, samples = (t.chunk(self.mesh.dp.size)[self.mesh.dp.rank] for t in whole)
+        tokens, targets = (shard_sequence(t, self.mesh.cp, "zigzag") for t in whole)
         total = self.pipeline.forward_backward(tokens, targets, samples=samples)
         reduce_gradients(self.model)
         clip_gradients(self.model, 1.0, grad_norm(self.model, self.mesh))
@@ -83,7 +94,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> None:
         self.model.eval()
-        list(self.pipeline.forward([torch.zeros(2, 6, dtype=torch.int64)]))
+        list(self.pipeline.forward([torch.zeros(2, 6 // self.mesh.cp.size, dtype=torch.int64)]))
         self.model.train()
 
     def steps(self, first: int, last: int) -> list[float]:
@@ -118,7 +129,7 @@ class Run:
 
 
 def size_of(sizes: dict) -> int:
-    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+    return math.prod(sizes.values())
 
 
 def everything(path: str | Path) -> dict[str, Tensor]:
@@ -163,11 +174,11 @@ def check_load(
     return state, run.steps(2, 2 + more)
 
 
-WRITERS = [({"tp": 2, "pp": 2}, 0), ({}, 0), ({"tp": 4}, 0), ({"tp": 2, "dp": 2}, 1)]
+WRITERS = [({"tp": 2, "pp": 2}, 0), ({}, 0), ({"tp": 4}, 0), ({"tp": 2, "dp": 2}, 1), ({"cp": 2, "pp": 2}, 0)]
 READERS = [
     ({}, 0), ({"tp": 4}, 0), ({"tp": 3}, 0), ({"pp": 2}, 0), ({"dp": 4}, 3), ({"dp": 3}, 2),
     ({"tp": 2, "dp": 2}, 2), ({"pp": 2, "dp": 2}, 1), ({"tp": 2, "dp": 2}, 0), ({"tp": 2, "pp": 2}, 0),
-    ({"dp": 4}, 22),
+    ({"dp": 4}, 22), ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3),
 ]  # fmt: skip
 _written: dict = {}
 # Tied weights, and all else that GQA hasn't: where they are cut most in the short proofs, everywhere in the long ones.

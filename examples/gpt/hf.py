@@ -44,6 +44,7 @@ from mpcore.checkpoint.format import (
     write_tensors,
 )
 from mpcore.checkpoint.loading import copy_box, fill
+from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together, world_group
 from mpcore.data_parallel import reshard
@@ -656,7 +657,7 @@ def import_hf(
                 _, entry, chunk, like = pieces[key]
                 found = source.tensor(entry, chunk)
                 if found.dtype != like.dtype or not found.is_contiguous():
-                    found = torch.empty(like.shape, dtype=like.dtype).copy_(found)
+                    found = host_memory(like.shape, like.dtype).copy_(found)  # malloc may keep what is freed
                 return found, lambda: source.forget(chunk)
 
             files[file], sums = _write_each(temporary(path) / file, {key: pieces[key][3] for key in keys}, read)
@@ -727,7 +728,7 @@ def export_hf(
 
         def read(key: str) -> tuple[Tensor, Callable[[], None]]:
             entry, part, like = pieces[key]
-            stored = torch.empty(part.stored, dtype=like.dtype)
+            stored = host_memory(part.stored, like.dtype)
             copy_box(part.box(stored), part.start, entry, lambda e, c: files[c.file].tensor(e, c))
 
             def forget() -> None:
