@@ -98,8 +98,9 @@ def run_tests(tree: Path, mutation: Mutation) -> str:
         run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
         return "caught (hang)"
-    none = "STALE: no test ran"
-    verdict = {0: "SURVIVED", 1: "caught", 4: none, 5: none}.get(run.returncode, f"caught (exit {run.returncode})")
+    if run.returncode == 5 or re.search(r"^ERROR: (file or directory )?not found", run.stdout + run.stderr, re.M):
+        return "STALE: no test ran"
+    verdict = {0: "SURVIVED", 1: "caught"}.get(run.returncode, f"caught (exit {run.returncode})")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return verdict + (" by " + failed[0].split("::")[-1].split(" - ")[0] if failed else "")
 
@@ -225,9 +226,10 @@ def main(argv: list[str] | None = None) -> int:
     words = args.words
     names = [(area, m.what) for area, m in MUTATIONS]
     assert len(names) == len(set(names)), "two mutations of one area have one name"
+    areas = {area for area, _ in MUTATIONS}
     chosen = [
         (area, m) for area, m in MUTATIONS
-        if not words or any(word == area or word in f"{m.what} {m.tests}" for word in words)
+        if not words or any(word == area if word in areas else word in f"{m.what} {m.tests}" for word in words)
     ]  # fmt: skip
     old = read(args.write.read_text()) if args.write is not None and args.write.is_file() else {}
     began = time.monotonic()

@@ -90,7 +90,7 @@ MUTATIONS = [
     Mutation("24 data ranks are averaged", "mpcore/data_parallel.py",
              "sharded.set_gradient_divide_factor(1.0)", "pass", PIPELINE),
     Mutation("26 the schedule divides by micro-batches", "mpcore/pipeline/engine.py",
-             "scale_grads=False", "scale_grads=True", PIPELINE),
+             "        reduce_once(self.submod)", "        reduce_once(self.submod), self.scale_grads(2)", PIPELINE),
     Mutation("33 only the first micro-batch is summed over data", "mpcore/pipeline/engine.py",
              "sync_gradients(stage, i == self.micro_batches - 1)", "sync_gradients(stage, i == 0)", PIPELINE),
     Mutation("35 the first stage answers for the last", "mpcore/pipeline/engine.py",
