@@ -251,22 +251,26 @@ class Judge:
 
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
+    def _number(self, name: str, ranks: Sequence[Seen]) -> tuple[float, bool]:
+        """How far a number of the step is off on the worst rank, and whether that is too far on any."""
+
+        def number(seen: Seen) -> Tensor:
+            return torch.tensor(getattr(seen, name), dtype=torch.float64)
+
+        near = None if self.rounded is None else number(self.rounded)
+        offs = [self._off(number(seen), number(self.truth), near) for seen in ranks]
+        return max(ulps for ulps, _ in offs), any(bad for _, bad in offs)
+
     def _norm(self, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
-        want = torch.tensor(self.truth.norm, dtype=torch.float64)
-        near = torch.tensor(self.rounded.norm, dtype=torch.float64) if self.rounded is not None else None
-        offs = [self._off(torch.tensor(seen.norm, dtype=torch.float64), want, near) for seen in ranks]
-        worst = max(ulps for ulps, _ in offs)
-        if not any(bad for _, bad in offs):
+        worst, bad = self._number("norm", ranks)
+        if not bad:
             return worst, None
         cause = "every gradient was right: a rank counts what another counts too, or nobody counts (mpcore.grad_norm)"
         return worst, Departure("norm", "", worst, cause)
 
     def _loss(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
-        want = torch.tensor(self.truth.loss, dtype=torch.float64)
-        near = torch.tensor(self.rounded.loss, dtype=torch.float64) if self.rounded is not None else None
-        offs = [self._off(torch.tensor(seen.loss, dtype=torch.float64), want, near) for seen in ranks]
-        worst = max(ulps for ulps, _ in offs)
-        if not any(bad for _, bad in offs):
+        worst, bad = self._number("loss", ranks)
+        if not bad:
             return worst, None
         got = ranks[0].loss
         tokens = (got - self.truth.loss) / math.log(layout.tp) if layout.tp > 1 else math.nan
