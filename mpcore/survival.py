@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
             except (RuntimeError, OSError):
                 cause = "rank 0, or what keeps the store of the run, is gone"
             print(f"rank {self.rank}: stopped, because {cause}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_PEER)
+            _leave(EXIT_PEER)
         status, cause = self._own(error)
         try:
             self.store.set(f"mpcore/left/{self.rank}", "")
@@ -94,7 +94,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
                 self.store.set("mpcore/cause", f"rank {self.rank} {cause}")
         except (RuntimeError, OSError):
             pass
-        sys.exit(status)
+        _leave(status)
 
     def _own(self, error: BaseException) -> tuple[int, str]:
         """Print what went wrong here; return the exit status, and it in a line."""
@@ -132,6 +132,13 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
                 return self.store.get("mpcore/cause").decode()
             time.sleep(0.02)
         return None
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit, once gloo's threads have let go of the last collective: one that needs Python's lock while Python is torn
+    down aborts the process, and its status would be that of a signal."""
+    time.sleep(0.2)
+    sys.exit(status)
 
 
 def _whole_text(error: BaseException | None) -> str:

@@ -186,6 +186,14 @@ def test_row_28_spikes_are_found_and_a_falling_loss_is_none():
     assert found == [100, 102, 300]
 
 
+def test_row_28_a_small_spike_is_found_after_a_giant_one():
+    finder = Spikes(window=16, least=8)
+    for loss in [2.0, 2.01] * 8:
+        assert finder.score(loss) is None
+    assert finder.score(2000.0) > 1000
+    assert finder.score(3.0) > 6  # the giant one is in the window now, as far as the threshold
+
+
 def test_row_28_a_new_level_is_accepted_and_what_is_not_finite_is_left_out():
     finder = Spikes(window=16, least=8)
     scores = [finder.score(loss) for loss in [2.0, 2.01] * 20 + [8.0] * 60]
