@@ -6,7 +6,7 @@ Everything is derived from what layers declare of their parameters (`mpcore.shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -186,7 +186,12 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
     Returns:
         An fp64 scalar tensor.
     """
-    norms = [_norm(g, p) for g in _owned_gradients(model, mesh) if g.numel()]
+    return norm_of(model, mesh, gradient_of, p)
+
+
+def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
+    """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
+    norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
@@ -201,10 +206,10 @@ def _norm(grad: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
 
 
-def _owned_gradients(model: nn.Module, mesh: Mesh) -> Iterator[Tensor]:
-    """This rank's gradients, without the elements that a lower rank holds as well."""
+def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
+    """This rank's tensors, without the elements that a lower rank holds as well."""
     for _, module, leaf, parameter in owners(model):
-        found = gradient_of(parameter)
+        found = of(parameter)
         if found is None:
             continue
         sharding = sharding_of(module, leaf, parameter)

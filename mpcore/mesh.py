@@ -1,5 +1,8 @@
 """Floor 1: which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp, ep and etp.
 
+With `workers` there are several such worlds, one after the other, each training a model of its own
+(`mpcore.local_updates`).
+
 Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-parallel group lies inside a node:
 rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Experts cut the same ranks of a stage in their own way,
 etp fastest, then ep and edp: rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
@@ -68,7 +71,9 @@ class Mesh:
             replicas of the same experts. etp x ep x edp = tp x cp x dp.
         data: dp x cp, every rank that sees other tokens with the same weights.
         ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
-        world: all ranks.
+        world: all ranks that train this model: of this worker.
+        workers: the ranks at the same place of each worker's world, which train models of their own and merge them.
+        job: all ranks of all workers; of one worker the world.
         device_mesh: torch's mesh with dimensions pp, dp, cp, tp; None where torch.distributed isn't running.
         made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
     """
@@ -83,13 +88,16 @@ class Mesh:
     data: Axis = Axis(name="data")
     ends: Axis = Axis(name="ends")
     world: Axis = Axis(name="world")
+    workers: Axis = Axis(name="workers")
+    job: Axis = Axis(name="job")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
     made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
-        return layout_table(**sizes, rank=self.world.rank)
+        table = layout_table(**sizes, rank=self.world.rank)
+        return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -225,6 +233,7 @@ def build_mesh(
     device_type: str | None = None,
     cp_inner: int | None = None,
     etp: int | None = None,
+    workers: int = 1,
     timeout: float | None = None,
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
@@ -238,6 +247,8 @@ def build_mesh(
         device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
+        workers: consecutive ranks of the job, in so many equal parts, are worlds of their own with a mesh as above, for
+            `mpcore.local_updates.DiLoCo`.
         timeout: seconds that ranks may take to arrive, and then a collective of the default process group made here;
             None: torch's default.
 
@@ -255,9 +266,10 @@ def build_mesh(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
-        shape = mesh_shape(world_size, tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
+        shape = mesh_shape(_worker_size(world_size, workers), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
         ranks = mesh_ranks(**shape)
         ranks |= {} if cp_inner is None else _level_ranks(ranks["cp"], cp_inner)
+        ranks = _for_workers(ranks, world_size, workers)
     except ValueError as error:
         if not dist.is_initialized():
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun") from None
@@ -273,8 +285,10 @@ def build_mesh(
         raise ValueError(problem)
     assert shape is not None
     names = ("pp", "dp", "cp", "tp")
-    device_mesh = init_device_mesh(device_type, tuple(shape[n] for n in names), mesh_dim_names=names)
-    axes = {name: _torch_axis(device_mesh, name) for name in names}
+    sizes = {"workers": workers} if workers > 1 else {}
+    sizes |= {name: shape[name] for name in names}
+    device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    axes = {name: _torch_axis(device_mesh, name) for name in sizes}
     same_as = {
         "data": "dp" if shape["cp"] == 1 else None,
         "etp": "tp" if shape["etp"] == shape["tp"] else None,
@@ -289,9 +303,12 @@ def build_mesh(
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
+    job = Axis(world_size, dist.get_rank(), dist.group.WORLD, "job")
+    world = replace(job, name="world") if workers == 1 else _new_axis("world", ranks["world"])
     return Mesh(
         **axes,
-        world=Axis(world_size, dist.get_rank(), dist.group.WORLD, "world"),
+        world=world,
+        job=job,
         device_type=device_type,
         device_mesh=device_mesh,
     )
@@ -399,6 +416,23 @@ def raise_together(error: Exception | None) -> None:
 def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
     return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
+
+
+def _worker_size(world_size: int, workers: int) -> int:
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1 or world_size % workers:
+        raise ValueError(f"workers {workers!r} do not divide the world size {world_size} into equal parts")
+    return world_size // workers
+
+
+def _for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int) -> dict[str, list[list[int]]]:
+    """The same groups in each worker's part of the job, and the parts themselves."""
+    each = world_size // workers
+    starts = range(0, world_size, each)
+    everywhere = {
+        name: [[start + rank for rank in group] for start in starts for group in groups]
+        for name, groups in ranks.items()
+    }
+    return everywhere | {"world": [list(range(start, start + each)) for start in starts]}
 
 
 def _level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:

@@ -66,7 +66,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0) -> None:
-        self.rank, self.size, self.grace = mesh.world.rank, mesh.world.size, grace
+        self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
         self.store: Any = None
         if self.size > 1:
             store: Any = dist.distributed_c10d._get_default_store()

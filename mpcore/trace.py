@@ -69,8 +69,8 @@ class Log:
     """What a rank tells of itself.
 
     Attributes:
-        rank: of the world.
-        groups: by name of a process group its axis and its world ranks.
+        rank: of the job.
+        groups: by name of a process group its axis and its ranks.
         calls: the last collectives, oldest first.
         site: file and line where the main thread stands.
         doing: the innermost module of the model, or the pipeline's action, that the main thread is in.
@@ -127,7 +127,7 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
             groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     site, doing, waiting = _where(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
-    return Log(mesh.world.rank, groups, _recorded(mesh.made_ns), site, doing, waiting)
+    return Log(mesh.job.rank, groups, _recorded(mesh.made_ns), site, doing, waiting)
 
 
 def _recorded(since_ns: int) -> list[Call]:
@@ -181,7 +181,7 @@ def explain(logs: Sequence[Log], size: int) -> str:
 
     Args:
         logs: of the ranks that answered.
-        size: of the world.
+        size: of the job.
 
     Returns:
         A sentence that names the rank at fault and where it is, then a line for each rank.
@@ -324,7 +324,7 @@ class Watchdog:
         self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None
-        if mesh.world.size > 1:  # a connection of its own: the main thread may be stuck in the first one
+        if mesh.job.size > 1:  # a connection of its own: the main thread may be stuck in the first one
             store: Any = dist.distributed_c10d._get_default_store()
             self.store = store.clone()
         self.last = time.monotonic()
@@ -357,7 +357,7 @@ class Watchdog:
             (self.folder / f"rank{mine.rank}.json").write_text(mine.to_json())
         logs = self._exchange(mine)
         if mine.rank == min(log.rank for log in logs):
-            text = explain(logs, self.mesh.world.size)
+            text = explain(logs, self.mesh.job.size)
             print(f"no progress for {self.timeout:g} s: {text}", file=sys.stderr, flush=True)
         time.sleep(0.2)  # so that the line is out before a supervisor sees the first rank leave
 
@@ -369,8 +369,8 @@ class Watchdog:
         until = time.monotonic() + self.grace
         try:
             self.store.set(key.format(mine.rank), mine.to_json())
-            while len(logs) < self.mesh.world.size and time.monotonic() < until:
-                for rank in range(self.mesh.world.size):
+            while len(logs) < self.mesh.job.size and time.monotonic() < until:
+                for rank in range(self.mesh.job.size):
                     if rank not in logs and self.store.check([key.format(rank)]):
                         logs[rank] = Log.from_json(self.store.get(key.format(rank)).decode())
                 time.sleep(0.05)

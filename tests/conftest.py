@@ -19,3 +19,12 @@ def ranks() -> Iterator[Pool]:
     yield pool
     pool.stop()
     pool.folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Pool]:
+    """As `ranks`, for layouts that only the long proofs try."""
+    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.data_parallel"))
+    yield pool
+    pool.stop()
+    pool.folder.cleanup()

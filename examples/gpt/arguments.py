@@ -54,6 +54,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
     add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
     add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
+    add = parser.add_argument_group("local updates").add_argument
+    add("--workers", type=int, default=1, help="train so many models, each on a mesh as above, and merge them (DiLoCo)")
+    add("--local-steps", type=int, help="steps that workers take on their own between two merges (default 50)")
+    add("--outer-lr", type=float, help="of the merge; with 1 and momentum 0 it averages: Local SGD (default 0.7)")
+    add("--outer-momentum", type=float, help="Nesterov momentum of the merge (default 0.9)")
+    add("--fragments", type=int, help="merge so many parts of the model in turn (default 1)")
     add = parser.add_argument_group("model").add_argument
     add(
         "--preset",
@@ -94,7 +100,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200)
-    add("--global-batch", type=int, default=16, help="samples a step, over all ranks")
+    add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers")
     add("--micro-batch", type=int, default=2, help="samples a forward, on one rank")
     add("--lr", type=float, default=3e-3)
     add("--warmup", type=int, default=20, help="steps of linear warm-up")
@@ -265,11 +271,13 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         sizes = " x ".join(f"{axis.name} size {axis.size}" for axis in cuts)
         near = max(config.seq_len // unit, 1) * unit
         raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
-    each = mesh.dp.size * args.micro_batch
+    merge_options(args)
+    each = mesh.workers.size * mesh.dp.size * args.micro_batch
     if args.global_batch % each:
+        workers, times = ("workers x ", f"{mesh.workers.size} x ") if mesh.workers.size > 1 else ("", "")
         raise ValueError(
-            f"--global-batch {args.global_batch} is not a multiple of dp x micro-batch = {mesh.dp.size} x "
-            f"{args.micro_batch} = {each}"
+            f"--global-batch {args.global_batch} is not a multiple of {workers}dp x micro-batch = {times}"
+            f"{mesh.dp.size} x {args.micro_batch} = {each}"
         )
     micro_batches = args.global_batch // each
     if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
@@ -278,6 +286,31 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
         )
     return micro_batches
+
+
+def merge_options(args: argparse.Namespace) -> dict:
+    """What `DiLoCo` is to be made with.
+
+    Raises:
+        ValueError: if one is out of range, or given where one worker has nobody to merge with.
+    """
+    flags = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
+    given = {flag: getattr(args, flag) for flag in flags if getattr(args, flag) is not None}
+    names = {flag: f"--{flag.replace('_', '-')}" for flag in flags}
+    if given and args.workers == 1:
+        raise ValueError(f"{', '.join(names[flag] for flag in given)} with one worker: --workers says how many merge")
+    options = {"every": 50, "lr": 0.7, "momentum": 0.9, "fragments": 1}
+    options |= {flags[flag]: value for flag, value in given.items()}
+    if options["every"] < 1 or not 1 <= options["fragments"] <= options["every"]:
+        raise ValueError(
+            f"--fragments {options['fragments']} is not from 1 to the --local-steps {options['every']} between merges"
+        )
+    if not 0 < options["lr"] < math.inf or not 0 <= options["momentum"] < 1:
+        raise ValueError(
+            f"--outer-lr {options['lr']} is not above 0, or --outer-momentum {options['momentum']} is not from 0 to "
+            "below 1"
+        )
+    return options
 
 
 def recompute_kind(value: str) -> tuple[str, float | None]:

@@ -20,11 +20,12 @@ class Faults:
         args: the flags.
         mesh: of this rank.
         records: what an earlier run wrote before the step that this one begins with.
+        out: where skipped steps are written down.
     """
 
-    def __init__(self, args: argparse.Namespace, mesh: Mesh, records: list[dict]) -> None:
+    def __init__(self, args: argparse.Namespace, mesh: Mesh, records: list[dict], out: Path) -> None:
         self.args, self.mesh = args, mesh
-        self.skips = Skips(args.max_skips, Path(args.out) / "skipped.jsonl" if mesh.world.rank == 0 else None)
+        self.skips = Skips(args.max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
         self.spikes = Spikes()
         for entry in records:
             if "loss" in entry:
@@ -35,18 +36,18 @@ class Faults:
 
         Args:
             entry: what is recorded of it.
-            sample: global index of its first sample.
+            sample: global index of its first sample, of this worker's.
             model: after it.
             stragglers: what timed this rank's loading.
 
         Returns:
-            What there is to say, the same on all ranks.
+            What there is to say, the same on all ranks of the worker.
 
         Raises:
             ValueError: on every rank, if the run must not go on.
         """
         step, found = entry["step"], []
-        samples = [sample, sample + self.args.global_batch - 1]
+        samples = [sample, sample + self.args.global_batch // self.mesh.workers.size - 1]
         finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
         if not finite:
             found.append(f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks")

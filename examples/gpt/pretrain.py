@@ -26,6 +26,7 @@ from examples.gpt.arguments import (
     find_tokenizer,
     inner_size,
     learning_rate,
+    merge_options,
     model_config,
     parse,
     plan_stages,
@@ -49,9 +50,11 @@ from mpcore import (
     update_routers,
 )
 from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
+from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
+from mpcore.local_updates import DiLoCo, Merge
 from mpcore.mesh import check_same, raise_together
 from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
 from mpcore.pipeline import Pipeline
@@ -70,6 +73,9 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh) -> None:
         self.args, self.mesh = args, mesh
+        self.lead = mesh.world.rank == 0  # writes, and speaks for its worker
+        self.shows = mesh.job.rank == 0  # has the progress bar
+        self.out = Path(args.out) / (f"worker-{mesh.workers.rank}" if mesh.workers.size > 1 else "")
         check_same("code", code_versions(Path(__file__).parent))
         error = None
         try:
@@ -80,7 +86,7 @@ class Trainer:
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
             plan, blocks = plan_stages(args, config, mesh.pp.size, self.micro_batches)
-            data.check_tokens(config.vocab_size, mesh.world.rank, mesh.world.size)
+            data.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
             parts = split_documents(len(data), seed=args.seed)
             self.train, self.held_out = (
                 TokenSamples(data, config.seq_len, seed=args.seed, documents=ids) for ids in parts
@@ -113,9 +119,12 @@ class Trainer:
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
-        self.optimizer = build_optimizer(args, model, mesh, heads)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(args, model, mesh, heads)
         if "optimizer" in args.offload:
             offload_optimizer(self.optimizer)
+        self.merges: DiLoCo | None = None
+        if mesh.workers.size > 1:
+            self.optimizer = self.merges = DiLoCo(self.optimizer, model, mesh, **merge_options(args))
         self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
         self.spans: list[Span] = []
         self.scaler = LossScaler(mesh) if args.dtype == "float16" else None
@@ -166,7 +175,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.stragglers.timed("data"):
-            tokens, targets, samples = self.batch(self.train, self.sample(step), self.args.global_batch)
+            tokens, targets, samples = self.batch(self.train, *self.share(step))
         self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
         arguments = {"samples": samples}
         if self.config.moe is not None:
@@ -205,10 +214,27 @@ class Trainer:
         """Global index of a step's first sample: all that there is to know of the data's state."""
         return self.first_sample + (step - self.first_step) * self.args.global_batch
 
+    def share(self, step: int) -> tuple[int, int]:
+        """Global index of a step's first sample that is this worker's, and how many are."""
+        count = self.args.global_batch // self.mesh.workers.size
+        return self.sample(step) + self.mesh.workers.rank * count, count
+
+    def merge(self, done: int) -> Merge | None:
+        """Merge the workers, where that is due after so many steps."""
+        if self.merges is None:
+            return None
+        with self.parameters_elsewhere.here() if self.parameters_elsewhere else nullcontext():
+            return self.merges.merge(done)
+
+    def tell(self, text: str, file: Any = None) -> None:
+        """Say something above the progress bar, once for each worker."""
+        if self.lead:
+            tqdm.write(f"worker {self.mesh.workers.rank}: {text}" if self.mesh.workers.size > 1 else text, file=file)
+
     @property
     def checkpoints(self) -> Path:
-        """Where this run keeps them."""
-        return Path(self.args.out) / "checkpoints"
+        """Where this worker keeps them."""
+        return self.out / "checkpoints"
 
     def about(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
@@ -229,44 +255,54 @@ class Trainer:
                     self.tell_saved(after)
                 began = time.perf_counter()
                 self.saving = save_async(path, *held, mesh=self.mesh, after=after, **state)
-                if self.mesh.world.rank == 0:
-                    tqdm.write(f"saving {path.name} in the background, copied in {time.perf_counter() - began:.2f} s")
+                self.tell(f"saving {path.name} in the background, copied in {time.perf_counter() - began:.2f} s")
             else:
                 save(path, *held, mesh=self.mesh, **state)
 
     def tell_saved(self, saving: Saving) -> None:
         """Say once, when a save in the background has ended, how it went."""
-        if self.mesh.world.rank == 0 and saving.done and saving.bytes and saving is not self.told:
+        if self.lead and saving.done and saving.bytes and saving is not self.told:
             self.told = saving
             rate = saving.bytes / 1e6 / max(saving.seconds, 1e-9)
-            tqdm.write(
+            self.tell(
                 f"saved {saving.path.name}: {saving.bytes / 1e6:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)"
             )
 
     def resume(self) -> None:
-        """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged."""
-        resume, lead = self.args.resume, self.mesh.world.rank == 0
+        """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged.
+
+        Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges.
+        """
+        resume = self.args.resume
         restarted = torch.tensor(int(was_restarted() and self.args.save_every > 0), device=self.mesh.device)
-        if int(all_reduce(restarted, self.mesh.world, "max")):  # torchrun counts on each node by itself
-            resume = resume if resume != "none" and not checkpoints(self.checkpoints, self.mesh) else "auto"
-        found = checkpoints(self.checkpoints, self.mesh) if resume in ("auto", "none") else [Path(resume)]
+        if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts on each node by itself
+            own = self.common(self.own_checkpoints())
+            resume = resume if resume != "none" and not own else "auto"
+        found = self.own_checkpoints() if resume in ("auto", "none") else [Path(resume)]
         if resume == "none":
             if found and self.args.save_every:
                 raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
             return
         first_error, manifest = None, None
-        for path in found:
+        while path := next(iter(self.common(found)), None):
+            failed = torch.zeros((), device=self.mesh.device)
             try:
                 manifest = load(path, self.model, self.optimizer, mesh=self.mesh)
-                break
             except ValueError as error:
-                first_error = first_error or error
-                if lead and resume == "auto":
+                first_error, manifest = first_error or error, None
+                found, failed = [other for other in found if other != path], failed + 1
+                if self.lead and resume == "auto":
                     print(f"passed over: {error}", file=sys.stderr, flush=True)
+            if not int(all_reduce(failed, self.mesh.workers, "max")):
+                break
         if manifest is None:
             if first_error is not None:
                 raise first_error
             return
+        if self.merges is None:
+            for slots in self.optimizer.state.values():  # of a run with workers
+                for slot in ("outer_anchor", "outer_momentum"):
+                    slots.pop(slot, None)
         saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
         for name, mine in (self.about() | {"seed": self.args.seed}).items():
@@ -275,8 +311,25 @@ class Trainer:
         self.first_step, self.first_sample = manifest.step, manifest.sample
         if self.scaler:
             self.scaler.load_state_dict(manifest.extra)
-        if lead:
-            print(f"resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
+        if self.lead:
+            worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
+            print(f"{worker}resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
+
+    def own_checkpoints(self) -> list[Path]:
+        """The newest first; those of worker 0 or of a run without workers where this one has none."""
+        places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
+        found = (checkpoints(place / "checkpoints", self.mesh) for place in dict.fromkeys(places))
+        return next(filter(None, found), [])
+
+    def common(self, found: list[Path]) -> list[Path]:
+        """Those that have seen as many merges as one of each worker has, of the most merges that there are."""
+        if self.merges is None:
+            return found
+        merges = {path: self.merges.merges_until(read_manifest(path).step) for path in found}
+        every: list = [None] * self.mesh.workers.size
+        dist.all_gather_object(every, set(merges.values()), group=self.mesh.workers.group)
+        most = max(set.intersection(*every), default=None)
+        return [path for path in found if merges[path] == most]
 
     def ask_to_stop(self, *_: Any) -> None:
         """Save and leave after this step, as on a signal."""
@@ -298,8 +351,7 @@ class Trainer:
         try:
             work()
         except ValueError as error:
-            if self.mesh.world.rank == 0:
-                tqdm.write(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
+            self.tell(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
 
     def set_training(self, training: bool) -> None:
         """Dropout of all of this rank's stages on or off."""
@@ -326,8 +378,7 @@ class Trainer:
 
     def run(self) -> None:
         """All steps, with a progress bar, evaluations, metrics, a plot and a sample at the end."""
-        args, lead = self.args, self.mesh.world.rank == 0
-        out = Path(args.out)
+        args, lead, out = self.args, self.lead, self.out
         error = None
         records: list[dict] = []
         if lead:
@@ -348,9 +399,9 @@ class Trainer:
         except ValueError as problem:
             error = problem
         raise_together(error)
-        if lead:
+        if self.shows:
             print(self.summary(), flush=True)
-        faults = Faults(args, self.mesh, records)
+        faults = Faults(args, self.mesh, records, out)
 
         def record(entry: dict) -> None:
             records.append(entry)
@@ -359,7 +410,7 @@ class Trainer:
                     file.write(json.dumps(entry) + "\n")
 
         todo = range(self.first_step, args.steps)
-        shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not lead}
+        shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not self.shows}
         bar = tqdm(todo, initial=self.first_step, total=args.steps, **shown)
         tokens_a_step = args.global_batch * self.config.seq_len
         for step in bar:
@@ -378,15 +429,18 @@ class Trainer:
             if self.mesh.device_type == "cuda":
                 values["MFU"] = f"{self.mfu(entry['tokens_per_second']):.1%}"
             bar.set_postfix(values)
-            for line in faults.after(entry, self.sample(step), self.model, self.stragglers):
-                if lead:
-                    tqdm.write(line)
+            for line in faults.after(entry, self.share(step)[0], self.model, self.stragglers):
+                self.tell(line)
+            merged = self.merge(step + 1)
+            if merged is not None:
+                self.beat()
+                facts = {"fragment": merged.fragment, "norm": merged.norm, "agreement": merged.agreement}
+                record({"step": step, "merge": {**facts, "norms": merged.norms}})
             if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
                 value = self.evaluate()
                 self.beat()
                 record({"step": step, "val_loss": value})
-                if lead:
-                    tqdm.write(f"step {step}: validation loss {value:.4f}")
+                self.tell(f"step {step}: validation loss {value:.4f}")
             if self.saving is not None:
                 self.tell_saved(self.saving)
             done = step + 1
@@ -409,6 +463,7 @@ class Trainer:
             draw_trace(self.pipeline.plan, self.spans, out)
         if lead:
             plot_losses(records, out / "loss.png")
+        if self.shows:
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(sorted(str(p) for p in out.iterdir()))}")
 
     def finish(self, step: int) -> None:
@@ -421,7 +476,7 @@ class Trainer:
         if self.saving is not None:
             self.saving.wait()
             self.tell_saved(self.saving)
-        if self.mesh.world.rank == 0:
+        if self.lead:
             print(f"saved {step_path(self.checkpoints, step)} and left: --resume auto goes on from it", flush=True)
 
     def summary(self) -> str:
@@ -448,7 +503,7 @@ class Trainer:
         flops = 6 * count_active_parameters(c) + 12 * c.layers * c.d_model * c.seq_len
         name = torch.cuda.get_device_name()
         peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
-        return flops * tokens_per_second / (peak * self.mesh.world.size)
+        return flops * tokens_per_second / (peak * self.mesh.job.size)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -459,7 +514,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
         limit = args.timeout + 15  # the watchdog comes first: it knows more
-        mesh = build_mesh(**sizes, cp_inner=inner_size(args), timeout=limit)
+        mesh = build_mesh(**sizes, cp_inner=inner_size(args), workers=args.workers, timeout=limit)
         with ExitStack() as stack:
             stack.enter_context(leave_together(mesh))
             watchdog = stack.enter_context(Watchdog(mesh, timeout=args.timeout, folder=Path(args.out) / "hang"))
@@ -469,7 +524,7 @@ def main(argv: list[str] | None = None) -> None:
                 trainer.signals = stack.enter_context(StopSignals())
                 trainer.run()
             except ValueError as error:
-                sys.exit(f"rank {mesh.world.rank}: error: {error}")
+                sys.exit(f"rank {mesh.job.rank}: error: {error}")
     except ValueError as error:
         sys.exit(f"rank {dist.get_rank() if dist.is_initialized() else 0}: error: {error}")
     if dist.is_initialized():  # not after a failure: a save in the background may still use the groups

@@ -34,7 +34,7 @@ from mpcore.layers.router import AUX_LOSSES
 from mpcore.sharding import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
-from tests.pool import Pool, mesh, strict_memory
+from tests.pool import mesh
 
 B, T, D, HIDDEN, E, K = 4, 8, 4, 3, 4, 2
 SCALE = 0.37
@@ -171,14 +171,6 @@ def test_every_layout_equals_a_loop_over_tokens_and_experts(ranks, sizes):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank")
 def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def eight_ranks():
-    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.data_parallel"))
-    yield pool
-    pool.stop()
-    pool.folder.cleanup()
 
 
 @pytest.mark.slow

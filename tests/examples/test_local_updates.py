@@ -1,0 +1,183 @@
+"""The example with workers that merge: against dense runs merged by hand, and going on from what each has saved."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpcore.checkpoint import checkpoints, inspect, step_path
+from mpcore.sharding import local_tensor
+from tests.examples.test_pretrain import trainer
+from tests.examples.test_pretrain_command import command
+from tests.examples.test_survival_runs import finish, start
+
+FLAGS = ["--dtype", "float64", "--dropout", "0.1", "--micro-batch", "1", "--global-batch", "4"]
+MERGES = ["--workers", "2", "--local-steps", "3", "--outer-lr", "0.5", "--outer-momentum", "0.8"]
+STEPS = 8
+
+
+def run(sizes: dict, out: str, *flags: str) -> tuple[int, list[float], float]:
+    t = trainer(*FLAGS, *MERGES, "--out", out, *flags, **sizes)
+    losses = []
+    for step in range(STEPS):
+        losses.append(t.step(step)["loss"])
+        t.merge(step + 1)
+    return t.mesh.workers.rank, losses, t.evaluate()
+
+
+def by_hand() -> tuple[list[list[float]], list[float]]:
+    """Two dense runs, each of two samples a step, merged by torch's SGD."""
+    runs = [trainer(*FLAGS, "--global-batch", "2") for _ in range(2)]
+    for worker, t in enumerate(runs):
+        t.share = lambda step, worker=worker: (4 * step + 2 * worker, 2)
+    anchors = [p.detach().clone().requires_grad_() for p in runs[0].model.parameters()]
+    outer = torch.optim.SGD(anchors, lr=0.5, momentum=0.8, nesterov=True)
+    losses: list[list[float]] = [[], []]
+    for step in range(STEPS):
+        for t, seen in zip(runs, losses, strict=True):
+            seen.append(t.step(step)["loss"])
+        if (step + 1) % 3 == 0:
+            with torch.no_grad():
+                for anchor, *each in zip(anchors, *(t.model.parameters() for t in runs), strict=True):
+                    anchor.grad = anchor - torch.stack(each).mean(0)
+                outer.step()
+                for t in runs:
+                    for anchor, p in zip(anchors, t.model.parameters(), strict=True):
+                        p.copy_(anchor)
+    return losses, [t.evaluate() for t in runs]
+
+
+_by_hand: list = []
+LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "tp": 2}, ["--sequence-parallel"]), ({"workers": 2, "pp": 2}, []),
+           ({"workers": 2, "dp": 2}, ["--zero", "2"]), ({"workers": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "flags"), LAYOUTS, ids=str)
+def test_workers_on_every_layout_train_as_dense_runs_merged_by_hand(ranks, tmp_path, sizes, flags):
+    if not _by_hand:
+        _by_hand.append(by_hand())
+    ((losses, values),) = _by_hand
+    for worker, got, value in ranks(math.prod(sizes.values()), run, sizes, str(tmp_path), *flags):
+        assert got == pytest.approx(losses[worker], rel=1e-10)
+        assert value == pytest.approx(values[worker], rel=1e-9)
+
+
+# --- going on -------------------------------------------------------------------------------------------------------
+
+
+def save_at(sizes: dict, out: str, steps: list[list[int]]) -> tuple[int, list[float]]:
+    t = trainer(*FLAGS, *MERGES, "--out", out, **sizes)
+    losses = []
+    for step in range(STEPS):
+        losses.append(t.step(step)["loss"])
+        t.merge(step + 1)
+        if step + 1 in steps[t.mesh.workers.rank]:
+            t.save(step + 1)
+    return t.mesh.workers.rank, losses
+
+
+def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", *flags, **sizes)
+    losses = []
+    for step in range(t.first_step, STEPS):
+        losses.append(t.step(step)["loss"])
+        t.merge(step + 1)
+    return t.mesh.workers.rank, t.first_step, losses
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"),
+    [
+        ([[4], [4]], [4, 4]),
+        ([[4], [5]], [4, 5]),  # two steps, but between the same two merges
+        ([[1, 3, 6], [2, 5]], [3, 5]),  # worker 1 has none after the second merge
+        ([[7], [2]], [0, 0]),  # nothing in common
+    ],
+    ids=str,
+)
+def test_workers_go_on_from_checkpoints_between_the_same_merges(ranks, tmp_path, steps, first):
+    wanted = dict(ranks(4, save_at, {"workers": 2, "tp": 2}, str(tmp_path), steps))
+    for worker, begun, losses in ranks(2, go_on, {"workers": 2}, str(tmp_path)):
+        assert begun == first[worker]
+        assert losses == pytest.approx(wanted[worker][begun:], rel=1e-10)
+
+
+def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_path):
+    steps = [[2, 4], [2, 4]]
+    wanted = dict(ranks(2, save_at, {"workers": 2}, str(tmp_path), steps))
+    file = next(step_path(tmp_path / "worker-1" / "checkpoints", 4).glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for worker, begun, losses in ranks(2, go_on, {"workers": 2}, str(tmp_path)):
+        assert begun == 2
+        assert losses == pytest.approx(wanted[worker][2:], rel=1e-10)
+
+
+def go_on_alone(out: str) -> tuple[int, set[str], list[float]]:
+    t = trainer(*FLAGS, "--out", out, "--resume", "auto")
+    slots = {slot for state in t.optimizer.state.values() for slot in state}
+    return t.first_step, slots, [float(local_tensor(p).sum()) for p in t.model.parameters()]
+
+
+def test_the_number_of_workers_may_change(ranks, tmp_path):
+    """One goes on alone from worker 0's; of three the last has none of its own, and takes worker 0's too."""
+    ranks(2, save_at, {"workers": 2}, str(tmp_path), [[3], [3]])
+    ((first, slots, _),) = ranks(1, go_on_alone, str(tmp_path))
+    assert first == 3
+    assert slots == {"step", "exp_avg", "exp_avg_sq"}
+    found = ranks(3, go_on, {"workers": 3}, str(tmp_path), "--workers", "3", "--global-batch", "6")
+    assert [begun for _, begun, _ in found] == [3, 3, 3]
+    assert len({losses[0] for *_, losses in found}) == 3  # other samples
+
+
+# --- as people start it ---------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
+    flags = ["--steps", "4", "--eval-every", "2", "--eval-samples", "4", "--save-every", "2", "--micro-batch", "1"]
+    result = command(*flags, "--workers", "2", "--local-steps", "2", "--out", str(tmp_path), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["worker-0", "worker-1"]
+    records = [read(tmp_path / f"worker-{worker}") for worker in range(2)]
+    for worker, mine in enumerate(records):
+        folder = tmp_path / f"worker-{worker}"
+        assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "config.json", "loss.png", "metrics.jsonl"]
+        assert [r["step"] for r in mine if "loss" in r] == [0, 1, 2, 3]
+        merges = [(r["step"], r["merge"]) for r in mine if "merge" in r]
+        assert [step for step, _ in merges] == [1, 3]
+        assert all(-1 <= merge["agreement"] <= 1 and len(merge["norms"]) == 2 for _, merge in merges)
+        assert [inspect(path).step for path in checkpoints(folder / "checkpoints")] == [4, 2]
+    for a, b in zip(*records, strict=True):
+        assert a.get("merge") == b.get("merge")
+        assert a.get("val_loss") == b.get("val_loss")  # of one model, just merged
+        assert "loss" not in a or a["loss"] != b["loss"]
+    assert result.stdout.count("mesh of") == 1
+    assert result.stdout.count("worker 0 of 2: mesh of 1 ranks") == 1
+    assert result.stdout.count("--- a sample") == 1
+    assert "worker 1: step 1: validation loss" in result.stderr + result.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again_and_the_run_ends_as_if_it_had_not_been(tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    flags = ["--steps", "7", "--save-every", "2", "--dropout", "0.1", "--workers", "2", "--local-steps", "3"]
+    status, _, stderr = finish(start(*flags, "--out", str(whole)))
+    assert status == 0, stderr
+    status, stdout, stderr = finish(
+        start(*flags, "--out", str(again), fault=("kill", 1, 5), torchrun=("--max-restarts", "2"))
+    )
+    assert status == 0, stderr
+    assert "worker 0 resumed after step 4, from sample 16" in stdout
+    for worker in ("worker-0", "worker-1"):
+        mine, wanted = ([{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read(out / worker)]
+                        for out in (again, whole))  # fmt: skip
+        assert mine == wanted

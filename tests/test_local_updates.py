@@ -1,0 +1,540 @@
+"""Local updates: workers on any layout against dense models that are merged by hand, and what they send."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from examples.gpt.model import GPTConfig
+from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize
+from mpcore.checkpoint import load, save
+from mpcore.data_parallel import reshard, shard_data_parallel
+from mpcore.local_updates import DiLoCo, Merge
+from mpcore.mesh import mesh_ranks
+from mpcore.sharding import local_tensor
+from tests.equality import close
+from tests.pool import Pool, RankError, mesh
+from tests.test_checkpoint import BATCH, CONFIG, Run, same_bits, size_of
+
+DILOCO = {"every": 4, "lr": 0.7, "momentum": 0.9}
+PLAIN_MOMENTUM = {"every": 3, "lr": 0.5, "momentum": 0.8, "nesterov": False}
+LOCAL_SGD = {"every": 2, "lr": 1.0, "momentum": 0.0}
+FRAGMENTS = {
+    "every": 5,  # of two layers, so that one is empty
+    "lr": 0.7,
+    "momentum": 0.9,
+    "fragments": 3,
+}
+STEPS = 11
+
+
+class Worker(Run):
+    """A run whose optimizer merges."""
+
+    def __init__(self, on: Mesh, options: dict, config: GPTConfig = CONFIG, zero: int = 0) -> None:
+        super().__init__(on, config, zero % 10, replicate=zero // 10 or 1)
+        self.merges = self.optimizer = DiLoCo(self.optimizer, self.model, on, **options)
+
+    def step(self, step: int) -> float:
+        loss = super().step(step * self.mesh.workers.size + self.mesh.workers.rank)
+        self.merged = self.merges.merge(step + 1)
+        return loss
+
+
+def norm(tensors: list) -> float:
+    return math.sqrt(sum(x.square().sum().item() for x in tensors))
+
+
+class ByHand:
+    """Dense models in one process, merged by torch's SGD."""
+
+    def __init__(self, workers: int, options: dict, config: GPTConfig = CONFIG) -> None:
+        self.runs = [Run(Mesh(), config) for _ in range(workers)]
+        self.every, self.fragments = options["every"], options.get("fragments", 1)
+        self.anchors = {name: nn.Parameter(p.detach().clone()) for name, p in self.runs[0].model.named_parameters()}
+        momentum = {"momentum": options["momentum"], "nesterov": options.get("nesterov", options["momentum"] > 0)}
+        self.outer = torch.optim.SGD(self.anchors.values(), lr=options["lr"], **momentum)
+        self.norms: tuple[float, list[float]] | None = None
+
+    def due(self, done: int) -> Iterator[int]:
+        for fragment in range(self.fragments):
+            first = (fragment + 1) * self.every // self.fragments
+            if done >= first and (done - first) % self.every == 0:
+                yield fragment
+
+    @torch.no_grad()
+    def merge(self, fragment: int) -> None:
+        of = {name: int((re.findall(r"\d+", name) or ["0"])[0]) % self.fragments for name in self.anchors}
+        models = [dict(run.model.named_parameters()) for run in self.runs]
+        mine = [name for name in self.anchors if of[name] == fragment]
+        moved = [[self.anchors[name] - model[name] for name in mine] for model in models]
+        for name, *each in zip(mine, *moved, strict=True):
+            self.anchors[name].grad = torch.stack(each).mean(0)
+        mean = norm([self.anchors[name].grad for name in mine])
+        self.norms = mean, [norm(each) for each in moved]
+        self.outer.step()
+        self.outer.zero_grad()
+        for model in models:
+            for name in mine:
+                model[name].copy_(self.anchors[name])
+
+    def step(self, step: int) -> list[float]:
+        losses = [run.step(step * len(self.runs) + worker) for worker, run in enumerate(self.runs)]
+        self.norms = None
+        for fragment in self.due(step + 1):
+            self.merge(fragment)
+        return losses
+
+
+_by_hand: dict = {}
+
+
+def by_hand(workers: int, options: dict, config: GPTConfig = CONFIG):
+    """Losses, norms of merges and parameters, of each worker."""
+    key = (workers, tuple(options.items()), config)
+    if key not in _by_hand:
+        dense = ByHand(workers, options, config)
+        steps = [(dense.step(step), dense.norms) for step in range(STEPS)]
+        _by_hand[key] = steps, [run.full() for run in dense.runs]
+    return _by_hand[key]
+
+
+def train(sizes: dict, options: dict, config: GPTConfig, zero: int):
+    run = Worker(mesh(**sizes), options, config, zero)
+    steps = []
+    for step in range(STEPS):
+        if step == 3:
+            run.evaluate()  # leaves parameters gathered
+        steps.append((run.step(step), run.merged))
+    reshard(run.model)
+    return run.mesh.workers.rank, steps, run.full()
+
+
+LAYOUTS = [
+    ({"workers": 2, "tp": 2}, DILOCO, 0),
+    ({"workers": 2, "tp": 2}, FRAGMENTS, 0),
+    ({"workers": 2, "pp": 2}, FRAGMENTS, 0),
+    ({"workers": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
+    ({"workers": 2, "dp": 2}, FRAGMENTS, 1),
+    ({"workers": 2, "dp": 2}, DILOCO, 2),
+    ({"workers": 2, "dp": 2}, DILOCO, 3),
+    ({"workers": 2, "cp": 2}, LOCAL_SGD, 3),
+    ({"workers": 3}, DILOCO, 0),
+    ({"workers": 1, "tp": 3}, DILOCO, 0),
+]
+MORE_LAYOUTS = [
+    ({"workers": 2, "tp": 2, "dp": 2}, FRAGMENTS, 3),
+    ({"workers": 2, "tp": 2, "pp": 2}, DILOCO, 0),
+    ({"workers": 2, "pp": 2, "dp": 2}, FRAGMENTS, 1),
+    ({"workers": 2, "dp": 4}, DILOCO, 22),
+    ({"workers": 4, "tp": 2}, FRAGMENTS, 0),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "zero"), LAYOUTS, ids=str)
+def test_workers_on_every_layout_train_and_merge_as_dense_ones_by_hand(ranks, sizes, options, zero):
+    """Losses and norms of all steps, parameters and Adam's moments in the end, dropout on."""
+    compare_with_dense(ranks, sizes, options, zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "options", "zero"), MORE_LAYOUTS, ids=str)
+def test_workers_on_eight_ranks_train_and_merge_as_dense_ones_by_hand(eight_ranks, sizes, options, zero):
+    compare_with_dense(eight_ranks, sizes, options, zero)
+
+
+def compare_with_dense(ranks: Pool, sizes: dict, options: dict, zero: int) -> None:
+    config = replace(CONFIG, tie_embeddings="pp" in sizes)
+    wanted, states = by_hand(sizes["workers"], options, config)
+    seen = [set() for _ in range(sizes["workers"])]
+    for worker, steps, state in ranks(size_of(sizes), train, sizes, options, config, zero):
+        for step, ((loss, merged), (losses, norms)) in enumerate(zip(steps, wanted, strict=True)):
+            assert loss == pytest.approx(losses[worker], abs=1e-10), step
+            assert (merged is None) == (norms is None), step
+            if merged is not None:
+                assert merged.step == step + 1
+                assert merged.norm == pytest.approx(norms[0], rel=1e-9)
+                assert merged.norms == pytest.approx(norms[1], rel=1e-9)
+        for name, value in state.items():
+            if "outer" not in name:
+                close(value, states[worker][name], f"{name} of worker {worker}", 1e-10)
+                seen[worker].add(name)
+    assert all(names == states[0].keys() for names in seen)
+
+
+def check_bits(sizes: dict):
+    run = Worker(mesh(**sizes), DILOCO)
+    for step in range(DILOCO["every"]):
+        run.step(step)
+    return {name: value for name, value in run.full().items() if name.startswith("model/") or "outer" in name}
+
+
+def test_workers_hold_the_same_bits_after_a_merge(ranks):
+    first, *others = ranks(3, check_bits, {"workers": 3})
+    for other in others:
+        same_bits(other, first)
+
+
+# --- what it is the same as -----------------------------------------------------------------------------------------
+
+
+def linear_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: range) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 64, 3, generator=g, dtype=torch.float64)[:, samples]
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_data_parallel():
+    on = mesh(workers=2)
+    torch.manual_seed(0)
+    model, dense = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    dense.load_state_dict(model.state_dict())
+    ours = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, on, every=1, lr=1.0, momentum=0.0)
+    theirs = torch.optim.SGD(dense.parameters(), lr=0.1)
+    for step in range(8):
+        linear_step(model, ours, range(8 * step + 4 * on.workers.rank, 8 * step + 4 * on.workers.rank + 4))
+        ours.merge(step + 1)
+        linear_step(dense, theirs, range(8 * step, 8 * step + 8))
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            close(p.detach(), q.detach(), f"step {step}", 1e-14)
+
+
+def test_averaging_every_step_of_sgd_is_data_parallelism(ranks):
+    ranks(2, check_data_parallel)
+
+
+def check_agreement():
+    on = mesh(workers=2)
+    found = []
+    for directions in ([[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [-1.0, 0.0]], [[0.0, 0.0]] * 2):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
+        model.weight.grad = torch.tensor([directions[on.workers.rank]])
+        optimizer.step()
+        merged = optimizer.merge(1)
+        assert isinstance(merged, Merge)
+        found.append((merged.norm, merged.norms, merged.agreement))
+    return found
+
+
+def test_agreement_says_how_alike_workers_moved(ranks):
+    for found in ranks(2, check_agreement):
+        assert found == [
+            (1.0, (1.0, 1.0), 1.0), (pytest.approx(0.5**0.5), (1.0, 1.0), pytest.approx(0)), (0.0, (1.0, 1.0), -1.0),
+            (0.0, (0.0, 0.0), 1.0),
+        ]  # fmt: skip
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def check_messages(sizes: dict, options: dict, steps: int):
+    run = Worker(mesh(**sizes), options)
+    between = [run.mesh.workers.group, dist.group.WORLD]
+    counts = []
+    for step in range(steps):
+        before = [group._get_sequence_number_for_group() for group in between]
+        run.step(step)
+        counts.append([group._get_sequence_number_for_group() - b for group, b in zip(between, before, strict=True)])
+    return counts
+
+
+@pytest.mark.parametrize("options", [DILOCO, FRAGMENTS], ids=str)
+def test_nothing_is_sent_between_workers_between_merges(ranks, options):
+    first = {(i + 1) * options["every"] // options.get("fragments", 1) for i in range(options.get("fragments", 1))}
+    for counts in ranks(4, check_messages, {"workers": 2, "tp": 2}, options, 10):
+        for step, of in enumerate(counts):
+            due = (step + 1) % options["every"] in {n % options["every"] for n in first}
+            assert [count > 0 for count in of] == [due, due], (step, of)
+
+
+# --- the mesh -------------------------------------------------------------------------------------------------------
+
+
+def check_mesh(sizes: dict):
+    on = mesh(**sizes)
+    where = [(axis, dist.get_process_group_ranks(getattr(on, axis).group) if getattr(on, axis).group else None)
+             for axis in ("tp", "pp", "dp", "data", "world", "workers", "job")]  # fmt: skip
+    return dict(where), on.workers.rank, on.world.rank, str(on).splitlines()[0]
+
+
+def test_each_worker_has_the_mesh_of_a_job_of_its_own(ranks):
+    alone = mesh_ranks(pp=2)
+    for rank, (where, worker, place, text) in enumerate(ranks(4, check_mesh, {"workers": 2, "pp": 2})):
+        assert (worker, place) == divmod(rank, 2)
+        assert where["pp"] == [2 * worker + r for r in alone["pp"][0]]
+        assert where["world"] == [2 * worker, 2 * worker + 1]
+        assert where["workers"] == [place, place + 2]
+        assert where["job"] == [0, 1, 2, 3]
+        assert text == f"worker {worker} of 2: mesh of 2 ranks: pp 2 x dp 1 x cp 1 x tp 1"
+
+
+def test_one_worker_is_the_whole_job(ranks):
+    for where, worker, _, text in ranks(2, check_mesh, {"tp": 2}):
+        assert where["world"] == where["job"] == where["tp"] == [0, 1]
+        assert (worker, where["workers"]) == (0, None)
+        assert text.startswith("mesh of 2 ranks")
+    on = Mesh()
+    assert (on.workers.size, on.job.size) == (1, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 3, True, 1.0], ids=str)
+def test_workers_that_do_not_divide_the_job_are_refused(ranks, workers):
+    with pytest.raises(RankError, match=rf"workers {workers} do not divide the world size 2 into equal parts"):
+        ranks(2, check_mesh, {"workers": workers})
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def check_save(sizes: dict, options: dict, zero: int, folder: str, at: int, how: str):
+    run = Worker(mesh(**sizes), options, zero=zero)
+    run.steps(0, at)
+    run.evaluate()
+    reshard(run.model)
+    path = f"{folder}/{run.mesh.workers.rank}"
+    run.save(path, at)
+    return run.steps(at, STEPS)
+
+
+def check_load(sizes: dict, options: dict, zero: int, folder: str, at: int, how: str):
+    run = Worker(mesh(**sizes), options, zero=zero)
+    if how == "used":
+        run.steps(20, 22)
+    run.load(f"{folder}/{run.mesh.workers.rank}")
+    return run.mesh.workers.rank, run.steps(at, STEPS)
+
+
+@pytest.mark.parametrize("at", [4, 6], ids=["at a merge", "between two"])
+@pytest.mark.parametrize("how", ["fresh", "used"])
+def test_any_layout_goes_on_from_what_another_has_saved(ranks, tmp_path, at, how):
+    writer, reader = ({"workers": 2, "tp": 2}, DILOCO, 0), ({"workers": 2, "dp": 2}, DILOCO, 3)
+    wanted = ranks(4, check_save, *writer, str(tmp_path), at, how)
+    for worker, losses in ranks(4, check_load, *reader, str(tmp_path), at, how):
+        assert losses == pytest.approx(wanted[2 * worker], abs=1e-10)
+
+
+def check_from_plain(folder: str):
+    on = mesh(workers=2)
+    run = Worker(on, DILOCO)
+    manifest = load(f"{folder}/plain", run.model, run.optimizer, mesh=on)
+    losses = [run.step(step) for step in range(manifest.step, 8)]
+    save(f"{folder}/{on.workers.rank}", run.model, run.optimizer, mesh=on, step=8)
+    return losses, {name: x for name, x in run.full().items() if name.startswith("model/")}
+
+
+def test_workers_begin_from_a_checkpoint_without_merges_and_a_run_without_from_theirs(ranks, tmp_path):
+    plain = Run(Mesh())
+    plain.steps(0, 4)
+    plain.save(tmp_path / "plain", 4)
+    (losses, merged), (_, other) = ranks(2, check_from_plain, str(tmp_path))
+    same_bits(other, merged)
+    dense = ByHand(2, DILOCO)
+    for run in dense.runs:
+        run.load(tmp_path / "plain")
+    for name, p in dense.runs[0].model.named_parameters():
+        dense.anchors[name].data.copy_(p)
+    wanted = [dense.step(step)[0] for step in range(4, 8)]
+    assert losses == pytest.approx(wanted, abs=1e-10)
+    again = Run(Mesh())
+    assert again.load(tmp_path / "0").step == 8
+    same_bits({name: x for name, x in again.full().items() if name.startswith("model/")}, merged)
+
+
+def check_state_dict():
+    on = mesh(workers=2)
+    run, other = Worker(on, DILOCO), Worker(on, DILOCO)
+    run.steps(0, 5)
+    other.model.load_state_dict(run.model.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert run.steps(5, 9) == other.steps(5, 9)
+    same_bits(run.full(), other.full())
+
+
+def test_its_state_dict_goes_on_where_it_was(ranks):
+    ranks(2, check_state_dict)
+
+
+def test_merges_until_counts_the_merges_of_all_fragments():
+    model = nn.Linear(2, 2)
+    for every, fragments in ((4, 1), (5, 3), (3, 3), (7, 2)):
+        optimizer = DiLoCo(torch.optim.SGD(model.parameters()), model, Mesh(), every, fragments=fragments)
+        count = 0
+        for step in range(1, 30):
+            count += optimizer.merge(step) is not None
+            assert optimizer.merges_until(step) == count
+        assert optimizer.merges_until(0) == 0
+
+
+# --- precision, buffers, frozen parameters --------------------------------------------------------------------------
+
+
+def check_half(dtype: torch.dtype, masters: bool):
+    on = mesh(workers=2)
+    model = materialize(nn.Sequential(ColumnParallelLinear(6, 4, device="meta", dtype=dtype)), 0)
+    (weight,) = (p for p in model.parameters() if p.dim() > 1)
+    start = weight.detach().float().clone()
+    inner = AdamW(model, lr=1e-2, masters=masters)
+    optimizer = DiLoCo(inner, model, on, every=2, lr=1.0, momentum=0.0)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + on.workers.rank + step)
+        optimizer.step()
+        before = inner.state[weight]["master"].clone() if masters else weight.detach().float().clone()
+        merged = optimizer.merge(step + 1)
+    assert merged is not None
+    anchor = optimizer.state[weight]["outer_anchor"]
+    assert anchor.dtype == torch.float32
+    assert torch.equal(weight, anchor.to(dtype))
+    if masters:
+        assert torch.equal(inner.state[weight]["master"], anchor)
+    return before, anchor.clone(), start
+
+
+@pytest.mark.parametrize(("dtype", "masters"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_pitfall_34_half_precision_is_merged_in_float32(ranks, dtype, masters):
+    (one, anchor, start), (two, other, _) = ranks(2, check_half, dtype, masters)
+    assert torch.equal(anchor, other)
+    rounding = 0 if masters else torch.finfo(dtype).eps * start.abs().max().item()  # anchors beside what was given out
+    close(anchor, (one + two) / 2, "the mean of what workers had", 1e-6 + rounding)
+    assert not torch.equal(anchor, anchor.to(dtype).float()), "the mean of two has more bits than either"
+
+
+class Counting(nn.Module):
+    """A module with a buffer that training moves, one that isn't saved, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("bias", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+def check_buffers():
+    on = mesh(workers=2)
+    model = Counting()
+    optimizer = DiLoCo(torch.optim.SGD([model.weight, model.frozen], lr=1.0), model, on, every=2)
+    for step in range(2):
+        for buffer in model.buffers():
+            buffer += 1 + on.workers.rank
+        optimizer.merge(step + 1)
+    return [b.tolist() for b in (model.bias, model.steps, model.cache)], len(optimizer.state)
+
+
+def test_saved_buffers_are_averaged_and_frozen_parameters_left_alone(ranks):
+    for worker, (buffers, states) in enumerate(ranks(2, check_buffers)):
+        assert buffers == [[3.0] * 3, 2 * (1 + worker), [2.0 * (1 + worker)] * 3]
+        assert states == 1
+
+
+def check_muon():
+    on = mesh(workers=2, tp=2)
+    model = materialize(nn.Sequential(ColumnParallelLinear(8, 8, tp=on.tp, bias=False, device="meta")), 0)
+    optimizer = DiLoCo(Muon(model, mesh=on), model, on, every=1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.merge(1) is not None
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.5e-3
+    assert {"momentum_buffer", "outer_anchor"} <= optimizer.state[model[0].weight].keys()
+
+
+def test_any_optimizer_and_torchs_schedules_work_with_it(ranks):
+    ranks(4, check_muon)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every 0 is not at least one step"),
+        ({"every": 1.5}, "every 1.5 is not at least one step"),
+        ({"every": 4, "fragments": 5}, "fragments 5 is not from 1 to the 4 steps"),
+        ({"fragments": 0}, "fragments 0 is not from 1"),
+        ({"lr": 0.0}, "outer lr 0.0 is not above 0"),
+        ({"lr": math.nan}, "outer lr nan is not above 0"),
+        ({"momentum": 1.0}, "momentum not from 0 to below 1|momentum 1.0 not from 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(torch.optim.SGD(model.parameters()), model, Mesh(), **options)
+    with pytest.raises(ValueError, match=r"parameter of shape \(2, 2\) is none of the model's"):
+        DiLoCo(torch.optim.SGD(nn.Linear(2, 2).parameters()), model, Mesh())
+
+
+def check_refused(what: str):
+    on = mesh(workers=2, tp=2)
+    torch.manual_seed(0 if what != "seed" else on.workers.rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + (on.workers.rank if what == "shape" else 0)))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DiLoCo(inner, model, on, every=2 + (on.workers.rank if what == "every" else 0))
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if what == "nan" and on.workers.rank == 1 and on.tp.rank == 1:
+            model[1].bias.grad.fill_(math.nan)
+        optimizer.step()
+        if what == "anchor" and on.job.rank == 2:
+            optimizer.state[model[0].bias]["outer_anchor"][1] += 1e-7
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            optimizer.merge(step + 1)
+        except ValueError:
+            assert all(x.allclose(p, equal_nan=True) for x, p in zip(before, model.parameters(), strict=True))
+            raise
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", r"0.weight differs between workers 0 and 1 of 2: begin all with one seed or one checkpoint"),
+        ("shape", r"ranks 0 and 1 disagree about the model of each worker \(1.bias: .*\(3,\).* and .*\(4,\)"),
+        ("every", r"ranks 0 and 2 disagree about the local updates \(every: 2 and 3\)"),
+        ("anchor", r"0.bias after the last merge differs between workers 0 and 1 of 2"),
+        ("nan", r"1.bias of worker 1 of 2 is not finite: nothing was merged \(on rank 3 of 4\)"),
+    ],
+)
+def test_workers_that_differ_are_refused_on_all_ranks(ranks, what, message):
+    with pytest.raises(RankError, match=message) as error:
+        ranks(4, check_refused, what)
+    assert all(f"rank {rank}" in str(error.value) for rank in range(4))
+
+
+def check_empty():
+    on = mesh(workers=2, dp=2)
+    model = materialize(nn.Sequential(nn.Linear(3, 1, device="meta")), 0)
+    shard_data_parallel(model, on, zero=3)
+    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
+    (model(torch.ones(2, 3)).sum() * (1 + on.workers.rank)).backward()
+    optimizer.step()
+    assert optimizer.merge(1) is not None
+    return [local_tensor(p).numel() for p in model.parameters()]
+
+
+def test_a_rank_may_hold_nothing(ranks):
+    assert [0, 0] in ranks(4, check_empty)
+
+
+def test_one_worker_looks_ahead():
+    assert BATCH % 2 == 0
+    run = Worker(Mesh(), {"every": 1, "lr": 1.0, "momentum": 0.0})
+    plain = Run(Mesh())
+    assert run.steps(0, 4) == pytest.approx(plain.steps(0, 4), abs=1e-12)
