@@ -173,8 +173,7 @@ class DiLoCo(torch.optim.Optimizer):
             step: steps done since training began, those that were skipped included. It alone says what is due.
 
         Returns:
-            What was done, the same on all ranks but for stages of a pipeline, which agree about the norms alone; None
-            where nothing was due: then nothing was sent.
+            What was done, the same on all ranks; None where nothing was due: then nothing was sent.
 
         Raises:
             ValueError: on every rank, with nothing changed, if what a worker moved by is no number, or workers differ
@@ -274,8 +273,9 @@ class DiLoCo(torch.optim.Optimizer):
         number."""
         error = None
         try:
-            shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
-            check_same("model of each worker", shapes, self.mesh.workers)
+            if moved is None:
+                shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+                check_same("model of each worker", shapes, self.mesh.workers)
             hashes = [cross_replica_hash(local_tensor(x).detach()) for x in tensors.values()]
             rows = self._gather(torch.stack(hashes).to(self.mesh.device)).T.tolist() if hashes else []
             for name, row in zip(tensors, rows, strict=True):

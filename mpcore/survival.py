@@ -386,7 +386,7 @@ class Late(NamedTuple):
     """A rank that is slower than the others.
 
     Attributes:
-        rank: of the world.
+        rank: of the job.
         phase: "compute" of the probe, or as it was timed.
         ratio: its time over the median of the others'.
     """
@@ -451,6 +451,8 @@ class Stragglers:
                                    group=self.mesh.world.group)  # fmt: skip
         self.times = {}
         late = late_ranks(every, self.threshold, self.least) if len(every) > 1 else []
+        if self.mesh.workers.size > 1:  # people know ranks by their number in the job
+            late = [one._replace(rank=one.rank + self.mesh.job.rank - self.mesh.world.rank) for one in late]
         self.row = {(one.rank, one.phase): self.row.get((one.rank, one.phase), 0) + 1 for one in late}
         return [one for one in late if self.row[one.rank, one.phase] >= self.patience]
 

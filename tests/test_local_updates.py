@@ -399,6 +399,11 @@ def check_half(dtype: torch.dtype, masters: bool):
     assert torch.equal(weight, anchor.to(dtype))
     if masters:
         assert torch.equal(inner.state[weight]["master"], anchor)
+    for step in (4, 5):  # nobody moves
+        still = optimizer.merge(step + 1)
+    assert still is not None
+    assert still.norm == 0
+    assert torch.equal(optimizer.state[weight]["outer_anchor"], anchor)
     return before, anchor.clone(), start
 
 

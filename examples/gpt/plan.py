@@ -10,9 +10,17 @@ import argparse
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from examples.gpt.arguments import DTYPES, check, model_config, parse, plan_stages, recompute_kind
+from examples.gpt.arguments import (
+    DTYPES,
+    check,
+    merge_options,
+    model_config,
+    parse,
+    plan_stages,
+    recompute_kind,
+)
 from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
 from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
 from mpcore.data_parallel import shard_data_parallel
@@ -49,6 +57,9 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
     args = parse(arguments)
     config = model_config(args, PRESETS[args.preset].vocab_size)
+    if args.workers < 1 or args.global_batch % args.workers:
+        raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")
+    args.global_batch //= args.workers  # the mesh is one worker's
     micro_batches = check(args, config, mesh)
     plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
     ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
@@ -73,6 +84,18 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         target = torch.empty(B, T, dtype=torch.int64)
         return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
 
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters, fused=False, foreach=False)
+        slots = ["outer_anchor", "outer_momentum"][: 1 + (merge_options(args)["momentum"] > 0)]  # as DiLoCo keeps them
+
+        def outer(*_: Any) -> None:
+            for p in parameters:
+                made.state[p].update({slot: torch.zeros_like(p) for slot in slots})
+
+        if args.workers > 1:
+            made.register_step_post_hook(outer)
+        return made
+
     half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
     split = plan.splits_backward
     return Work(
@@ -80,7 +103,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         plan,
         inputs,
         loss,
-        lambda parameters: torch.optim.AdamW(parameters, fused=False, foreach=False),
+        optimizer,
         autocast=half,
         # full recomputation under a split backward runs once for each group of weights, which no formula counts
         theory={} if split and args.recompute == "full" else theory(stages, config, mesh, args, micro_batches),

@@ -221,8 +221,10 @@ class Trainer:
 
     def merge(self, done: int) -> Merge | None:
         """Merge the workers, where that is due after so many steps."""
-        if self.merges is None:
+        if self.merges is None or self.merges.merges_until(done) == self.merges.merges_until(done - 1):
             return None
+        for stage in self.stages:
+            reshard(stage)
         with self.parameters_elsewhere.here() if self.parameters_elsewhere else nullcontext():
             return self.merges.merge(done)
 

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.gpt.plan import build
+from mpcore import build_mesh
 from mpcore.checkpoint import checkpoints, inspect, step_path
+from mpcore.collectives import all_reduce
+from mpcore.dry_run import dry_run
 from mpcore.sharding import local_tensor
-from tests.examples.test_pretrain import trainer
+from tests.examples.test_pretrain import TINY, trainer
 from tests.examples.test_pretrain_command import command
 from tests.examples.test_survival_runs import finish, start
 
@@ -118,6 +122,50 @@ def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_pat
         assert losses == pytest.approx(wanted[worker][2:], rel=1e-10)
 
 
+def save_alone(out: str) -> list[int]:
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--async-save", workers=2, tp=2)
+    for step in range(3):
+        t.step(step)
+        if step == 0 and t.mesh.workers.rank == 1:
+            t.save(1)
+            assert t.saving is not None
+            t.saving.wait()
+        t.merge(step + 1)
+    again = build_mesh(workers=2, tp=2)  # the groups that all make later are still the same on all
+    assert all_reduce(torch.ones(()), again.workers) == 2
+    return [inspect(path).step for path in checkpoints(t.checkpoints, t.mesh)]
+
+
+def test_a_worker_saves_in_the_background_without_the_others(ranks, tmp_path):
+    assert ranks(4, save_alone, str(tmp_path), timeout=30) == [[], [], [1], [1]]
+
+
+def skip_on_one(out: str) -> None:
+    t = trainer(*FLAGS, *MERGES, "--steps", "4", "--eval-every", "0", "--out", out, workers=2)
+    real = t.step
+
+    def step(number: int) -> dict:
+        bad = number == 2 and t.mesh.workers.rank == 1
+        hook = t.model.norm.weight.register_hook(lambda grad: grad * (torch.nan if bad else 1.0))
+        found = real(number)
+        hook.remove()
+        return found
+
+    t.step = step
+    t.run()
+
+
+def test_a_worker_that_skips_a_step_merges_all_the_same(ranks, tmp_path):
+    ranks(2, skip_on_one, str(tmp_path), timeout=60)
+    skipped = [tmp_path / f"worker-{worker}" / "skipped.jsonl" for worker in range(2)]
+    assert [path.exists() for path in skipped] == [False, True]
+    first, second = ([r["merge"] for r in read(path.parent) if "merge" in r] for path in skipped)
+    assert first == second
+    assert len(first) == 1
+    (line,) = skipped[1].read_text().splitlines()
+    assert json.loads(line)["samples"] == [10, 11]  # of step 2 with four samples, the second worker's
+
+
 def go_on_alone(out: str) -> tuple[int, set[str], list[float]]:
     t = trainer(*FLAGS, "--out", out, "--resume", "auto")
     slots = {slot for state in t.optimizer.state.values() for slot in state}
@@ -133,6 +181,25 @@ def test_the_number_of_workers_may_change(ranks, tmp_path):
     found = ranks(3, go_on, {"workers": 3}, str(tmp_path), "--workers", "3", "--global-batch", "6")
     assert [begun for _, begun, _ in found] == [3, 3, 3]
     assert len({losses[0] for *_, losses in found}) == 3  # other samples
+
+
+# --- planned --------------------------------------------------------------------------------------------------------
+
+
+def held_by_optimizer(zero: str, momentum: str) -> int:
+    flags = ["--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
+    t = trainer(*flags, workers=2, dp=2)
+    t.step(0)
+    return sum(local_tensor(x).nbytes for state in t.optimizer.state.values() for x in state.values())
+
+
+@pytest.mark.parametrize(("zero", "momentum"), [("0", "0.9"), ("2", "0.9"), ("2", "0")])
+def test_the_plan_of_memory_counts_what_merges_need(ranks, zero, momentum):
+    held, *_ = ranks(4, held_by_optimizer, zero, momentum)
+    flags = [*TINY, "--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
+    plan, alone = (dry_run(build, each, 0, dp=2) for each in (flags, [*TINY, "--zero", zero, "--micro-batch", "1"]))
+    assert plan.optimizer == pytest.approx(held, rel=0.01)
+    assert plan.optimizer > alone.optimizer * (1.4 if momentum == "0" else 1.9)
 
 
 # --- as people start it ---------------------------------------------------------------------------------------------

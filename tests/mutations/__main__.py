@@ -195,14 +195,24 @@ def report(results: dict[tuple[str, str], Result]) -> str:
             f"| {name} | {len(mine)} | {len(tests)} | {_share(r.tests for r in tests)} | {len(seen)} | "
             f"{_share(r.verify for r in seen)} | {sum(r.seconds for r in mine):.0f} |"
         )
-    lines += ["", "## Survivors", ""]
+    survivors = []
     for row in rows:
         for by, verdict in (("the tests", row.tests), ("verify", row.verify)):
             if _missed(verdict):
                 why = EXPLAINED.get(row.what, "not explained yet")
                 how = "not seen" if verdict == "SURVIVED" else f"not tried ({verdict})"
-                lines.append(f"- **{row.area}: {row.what}**, {how} by {by}: {why}")
-    lines += ["", "## Each", "", "| area | mutation | tests | verify | seconds |", "|---|---|---|---|---|"]
+                survivors.append(f"- **{row.area}: {row.what}**, {how} by {by}: {why}")
+    lines += [
+        "",
+        "## Survivors",
+        "",
+        *(survivors or ["None."]),
+        "",
+        "## Each",
+        "",
+        "| area | mutation | tests | verify | seconds |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         cells = [cell.replace("|", r"\|") for cell in (row.area, row.what, row.tests, row.verify)]
         lines.append(f"| {' | '.join(cells)} | {row.seconds:.0f} |")

@@ -21,6 +21,7 @@ FILES = {
     "mpcore/dry_run.py": "an estimate is no number of the step",
     "mpcore/storages.py": "an estimate is no number of the step",
     "mpcore/offload.py": "it offloads nothing",
+    "mpcore/local_updates.py": "it has one worker",
     "mpcore/recompute.py": "it recomputes nothing",
     "mpcore/pipeline/prove.py": "its schedule is right",
     "mpcore/pipeline/partition.py": "where the stages are cut is no number of the step",
@@ -76,6 +77,7 @@ BEYOND = {
     ),
     "its experts are cut over tp": ("30 the norm leaves out experts on tp ranks",),
     "it sums over data by shard_data_parallel": ("25 data ranks aren't summed",),
+    "it has one worker": ("workers share the first one's groups",),
     "it starts once": ("2 a new attempt takes the dead one's name",),
     "it meets no NaN": ("30 a NaN is lost in the maximum", "a shard masked with -inf gives NaN"),
     "it takes one step, in training": (

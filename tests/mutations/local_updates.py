@@ -1,0 +1,48 @@
+"""Workers that merge, broken."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/test_local_updates.py"
+EXAMPLE = "tests/examples/test_local_updates.py"
+FILE = "mpcore/local_updates.py"
+PRETRAIN = "examples/gpt/pretrain.py"
+
+MUTATIONS = [
+    Mutation("workers are summed, not averaged", FILE, "all_reduce(flat, self.mesh.workers) / size",
+             "all_reduce(flat, self.mesh.workers)", TESTS),
+    Mutation("data ranks are averaged in the workers' place", FILE, "mean = all_reduce(flat, self.mesh.workers)",
+             "mean = all_reduce(flat, self.mesh.data)", TESTS),
+    Mutation("the outer momentum forgets", FILE, ".mul_(self.momentum).add_(gradient)", ".copy_(gradient)", TESTS),
+    Mutation("the outer step doesn't look ahead", FILE, "if self.nesterov else momentum",
+             "if False else momentum", TESTS),
+    Mutation("the outer step looks ahead unasked", FILE, "if self.nesterov else momentum",
+             "if True else momentum", TESTS),
+    Mutation("the outer learning rate is 1", FILE, "sub_(gradient, alpha=self.lr)", "sub_(gradient)", TESTS),
+    Mutation("parameters go on without the merge", FILE, "now.detach().copy_(state[_ANCHOR])", "pass", TESTS),
+    Mutation("a merge comes a step late", FILE, "(step - first) % self.every == 0]",
+             "(step - 1 - first) % self.every == 0]", TESTS),
+    Mutation("all fragments are merged at the end", FILE, "(i + 1) * self.every // self.fragments",
+             "self.every", TESTS),
+    Mutation("fragments are of blocks in a row", FILE, "int(number.group()) % self.fragments",
+             "min(int(number.group()) // 2, self.fragments - 1)", TESTS),
+    Mutation("34 masters don't hear of the merge", FILE, '.get("master", p)', '.get("none", p)', TESTS),
+    Mutation("34 what rounding cut off counts as moved", FILE, "anchor.to(now.dtype).to(anchor.dtype) - now",
+             "anchor - now", TESTS),
+    Mutation("buffers aren't averaged", FILE, "[*moved.values(), *self._buffers(fragment)]",
+             "[*moved.values()]", TESTS),
+    Mutation("workers may begin apart", FILE, "if value != row[0]]", "if False]", TESTS),
+    Mutation("NaN is merged", FILE, "if not good:", "if False:", TESTS),
+    Mutation("anchors are taken anew at each step", FILE, "if _ANCHOR not in state:", "if True:", TESTS),
+    Mutation("a checkpoint's anchors are lost", FILE, "            self.outer[p] = ours", "            pass", TESTS),
+    Mutation("workers share the first one's groups", "mpcore/mesh.py", "[[start + rank for rank in group] for start",
+             "[[rank for rank in group] for start", TESTS),
+    Mutation("a save waits for the other workers", "mpcore/checkpoint/saving.py", "mesh.workers.size > 1}",
+             "False}", EXAMPLE),
+    Mutation("workers train on the same samples", PRETRAIN, "self.mesh.workers.rank * count, count",
+             "0, count", EXAMPLE),
+    Mutation("a worker goes on from its newest checkpoint", PRETRAIN, "if merges[path] == most]", "if True]", EXAMPLE),
+    Mutation("a damaged checkpoint is passed over by its worker alone", PRETRAIN,
+             'all_reduce(failed, self.mesh.workers, "max")', "failed", EXAMPLE),
+    Mutation("a skipped step skips its merge", PRETRAIN, "merged = self.merge(step + 1)",
+             'merged = self.merge(step + 1) if math.isfinite(entry["grad_norm"]) else None', EXAMPLE),
+]  # fmt: skip
