@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpcore.collectives import all_reduce
+from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
 from mpcore.data_parallel import reshard
 from mpcore.gradients import norm_of
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
@@ -54,7 +54,7 @@ class Merge(NamedTuple):
     @property
     def agreement(self) -> float:
         """How alike the workers moved: the mean inner product of two over the mean square. 1: all alike; 0: at right
-        angles, so that averaging cancels all that it can."""
+        angles; -1 / (workers - 1): they cancel."""
         squares, size = sum(norm**2 for norm in self.norms), len(self.norms)
         if size == 1 or squares == 0:
             return 1.0
@@ -67,10 +67,13 @@ class DiLoCo(torch.optim.Optimizer):
     The gradient of the outer step is the mean over workers of how far each has moved since the last merge. With `lr=1`
     and `momentum=0` parameters are averaged, which is Local SGD (federated averaging). The inner optimizer's state is
     never merged. It costs one more copy of the parameters, and one of momentum, in float32 (float64 for float64), cut
-    as they are. Persistent floating-point buffers, such as the biases of routers, are averaged.
+    as they are, and during a merge one of what is merged. What isn't trained but differs between workers, such as the
+    biases of routers and persistent buffers in floating point, is averaged. Trained parameters that another optimizer
+    has are left alone.
 
-    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, at any step. A
-    checkpoint of the inner optimizer alone can be loaded: then workers begin from there.
+    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge` of any
+    step. A checkpoint of the inner optimizer alone can be loaded: then workers begin from there. Call `begin` after a
+    load. With `mpcore.offload.offload_parameters`, call `begin` before it, and `merge` within its `here()`.
 
     Args:
         optimizer: the inner one, made after the model is sharded. Its `param_groups` are this one's.
@@ -98,23 +101,34 @@ class DiLoCo(torch.optim.Optimizer):
         nesterov: bool = True,
         fragments: int = 1,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every {every!r} is not at least one step")
-        if not isinstance(fragments, int) or not 1 <= fragments <= every:
-            raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
-        if not 0 < lr < math.inf or not 0 <= momentum < 1:
-            raise ValueError(f"the outer lr {lr} is not above 0, or the momentum {momentum} not from 0 to below 1")
         self.optimizer, self.model, self.mesh = optimizer, model, mesh
         self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         reshard(model)
         self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in owners(model)}
-        for parameter in self._parameters():
-            if parameter not in self.names:
-                raise ValueError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is none of the model's")
+        error = None
+        try:
+            self._check()
+        except ValueError as problem:
+            error = problem
+        raise_together(error)
         options = {"every": every, "lr": lr, "momentum": momentum, "nesterov": nesterov, "fragments": fragments}
         check_same("local updates", options)
         self._compare({name: parameter for parameter, name in self.names.items()})
+
+    def _check(self) -> None:
+        every, fragments = self.every, self.fragments
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every {every!r} is not at least one step")
+        if not isinstance(fragments, int) or not 1 <= fragments <= every:
+            raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
+        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"the outer lr {self.lr} is not above 0, or the momentum {self.momentum} not from 0 to below 1"
+            )
+        for parameter in self._parameters():
+            if parameter not in self.names:
+                raise ValueError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is none of the model's")
 
     # --- as an optimizer ----------------------------------------------------------------------------------------------
 
@@ -156,7 +170,7 @@ class DiLoCo(torch.optim.Optimizer):
         """What `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict["inner"])
         for place, p in enumerate(self._parameters()):
-            self.outer[p] = {slot: x.detach().clone() for slot, x in state_dict["outer"][place].items()}
+            self.outer[p] = {slot: x.detach().to(p.device, copy=True) for slot, x in state_dict["outer"][place].items()}
 
     # --- merges -------------------------------------------------------------------------------------------------------
 
@@ -164,6 +178,16 @@ class DiLoCo(torch.optim.Optimizer):
         """How many merges `step` steps have had. Workers may go on from checkpoints of different steps where this is
         the same."""
         return sum((step - first) // self.every + 1 for first in self._first_merges() if step >= first)
+
+    def begin(self) -> None:
+        """Take the parameters as they are for what workers have in common, where a checkpoint said nothing of it, and
+        see that it is: a collective on all ranks of all workers, after a load.
+
+        Raises:
+            ValueError: on every rank, if workers begin from different merges.
+        """
+        self._begin()
+        self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in self._parameters()})
 
     @torch.no_grad()
     def merge(self, step: int) -> Merge | None:
@@ -189,7 +213,7 @@ class DiLoCo(torch.optim.Optimizer):
         moved = {p: self._moved(p) for p in mine}
         self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in mine}, moved)
         norms = self._gather(norm_of(self.model, self.mesh, moved.get))
-        self._average([*moved.values(), *self._buffers(fragment)])
+        self._average([*moved.values(), *self._differing(fragment)])
         norm = float(norm_of(self.model, self.mesh, moved.get))
         for p, gradient in moved.items():
             self._outer_step(p, gradient)
@@ -206,12 +230,15 @@ class DiLoCo(torch.optim.Optimizer):
         groups = (group["params"] for group in self.param_groups)
         return (p for p in itertools.chain(*groups) if p.requires_grad)
 
-    def _buffers(self, fragment: int) -> Iterator[Tensor]:
+    def _differing(self, fragment: int) -> list[Tensor]:
+        """What isn't trained and differs between workers: what is the same keeps its bits."""
+        found = [p for p in self.names if not p.requires_grad and self._fragment(self.names[p]) == fragment]
         for prefix, module in self.model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 saved = leaf not in module._non_persistent_buffers_set
-                if saved and buffer.is_floating_point() and self._fragment(prefix) == fragment:
-                    yield buffer
+                found += [buffer] if saved and self._fragment(prefix) == fragment else []
+        found = [x.detach() for x in found if x.is_floating_point()]
+        return [x for x, row in zip(found, self._hashes(found), strict=True) if len(set(row)) > 1]
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -221,8 +248,8 @@ class DiLoCo(torch.optim.Optimizer):
             if _ANCHOR not in state:
                 wide = torch.promote_types(p.dtype, torch.float32)
                 state[_ANCHOR] = self._now(p).detach().to(wide, copy=True)
-                if self.momentum:
-                    state[_MOMENTUM] = torch.zeros_like(state[_ANCHOR])
+            if self.momentum and _MOMENTUM not in state:
+                state[_MOMENTUM] = torch.zeros_like(state[_ANCHOR])
 
     def _now(self, p: Tensor) -> Tensor:
         """The parameter as the inner optimizer has it: its master, where there is one."""
@@ -232,7 +259,7 @@ class DiLoCo(torch.optim.Optimizer):
         """What a parameter has moved by, in the anchor's dtype: from what the last merge gave out, which is the anchor
         in the parameter's."""
         anchor, now = self.outer[p][_ANCHOR], self._now(p).detach()
-        return anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.dtype)
+        return anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype)
 
     def _outer_step(self, p: Tensor, gradient: Tensor) -> None:
         state = self.outer[p]
@@ -254,8 +281,9 @@ class DiLoCo(torch.optim.Optimizer):
         return all_reduce(rows, self.mesh.workers).cpu()
 
     def _average(self, tensors: list[Tensor]) -> None:
-        """Have each tensor hold the mean over workers."""
-        size = self.mesh.workers.size
+        """Have each tensor hold the mean over workers, whose sum has one order wherever an element lies: so replicas on
+        several ranks of a worker, which may lie elsewhere in their messages, stay the same bits."""
+        axis, size = self.mesh.workers, self.mesh.workers.size
         buckets: list[list[Tensor]] = []
         for x in map(local_tensor, tensors):
             fits = buckets and buckets[-1][0].dtype == x.dtype
@@ -264,9 +292,22 @@ class DiLoCo(torch.optim.Optimizer):
             buckets[-1].append(x)
         for bucket in buckets:
             flat = torch.cat([x.reshape(-1) for x in bucket])
-            mean = all_reduce(flat, self.mesh.workers) / size
-            for x, part in zip(bucket, mean.split([x.numel() for x in bucket]), strict=True):
+            length, wide = flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+            flat = torch.nn.functional.pad(flat, (0, -length % size)).view(size, -1)
+            total = torch.zeros_like(flat[0], dtype=wide)
+            for row in all_to_all_rows(flat, axis):
+                total += row
+            mean = (total / size).to(flat.dtype)
+            mean = wait(start_all_gather(mean, axis)) if size > 1 else mean
+            for x, part in zip(bucket, mean[:length].split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
+
+    def _hashes(self, tensors: list[Tensor]) -> list[list[int]]:
+        """Of each tensor a hash on every worker."""
+        if not tensors:
+            return []
+        hashes = torch.stack([cross_replica_hash(local_tensor(x).detach()) for x in tensors])
+        return self._gather(hashes.to(self.mesh.device)).T.tolist()
 
     def _compare(self, tensors: dict[str, Tensor], moved: dict[Tensor, Tensor] | None = None) -> None:
         """Refuse to go on, on all ranks, where a tensor is not the same on all workers, or what one moved by is no
@@ -276,9 +317,7 @@ class DiLoCo(torch.optim.Optimizer):
             if moved is None:
                 shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
                 check_same("model of each worker", shapes, self.mesh.workers)
-            hashes = [cross_replica_hash(local_tensor(x).detach()) for x in tensors.values()]
-            rows = self._gather(torch.stack(hashes).to(self.mesh.device)).T.tolist() if hashes else []
-            for name, row in zip(tensors, rows, strict=True):
+            for name, row in zip(tensors, self._hashes(list(tensors.values())), strict=True):
                 odd = [worker for worker, value in enumerate(row) if value != row[0]]
                 if odd:
                     raise ValueError(
@@ -304,7 +343,10 @@ class _State(MutableMapping):
     def __getitem__(self, p: Tensor) -> dict[str, Any]:
         if p not in self.inner and p not in self.outer:
             raise KeyError(p)
-        return {**self.inner.get(p, {}), **self.outer.get(p, {})}
+        inner = self.inner.get(p, {})
+        if not inner and any(self.inner.values()):
+            return {}  # never stepped, so it is where it was: no checkpoint needs to say so
+        return {**inner, **self.outer.get(p, {})}
 
     def __setitem__(self, p: Tensor, slots: dict[str, Any]) -> None:
         ours = {name: value for name, value in slots.items() if name in (_ANCHOR, _MOMENTUM)}

@@ -74,7 +74,9 @@ class Mesh:
         world: all ranks that train this model: of this worker.
         workers: the ranks at the same place of each worker's world, which train models of their own and merge them.
         job: all ranks of all workers; of one worker the world.
-        device_mesh: torch's mesh with dimensions pp, dp, cp, tp; None where torch.distributed isn't running.
+        saves: with several workers the world once more, on the host, for saves in the background.
+        device_mesh: torch's mesh with dimensions pp, dp, cp, tp, behind workers where there are several; None where
+            torch.distributed isn't running.
         made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
     """
 
@@ -90,6 +92,7 @@ class Mesh:
     world: Axis = Axis(name="world")
     workers: Axis = Axis(name="workers")
     job: Axis = Axis(name="job")
+    saves: Axis = Axis(name="saves")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
     made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
@@ -305,10 +308,12 @@ def build_mesh(
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, "job")
     world = replace(job, name="world") if workers == 1 else _new_axis("world", ranks["world"])
+    saves = Axis(name="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
     return Mesh(
         **axes,
         world=world,
         job=job,
+        saves=saves,
         device_type=device_type,
         device_mesh=device_mesh,
     )
@@ -374,7 +379,7 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
     Args:
         what: the name of the thing, for the message.
         value: it on this rank; a text, or a mapping of which only the entries that differ are named.
-        axis: the ranks to ask; None asks the whole world.
+        axis: the ranks to ask; None asks the whole job.
 
     Raises:
         ValueError: on every rank, naming two ranks that differ and both values.
@@ -445,12 +450,12 @@ def _level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int
     }
 
 
-def _new_axis(name: str, groups: list[list[int]]) -> Axis:
+def _new_axis(name: str, groups: list[list[int]], backend: str | None = None) -> Axis:
     mine = Axis(name=name)
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, backend=backend)
         if isinstance(group, dist.ProcessGroup):
             mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, name)
     return mine

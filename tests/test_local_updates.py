@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gpt.model import GPTConfig
-from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize
+from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize, reduce_gradients, update_routers
 from mpcore.checkpoint import load, save
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.local_updates import DiLoCo, Merge
 from mpcore.mesh import mesh_ranks
+from mpcore.offload import offload_parameters
 from mpcore.sharding import local_tensor
 from tests.equality import close
 from tests.pool import Pool, RankError, mesh
@@ -443,6 +445,161 @@ def test_saved_buffers_are_averaged_and_frozen_parameters_left_alone(ranks):
     for worker, (buffers, states) in enumerate(ranks(2, check_buffers)):
         assert buffers == [[3.0] * 3, 2 * (1 + worker), [2.0 * (1 + worker)] * 3]
         assert states == 1
+
+
+def check_router(balance: dict, zero: int):
+    on = mesh(workers=2, dp=2)
+    config = GPTConfig(vocab_size=11, seq_len=4, layers=2, d_model=8, heads=2, d_ff=8, moe=MoEConfig(4, 2, **balance))
+    model = materialize(GPT(config, on, device="meta"), 3)
+    shard_data_parallel(model, on, model.blocks.values(), zero=zero)
+    optimizer = DiLoCo(AdamW(model), model, on, every=2)
+    g = torch.Generator().manual_seed(on.job.rank)
+    for step in range(2):
+        arguments = {"samples": torch.arange(2), "loss_scale": torch.ones(2, dtype=torch.float64)}
+        logits = model(torch.randint(11, (2, 4), generator=g), **arguments)
+        logits.logsumexp(-1).sum().backward()
+        reduce_gradients(model)
+        update_routers(model, on)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = {
+            n: local_tensor(p).detach().clone() for n, p in optimizer.model.named_parameters() if not p.requires_grad
+        }
+        assert (optimizer.merge(step + 1) is not None) == (step == 1)
+    reshard(model)
+    after = {n: local_tensor(p).detach().clone() for n, p in model.named_parameters()}
+    return on.world.rank, before, after
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("balance", [{"aux_loss": None, "bias_rate": 0.1}, {"aux_loss": "global"}], ids=str)
+def test_what_training_moves_without_gradients_is_averaged(ranks, balance, zero):
+    """Biases of routers are frozen parameters; afterwards all of the workers' parameters are the same bits."""
+    found = ranks(4, check_router, balance, zero)
+    for place in range(2):
+        (_, before, after), (_, other_before, other_after) = (found[place], found[place + 2])
+        same_bits(other_after, after)
+        assert before
+        assert any(not torch.equal(x, other_before[name]) for name, x in before.items())
+        for name, x in before.items():
+            close(after[name], (x + other_before[name]) / 2, name, 1e-6)
+
+
+def check_offloaded():
+    on = mesh(workers=2)
+    losses = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        inner = AdamW(model, lr=0.1)
+        optimizer = DiLoCo(inner, model, on, every=2)
+        optimizer.begin()
+        away = offload_parameters(model.children(), inner, pin_memory=False) if offload else None
+        for step in range(4):
+            loss = model(torch.ones(2, 3) * (1 + on.workers.rank)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with away.here() if away else contextlib.nullcontext():
+                optimizer.merge(step + 1)
+            losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+
+
+def test_parameters_may_lie_on_the_host(ranks):
+    ranks(2, check_offloaded)
+
+
+def check_replicas(sizes: dict):
+    """Uneven shards put replicated vectors at other places of their messages on each rank."""
+    on = mesh(**sizes)
+    model = nn.Sequential(ColumnParallelLinear(6, 257, tp=on.tp, device="meta"), nn.Linear(257, 301, device="meta"))
+    materialize(model, 0)
+    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
+    g = torch.Generator().manual_seed(on.workers.rank)
+    for p in model.parameters():
+        noise = torch.randn(302, 302, generator=g)
+        p.grad = noise.flatten()[: p.numel()].view_as(p) if p.dim() == 1 else noise[: p.shape[0], : p.shape[1]]
+    optimizer.step()
+    optimizer.merge(1)
+    return model[1].bias.detach()
+
+
+@pytest.mark.slow
+def test_replicas_within_a_worker_stay_the_same_bits(eight_ranks):
+    first, *others = eight_ranks(6, check_replicas, {"workers": 3, "tp": 2})
+    assert all(torch.equal(first, other) for other in others)
+
+
+def check_places():
+    on = mesh(workers=3)
+    model = nn.Linear(2, 2)
+    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on)
+    g = torch.Generator().manual_seed(on.workers.rank)
+    x, found = torch.randn(4001, generator=g), []
+    for before in (0, 1, 1000, 4001):
+        same = x.clone()
+        optimizer._average([torch.ones(before), same])
+        found.append(same)
+    return x, found
+
+
+def test_an_average_is_the_same_bits_wherever_it_lies_in_a_message(ranks):
+    own, found = zip(*ranks(3, check_places), strict=True)
+    close(found[0][0], torch.stack(own).mean(0), "the mean", 1e-6)
+    for each in found:
+        assert all(torch.equal(other, found[0][0]) for other in each)
+
+
+def check_momentum_later(folder: str):
+    on = mesh(workers=2)
+    run = Worker(on, LOCAL_SGD)
+    run.steps(0, 3)
+    run.save(f"{folder}/{on.workers.rank}", 3)
+    again = Worker(on, {**LOCAL_SGD, "momentum": 0.5})
+    again.load(f"{folder}/{on.workers.rank}")
+    again.merges.begin()
+    again.steps(3, 5)
+    return again.merged is None
+
+
+def test_momentum_may_begin_later(ranks, tmp_path):
+    ranks(2, check_momentum_later, str(tmp_path))
+
+
+def check_unused(folder: str):
+    on = mesh(workers=2)
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+        return model, DiLoCo(torch.optim.AdamW(model.parameters()), model, on, every=2)
+
+    model, optimizer = build()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(f"{folder}/{on.workers.rank}", model, optimizer, mesh=on, step=1)
+    model, optimizer = build()
+    load(f"{folder}/{on.workers.rank}", model, optimizer, mesh=on)
+    optimizer.begin()
+    assert optimizer.merge(2) is not None
+
+
+def test_a_parameter_that_was_never_used_is_no_obstacle(ranks, tmp_path):
+    ranks(2, check_unused, str(tmp_path))
+
+
+def check_other_histories():
+    on = mesh(workers=2)
+    run = Worker(on, DILOCO)
+    run.steps(0, 4)
+    run.optimizer.state[next(run.model.parameters())]["outer_anchor"].add_(on.workers.rank)
+    run.merges.begin()
+
+
+def test_workers_of_different_merges_are_refused_at_the_begin(ranks):
+    with pytest.raises(RankError, match="after the last merge differs between workers 0 and 1 of 2"):
+        ranks(2, check_other_histories)
 
 
 def check_muon():

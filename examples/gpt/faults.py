@@ -50,7 +50,10 @@ class Faults:
         samples = [sample, sample + self.args.global_batch // self.mesh.workers.size - 1]
         finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
         if not finite:
-            found.append(f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks")
+            whose = "" if self.mesh.workers.size == 1 else " of the worker"
+            found.append(
+                f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks{whose}"
+            )
         self.skips.step(finite, step=step, samples=samples, loss=entry["loss"], grad_norm=entry["grad_norm"])
         loss = entry["loss"]
         score = self.spikes.score(loss)

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,8 @@ class Trainer:
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
         self.parameters_elsewhere: ParameterOffload | None = None
         self.resume()
+        if self.merges is not None:
+            self.merges.begin()
         if "parameters" in args.offload:
             self.parameters_elsewhere = offload_parameters(layers, self.optimizer)
 
@@ -273,7 +275,8 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged.
 
-        Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges.
+        Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges;
+        one that has none there takes worker 0's.
         """
         resume = self.args.resume
         restarted = torch.tensor(int(was_restarted() and self.args.save_every > 0), device=self.mesh.device)
@@ -282,24 +285,35 @@ class Trainer:
             resume = resume if resume != "none" and not own else "auto"
         found = self.own_checkpoints() if resume in ("auto", "none") else [Path(resume)]
         if resume == "none":
+            error = None
             if found and self.args.save_every:
-                raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+                error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+            raise_together(error)
             return
-        first_error, manifest = None, None
+        error, manifest = None, None
         while path := next(iter(self.common(found)), None):
-            failed = torch.zeros((), device=self.mesh.device)
+            failed, manifest = torch.zeros((), device=self.mesh.device), None
             try:
                 manifest = load(path, self.model, self.optimizer, mesh=self.mesh)
-            except ValueError as error:
-                first_error, manifest = first_error or error, None
-                found, failed = [other for other in found if other != path], failed + 1
+            except ValueError as problem:
+                error, failed = error or problem, failed + 1
+            if not int(all_reduce(failed, self.mesh.workers, "max")):
+                if self.merges is None:
+                    break
+                try:
+                    self.merges.begin()
+                    break
+                except ValueError as problem:  # on all workers: each tries the one before
+                    error, failed = error or problem, failed + 1
+            manifest = None
+            if int(failed):
+                found = [other for other in found if other != path]
                 if self.lead and resume == "auto":
                     print(f"passed over: {error}", file=sys.stderr, flush=True)
-            if not int(all_reduce(failed, self.mesh.workers, "max")):
-                break
         if manifest is None:
-            if first_error is not None:
-                raise first_error
+            raise_together(error)
+            if found and self.lead:
+                print(f"{found[0]} is passed over: the workers have none in common", file=sys.stderr, flush=True)
             return
         if self.merges is None:
             for slots in self.optimizer.state.values():  # of a run with workers
@@ -315,16 +329,17 @@ class Trainer:
             self.scaler.load_state_dict(manifest.extra)
         if self.lead:
             worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
-            print(f"{worker}resumed after step {manifest.step}, from sample {manifest.sample}", flush=True)
+            other = f" of {path}" if path is not None and self.out not in path.parents else ""
+            print(f"{worker}resumed after step {manifest.step}, from sample {manifest.sample}{other}", flush=True)
 
     def own_checkpoints(self) -> list[Path]:
-        """The newest first; those of worker 0 or of a run without workers where this one has none."""
+        """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""
         places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
-        found = (checkpoints(place / "checkpoints", self.mesh) for place in dict.fromkeys(places))
-        return next(filter(None, found), [])
+        found = [path for at in dict.fromkeys(places) for path in checkpoints(at / "checkpoints", self.mesh)]
+        return sorted(found, key=lambda path: -read_manifest(path).step) if self.merges is None else found
 
     def common(self, found: list[Path]) -> list[Path]:
-        """Those that have seen as many merges as one of each worker has, of the most merges that there are."""
+        """Those that have seen as many merges as some that each worker can take, of the most merges that there are."""
         if self.merges is None:
             return found
         merges = {path: self.merges.merges_until(read_manifest(path).step) for path in found}
@@ -337,8 +352,11 @@ class Trainer:
         """Save and leave after this step, as on a signal."""
         self.asked_to_stop = True
 
-    def stopping(self) -> bool:
-        """Whether any rank was asked to stop; tells of a save in the background that failed on any."""
+    def stopping(self, done: int) -> bool:
+        """Whether any rank was asked to stop; tells of a save in the background that failed on any.
+
+        Workers hear of each other at the last step before a merge, which would wait for one that has left.
+        """
         failed = self.saving is not None and self.saving.failed
         asked = self.asked_to_stop or (self.signals is not None and self.signals.asked)
         flags = torch.tensor([int(asked), int(failed)], device=self.mesh.device)
@@ -346,7 +364,15 @@ class Trainer:
         if failed and self.saving is not None:
             saving, self.saving = self.saving, None
             self._try(saving.wait)
-        return stop
+        return self.meet(stop) if self.before_merge(done) else stop
+
+    def before_merge(self, done: int) -> bool:
+        """Whether the step after `done` steps ends in a merge."""
+        return self.merges is not None and self.merges.merges_until(done + 1) > self.merges.merges_until(done)
+
+    def meet(self, stop: bool) -> bool:
+        """Whether any worker stops: each asks once between two merges."""
+        return bool(all_reduce(torch.tensor(int(stop), device=self.mesh.device), self.mesh.workers, "max"))
 
     def _try(self, work: Callable[[], Any]) -> None:
         """A save that fails is told loudly, and training goes on: the next one is tried again."""
@@ -446,10 +472,13 @@ class Trainer:
             if self.saving is not None:
                 self.tell_saved(self.saving)
             done = step + 1
-            self.stopped = self.stopping()
+            self.stopped = self.stopping(done)
             if self.stopped or done == args.exit_step:
                 bar.close()
                 self.finish(done)
+                if self.stopped and self.merges is not None and not self.before_merge(done):
+                    with suppress(RuntimeError):  # of workers that have reached their end
+                        self.meet(True)
                 return
             if args.save_every and (done % args.save_every == 0 or done == args.steps):
                 self._try(lambda done=done: self.save(done))

@@ -194,9 +194,7 @@ def save_async(
     saving = Saving(Path(path))
     if world is not None:
         # gloo, whatever the model runs on: this thread must not touch the device's streams or order of collectives.
-        ranks = dist.get_process_group_ranks(world)  # made by these alone: another worker may not be saving
-        options: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": mesh.workers.size > 1}
-        made = after._group if after is not None else dist.new_group(ranks, **options)
+        made = after._group if after is not None else mesh.saves.group or dist.new_group(backend="gloo")
         saving._group = made if isinstance(made, dist.ProcessGroup) else None
 
     def work() -> None:
