@@ -246,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     new = judge_all(chosen, args.only, args.workers)
     for key, result in new.items():  # of one alone the other's verdict stays
         before = old.get(key, Result(*key))
-        old[key] = result._replace(tests=result.tests or before.tests, verify=result.verify or before.verify)
+        seconds = max(result.seconds, before.seconds) if args.only else result.seconds
+        old[key] = Result(*key, result.tests or before.tests, result.verify or before.verify, seconds)
     if args.write is not None:
         args.write.write_text(report(old))
     bad = [r for r in new.values() if any(_missed(v) for v in (r.tests, r.verify)) and r.what not in EXPLAINED]
