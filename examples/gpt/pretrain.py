@@ -325,6 +325,9 @@ class Trainer:
             if saved.get(name) != mine:
                 raise ValueError(f"the checkpoint's {name} is {saved.get(name)}, this run's is {mine}")
         self.first_step, self.first_sample = manifest.step, manifest.sample
+        before = self.first_step * self.args.global_batch  # of one line for all, where the batch has changed
+        ahead = torch.tensor(self.first_sample - before, device=self.mesh.device)
+        self.first_sample = before + int(all_reduce(ahead, self.mesh.workers, "max"))
         if self.scaler:
             self.scaler.load_state_dict(manifest.extra)
         if self.lead:

@@ -111,6 +111,20 @@ def test_workers_go_on_from_checkpoints_between_the_same_merges(ranks, tmp_path,
             assert losses == pytest.approx(wanted[worker][begun:], rel=1e-10)
 
 
+def shares(out: str, batch: str) -> list[tuple[int, int]]:
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", "--global-batch", batch, workers=2)
+    return [t.share(step) for step in range(5, STEPS)]
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp_path, batch):
+    ranks(2, save_at, {"workers": 2}, str(tmp_path), [[4], [5]])
+    first, second = ranks(2, shares, str(tmp_path), str(batch))
+    seen = [range(start, start + count) for start, count in first + second]
+    assert sorted(i for each in seen for i in each) == list(range(seen[0].start, seen[0].start + 3 * batch))
+    assert seen[0].start >= 20  # five steps of four samples are behind them
+
+
 def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
     flags = ["--local-steps", "5", "--eval-every", "0", "--steps", "20", "--check-replicas", "0"]
     t = trainer(*FLAGS, *MERGES, *flags, "--out", out, **sizes)
