@@ -25,6 +25,7 @@ from tqdm import tqdm
 from bench.kernels import protocol
 from bench.kernels.protocol import BOTH, FORWARD, OURS, Inputs, Kernel, Shape, label, short
 from bench.machine import describe
+from mpcore.kernels._rows import ceil_div, next_power_of_2
 
 AS_IT_IS = "as it is"
 
@@ -44,10 +45,10 @@ class Candidate(NamedTuple):
 
 
 class Tunable(NamedTuple):
-    """A kernel's module, the benches whose shapes it is tuned on, and the candidates."""
+    """A kernel's module, the bench whose shapes it is tuned on, and the candidates."""
 
     module: str
-    benches: tuple[str, ...]
+    bench: str
     candidates: Callable[[Any], Iterator[Candidate]]
 
 
@@ -97,8 +98,8 @@ def element_tiles(module: Any) -> Iterator[Candidate]:
         def other(width: int, *rest: int, elements: int = elements) -> tuple[int, int, int]:
             _, block, _ = tiles(width, *rest)
             columns = (rest[0] % 4 if rest else 0) + width
-            block = min(elements, 1 << (columns - 1).bit_length()) if block > 4 else block
-            return min(64, max(1, elements // block)), block, -(-columns // block)
+            block = min(elements, next_power_of_2(columns)) if block > 4 else block
+            return min(64, max(1, elements // block)), block, ceil_div(columns, block)
 
         yield Candidate(f"tiles of {elements}", {"_tiles": other})
     yield from warps(module)
@@ -113,7 +114,7 @@ def vocabulary_tiles(module: Any) -> Iterator[Candidate]:
 
                 def other(logits: torch.Tensor, block: int = block, per_warp: int = per_warp) -> tuple[int, int, int]:
                     vector, _, _ = tile(logits)
-                    block_v = max(256, min(block, 1 << (logits.shape[-1] - 1).bit_length()))
+                    block_v = max(256, min(block, next_power_of_2(logits.shape[-1])))
                     return vector, block_v, max(1, min(32, block_v // per_warp))
 
                 yield Candidate(f"tiles of {block}, {per_warp} a warp", {"_tile": other})
@@ -160,19 +161,17 @@ def blocks(name: str, *sizes: int) -> Callable[[Any], Iterator[Candidate]]:
 
 
 TUNABLE = {
-    "rms_norm": Tunable("rms_norm", ("bench_rms_norm",), row_tiles),
-    "layer_norm": Tunable("layer_norm", ("bench_layer_norm",), row_tiles),
-    "activation": Tunable("_activation", ("bench_activation",), element_tiles),
-    "dropout_add": Tunable("dropout_add", ("bench_dropout_add",), element_tiles),
-    "rope": Tunable("rope", ("bench_rope",), rope_tiles),
-    "cross_entropy": Tunable("cross_entropy", ("bench_cross_entropy",), vocabulary_tiles),
-    "attention": Tunable("attention", ("bench_attention",), attention_tiles),
-    "adamw": Tunable("adamw", ("bench_adamw",), blocks("_BLOCK", 512, 1024, 2048, 4096)),
-    "cross_replica_hash": Tunable(
-        "cross_replica_hash", ("bench_cross_replica_hash",), blocks("BLOCK", 1024, 4096, 8192)
-    ),
-    "grouped_linear": Tunable("grouped_linear", ("bench_grouped_linear",), warps),
-    "moe_permute": Tunable("moe_permute", ("bench_moe_permute",), warps),
+    "rms_norm": Tunable("rms_norm", "bench_rms_norm", row_tiles),
+    "layer_norm": Tunable("layer_norm", "bench_layer_norm", row_tiles),
+    "activation": Tunable("_activation", "bench_activation", element_tiles),
+    "dropout_add": Tunable("dropout_add", "bench_dropout_add", element_tiles),
+    "rope": Tunable("rope", "bench_rope", rope_tiles),
+    "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),
+    "attention": Tunable("attention", "bench_attention", attention_tiles),
+    "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
+    "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
+    "grouped_linear": Tunable("grouped_linear", "bench_grouped_linear", warps),
+    "moe_permute": Tunable("moe_permute", "bench_moe_permute", warps),
 }
 
 
@@ -194,12 +193,9 @@ def in_place(module: Any, candidate: Candidate | None) -> Iterator[None]:
 
 
 def kernels_of(tunable: Tunable) -> list[Kernel]:
-    """The kernels of its benches."""
-    found = []
-    for name in tunable.benches:
-        for value in vars(importlib.import_module(f"bench.kernels.{name}")).values():
-            found += [k for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
-    return found
+    """The kernels of its bench."""
+    held = vars(importlib.import_module(f"bench.kernels.{tunable.bench}")).values()
+    return [k for value in held for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
 
 
 def tune(tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from mpcore.data_parallel import reshard
 from mpcore.gradients import norm_of
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.mesh import Mesh, check_same, raise_together
-from mpcore.sharding import local_tensor, owners
+from mpcore.sharding import local_tensor, owners, persistent_buffers
 
-_ANCHOR, _MOMENTUM = "outer_anchor", "outer_momentum"
+OUTER_SLOTS = _ANCHOR, _MOMENTUM = "outer_anchor", "outer_momentum"
 _BUCKET = 2**25  # elements a message, so that a merge needs little memory beside what it merges
 
 
@@ -179,6 +179,11 @@ class DiLoCo(torch.optim.Optimizer):
         the same."""
         return sum((step - first) // self.every + 1 for first in self._first_merges() if step >= first)
 
+    def due(self, step: int) -> int | None:
+        """The fragment that is merged after `step` steps; None: none is."""
+        due = [i for i, first in enumerate(self._first_merges()) if step >= first and (step - first) % self.every == 0]
+        return due[0] if due else None
+
     def begin(self) -> None:
         """Take the parameters as they are for what workers have in common, where a checkpoint said nothing of it, and
         see that it is: a collective on all ranks of all workers, after a load.
@@ -203,10 +208,9 @@ class DiLoCo(torch.optim.Optimizer):
             ValueError: on every rank, with nothing changed, if what a worker moved by is no number, or workers differ
                 in what they had in common after the last merge.
         """
-        due = [i for i, first in enumerate(self._first_merges()) if step >= first and (step - first) % self.every == 0]
-        if not due:
+        fragment = self.due(step)
+        if fragment is None:
             return None
-        fragment = due[0]
         reshard(self.model)
         self._begin()
         mine = [p for p in self._parameters() if self._fragment(self.names[p]) == fragment]
@@ -233,10 +237,8 @@ class DiLoCo(torch.optim.Optimizer):
     def _differing(self, fragment: int) -> list[Tensor]:
         """What isn't trained and differs between workers: what is the same keeps its bits."""
         found = [p for p in self.names if not p.requires_grad and self._fragment(self.names[p]) == fragment]
-        for prefix, module in self.model.named_modules():
-            for leaf, buffer in module.named_buffers(recurse=False):
-                saved = leaf not in module._non_persistent_buffers_set
-                found += [buffer] if saved and self._fragment(prefix) == fragment else []
+        for name, _, leaf, buffer in persistent_buffers(self.model):
+            found += [buffer] if self._fragment(name.removesuffix(leaf)) == fragment else []
         found = [x.detach() for x in found if x.is_floating_point()]
         return [x for x, row in zip(found, self._hashes(found), strict=True) if len(set(row)) > 1]
 
@@ -349,7 +351,7 @@ class _State(MutableMapping):
         return {**inner, **self.outer.get(p, {})}
 
     def __setitem__(self, p: Tensor, slots: dict[str, Any]) -> None:
-        ours = {name: value for name, value in slots.items() if name in (_ANCHOR, _MOMENTUM)}
+        ours = {name: value for name, value in slots.items() if name in OUTER_SLOTS}
         self.outer.pop(p, None)
         if ours:
             self.outer[p] = ours

@@ -169,6 +169,14 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
         yield name, modules[prefix], leaf, parameter
 
 
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """For each buffer in the state dict: its full name, the module that holds it, its name there, the buffer."""
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}".lstrip("."), module, leaf, buffer
+
+
 def shardings(model: nn.Module) -> dict[str, Sharding]:
     """The declaration of every parameter by full name; a parameter that nobody declares is replicated."""
     return {name: sharding_of(module, leaf, p) for name, module, leaf, p in owners(model)}

@@ -26,6 +26,7 @@ from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.dry_run import Work
 from mpcore.ledger import block_bytes
+from mpcore.local_updates import OUTER_SLOTS
 from mpcore.recompute import recompute
 
 
@@ -86,7 +87,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(parameters, fused=False, foreach=False)
-        slots = ["outer_anchor", "outer_momentum"][: 1 + (merge_options(args)["momentum"] > 0)]  # as DiLoCo keeps them
+        slots = OUTER_SLOTS[: 1 + (merge_options(args)["momentum"] > 0)]  # the second with momentum alone
 
         def outer(*_: Any) -> None:
             for p in parameters:

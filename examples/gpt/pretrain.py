@@ -54,7 +54,7 @@ from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
-from mpcore.local_updates import DiLoCo, Merge
+from mpcore.local_updates import OUTER_SLOTS, DiLoCo, Merge
 from mpcore.mesh import check_same, raise_together
 from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
 from mpcore.pipeline import Pipeline
@@ -223,7 +223,7 @@ class Trainer:
 
     def merge(self, done: int) -> Merge | None:
         """Merge the workers, where that is due after so many steps."""
-        if self.merges is None or self.merges.merges_until(done) == self.merges.merges_until(done - 1):
+        if self.merges is None or self.merges.due(done) is None:
             return None
         for stage in self.stages:
             reshard(stage)
@@ -317,7 +317,7 @@ class Trainer:
             return
         if self.merges is None:
             for slots in self.optimizer.state.values():  # of a run with workers
-                for slot in ("outer_anchor", "outer_momentum"):
+                for slot in OUTER_SLOTS:
                     slots.pop(slot, None)
         saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
@@ -338,8 +338,11 @@ class Trainer:
     def own_checkpoints(self) -> list[Path]:
         """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""
         places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
-        found = [path for at in dict.fromkeys(places) for path in checkpoints(at / "checkpoints", self.mesh)]
-        return sorted(found, key=lambda path: -read_manifest(path).step) if self.merges is None else found
+        by_place = [checkpoints(at / "checkpoints", self.mesh) for at in dict.fromkeys(places)]
+        found = [path for paths in by_place for path in paths]
+        if self.merges is None and sum(map(bool, by_place)) > 1:
+            found.sort(key=lambda path: -read_manifest(path).step)
+        return found
 
     def common(self, found: list[Path]) -> list[Path]:
         """Those that have seen as many merges as some that each worker can take, of the most merges that there are."""
@@ -371,7 +374,7 @@ class Trainer:
 
     def before_merge(self, done: int) -> bool:
         """Whether the step after `done` steps ends in a merge."""
-        return self.merges is not None and self.merges.merges_until(done + 1) > self.merges.merges_until(done)
+        return self.merges is not None and self.merges.due(done + 1) is not None
 
     def meet(self, stop: bool) -> bool:
         """Whether any worker stops: each asks once between two merges."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mpcore.mesh import Mesh
-from mpcore.sharding import Sharding, is_dtensor, local_tensor, owners, sharding_of
+from mpcore.sharding import Sharding, is_dtensor, local_tensor, owners, persistent_buffers, sharding_of
 
 Segment = tuple[int, int, int, bool]
 """Of one dimension: start in the local tensor, start in the logical one, length, and whether this rank writes it."""
@@ -115,10 +115,8 @@ def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding]]:
     yield from parameters(model)
-    for prefix, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{leaf}".lstrip("."), buffer, sharding_of(module, leaf, buffer)
+    for name, module, leaf, buffer in persistent_buffers(model):
+        yield name, buffer, sharding_of(module, leaf, buffer)
 
 
 def _known(named: dict[int, tuple[str, Sharding]], parameter: Tensor) -> tuple[str, Sharding]:
