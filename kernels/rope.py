@@ -229,7 +229,8 @@ class _Rope(torch.autograd.Function):
         y = _forward_op(q, k, cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
         if Hkv == 0:
             return y
-        return (y[:, :, :H], y[:, :, H:], v) if packed else (y[:, :, :H], y[:, :, H:])
+        turned = torch.unsafe_split_with_sizes(y, (H, Hkv), 2)  # not views: torch 2.11 compiled loses gradients of those
+        return (*turned, v) if packed else turned
 
     @staticmethod
     def backward(ctx, dq, dk=None, dv=None):
