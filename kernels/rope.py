@@ -229,7 +229,9 @@ class _Rope(torch.autograd.Function):
         y = _forward_op(q, k, cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
         if Hkv == 0:
             return y
-        turned = torch.unsafe_split_with_sizes(y, (H, Hkv), 2)  # not views: torch 2.11 compiled loses gradients of those
+        turned = torch.unsafe_split_with_sizes(
+            y, (H, Hkv), 2
+        )  # not views: torch 2.11 compiled loses gradients of those
         return (*turned, v) if packed else turned
 
     @staticmethod

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,7 +27,7 @@ from mpcore.ledger import Ledger
 from mpcore.mesh import Mesh, build_mesh
 from mpcore.pipeline.engine import split_linears
 from mpcore.pipeline.schedules import Schedule
-from mpcore.sharding import is_dtensor, local_tensor
+from mpcore.sharding import local_tensor
 from mpcore.storages import Storages, storage_bytes
 
 
@@ -135,7 +134,7 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
         build: makes the rank's work.
         arguments: what else it takes.
         rank: the rank.
-        sizes: tp, cp, pp, ep, dp of the mesh.
+        sizes: tp, cp, pp, ep, dp, etp of the mesh.
     """
     world = 1
     for name in ("tp", "cp", "pp", "dp"):
@@ -174,6 +173,7 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
 def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept:
     """Forward and backward of a stage's first micro-batch, its last, and one of each kind between them."""
     stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
+    own = list(stage.parameters())
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
     with Storages() as storages:
         for m, (split, times) in enumerate(rounds := _rounds(work.plan, index)):
@@ -181,17 +181,17 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
             sync_gradients(stage, last)
             (x, *others), kwargs = work.inputs(i)
             x.requires_grad_(index > 0)
-            before, _ = _held(storages, stage)
+            before, _ = _held(storages, stage, own)
             with found.ledger.times(times), found.ledger:
                 with mode:
                     y = stage(x, *others, **kwargs)
                     out = work.loss(y) if ends else y
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
-                after, gathered = _held(storages, stage)
+                after, gathered = _held(storages, stage, own)
                 del y
                 grad = None if ends else torch.empty_like(out)
                 if split:
-                    between = _split_backward(stage, index, x, out, grad, last, storages)
+                    between = _split_backward(stage, own, index, x, out, grad, last, storages)
                     kept.between = max(between - before, kept.between)
                 else:
                     out.backward(grad)
@@ -210,17 +210,18 @@ def _rounds(plan: Schedule, index: int) -> list[tuple[bool, int]]:
 
 
 def _split_backward(
-    stage: nn.Module, index: int, x: Tensor, out: Tensor, grad: Tensor | None, last: bool, storages: Storages
-) -> int:
+    stage: nn.Module, own: Sequence[nn.Parameter], index: int, x: Tensor, out: Tensor, grad: Tensor | None,
+    last: bool, storages: Storages,
+) -> int:  # fmt: skip
     """Backward in two halves, as torch's runtime runs them; returns what is held in between."""
     if index == 0:  # no gradient of its input is asked for, so all is done in the second half
-        between, _ = _held(storages, stage, grad)
+        between, _ = _held(storages, stage, own, grad)
         out.backward(grad)
         return between
     gather(stage)
     hold_gradients(stage)
     _, groups = stage_backward_input([out], None if grad is None else [grad], [x], stage.parameters())
-    between, _ = _held(storages, stage, grad, x.grad)
+    between, _ = _held(storages, stage, own, grad, x.grad)
     gather(stage)
     stage_backward_weight(stage.parameters(), groups)
     reduce_held(stage, last)
@@ -229,11 +230,12 @@ def _split_backward(
     return between
 
 
-def _held(storages: Storages, stage: nn.Module, *messages: Tensor | None) -> tuple[int, int]:
+def _held(
+    storages: Storages, stage: nn.Module, own: Sequence[nn.Parameter], *messages: Tensor | None
+) -> tuple[int, int]:
     """What is held without messages, this rank's gradients and gathered parameters; and the last."""
-    # Gathered parameters have gradients of their own, which wait to be summed.
-    whole = [] if isinstance(stage, FSDPModule) else list(stage.parameters())
-    gradients = [local_tensor(p.grad) for p in stage.parameters() if p.grad is not None and (whole or is_dtensor(p))]
+    # Gathered parameters are none of its own, and have gradients that wait to be summed.
+    gradients = [local_tensor(p.grad) for p in own if p.grad is not None]
     gradients += [x for x in messages if x is not None]
     rest = storages.held([*gradients, *(local_tensor(p) for p in stage.parameters())])
     return rest, storages.held(gradients) - rest
@@ -290,7 +292,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     """The mesh that a planner's command line asks for."""
-    return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp")}
+    return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
 
 
 def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
@@ -299,6 +301,7 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
     parser.add_argument("target", help="module:function, called as function(mesh, arguments), which returns a Work")
     for name in ("tp", "cp", "pp", "ep", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")
     args, args.arguments = parser.parse_known_args(argv)
     return args

@@ -51,7 +51,7 @@ def recompute(
     *,
     every: int = 1,
     budget: float | None = None,
-    example: Example | None = None,
+    example: Example | Callable[[nn.Module], Example] | None = None,
     preserve_rng_state: bool = True,
 ) -> list[str]:
     """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
@@ -65,7 +65,8 @@ def recompute(
         every: of the blocks only each n-th, from the first; the others keep everything.
         budget: instead of `kind`: the share of what the blocks would keep that they may keep, in (0, 1]. First blocks
             become selective, one after the other, then full, until the counted bytes are in the budget.
-        example: with `budget`, `(args, kwargs)` of a block's call; only shapes and dtypes matter, "meta" will do.
+        example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them; only
+            shapes and dtypes matter, "meta" will do.
         preserve_rng_state: of torch's generators, for blocks that draw from them. Layers of mpcore don't.
 
     Returns:
@@ -154,10 +155,11 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
     return total
 
 
-def _within(budget: float, blocks: list[nn.Module], example: Example) -> list[str]:
+def _within(budget: float, blocks: list[nn.Module], example: Example | Callable[[nn.Module], Example]) -> list[str]:
     if not 0 < budget <= 1:
         raise ValueError(f"budget {budget} is not in (0, 1]: it is the share of the blocks' activations to keep")
-    bytes_of = [{kind: kept_bytes(block, example, kind) for kind in KINDS} for block in blocks]
+    calls = [example(block) if callable(example) else example for block in blocks]
+    bytes_of = [{kind: kept_bytes(*call, kind) for kind in KINDS} for call in zip(blocks, calls, strict=True)]
     kinds = ["none"] * len(blocks)
     limit = budget * sum(each["none"] for each in bytes_of)
 

@@ -217,6 +217,20 @@ def data_run(x: DTensor) -> tuple[int, int]:
     return start, start + x.to_local().shape[0]
 
 
+def check_present(name: str, x: Tensor) -> None:
+    """Refuse a parameter without memory here: torch would read and write past the end of what there is.
+
+    Raises:
+        ValueError: naming it, and the way out.
+    """
+    x = local_tensor(x)
+    if x.numel() and not x.untyped_storage().nbytes():
+        raise ValueError(
+            f"{name} has {x.numel()} elements and 0 bytes of memory here: its block is offloaded; do this within "
+            f"`with offload.here():`, of what offload_parameters returned"
+        )
+
+
 def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
     """The logical tensor of a parameter or gradient, also where data parallelism shards it: a collective."""
     x = x.full_tensor() if is_dtensor(x) else x
@@ -227,8 +241,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter in its logical shape, by full name, gathered to every rank: a collective on all ranks.
 
     Tied parameters are there once. A model cut in pipeline stages gives its own stage's parameters.
+
+    Raises:
+        ValueError: before anything is sent, naming a parameter that is offloaded.
     """
     declared = shardings(model)
+    for name, parameter in model.named_parameters():
+        check_present(name, parameter)
     return {name: full_tensor(p, declared[name]) for name, p in model.named_parameters()}
 
 
@@ -241,9 +260,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: logical tensors by full name; may hold more than this model's stage needs.
 
     Raises:
-        ValueError: before any parameter changes, naming what is missing or has another shape.
+        ValueError: before any parameter changes, naming what is missing, has another shape or is offloaded.
     """
     declared = shardings(model)
+    for name, parameter in model.named_parameters():
+        check_present(name, parameter)
     for name, sharding in declared.items():
         if name not in state:
             raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")

@@ -22,7 +22,7 @@ from mpcore.recompute import KINDS, recompute
 from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.storages import Storages, storage_bytes
 from tests.pool import Pool, mesh
-from tests.test_memory import FLAGS, LAYOUTS, measure
+from tests.test_memory import FLAGS, LAYOUTS, measure, world
 
 CONFIG = GPTConfig(vocab_size=64, seq_len=16, layers=4, d_model=32, heads=4, d_ff=48, dropout=0.1)
 MICRO_BATCHES = 3
@@ -129,7 +129,7 @@ def estimates(pool: Pool, layouts: Sequence[tuple[dict[str, int], list[str]]] = 
     rows = []
     for sizes, flags in layouts:
         found = []
-        for rank, got in enumerate(pool(torch.Size(sizes.values()).numel(), measure, sizes, flags)):
+        for rank, got in enumerate(pool(world(sizes), measure, sizes, flags)):
             plan, held = dry_run(build, [*FLAGS, *flags], rank, **sizes).total, sum(got.values())
             found.append((abs(plan / held - 1), plan, held))
         _, plan, held = max(found)

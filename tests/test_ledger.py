@@ -33,8 +33,9 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     trainer = Trainer(parse([*FLAGS, *flags]), on)
     trainer.step(0)  # with the pipeline's dry run and the first connections
     tokens, targets, samples = trainer.batch(trainer.train, 0, 16)
+    scale = {"loss_scale": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
     with Ledger(on) as ledger:
-        trainer.pipeline.forward_backward(tokens, targets, samples=samples)
+        trainer.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
         reduce_gradients(trainer.model)
     if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
         count = ledger.counts["pp", "all_reduce"]
@@ -49,6 +50,11 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
         ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
         ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
         ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
+        ({"cp": 2, "tp": 2}, ["--sequence-parallel", "--cp-kind", "zigzag"]),
+        (
+            {"dp": 4, "ep": 2},
+            ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8", "--recompute", "budget=0.7"],
+        ),
         *(
             pytest.param(sizes, flags, marks=pytest.mark.slow)
             for sizes, flags in [
@@ -57,6 +63,12 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--tie-embeddings"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--zero", "2"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev", "--zero", "3", "--recompute", "full"]),
+                *(({"cp": 4}, ["--cp-kind", kind]) for kind in ("ring", "allgather", "alltoall")),
+                ({"cp": 2, "pp": 2}, ["--recompute", "full"]),
+                (
+                    {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+                    ["--preset", "tiny-moe", "--dispatch", "all_to_all", "--capacity-factor", "1.5"],
+                ),
             ]
         ),
     ],

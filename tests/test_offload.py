@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import full_state_dict, materialize, vocab_parallel_cross_entropy
-from mpcore.checkpoint import load, step_path
+from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
+from mpcore.checkpoint import load, save, step_path
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
 from mpcore.recompute import recompute
 from mpcore.storages import Storages
@@ -169,6 +169,24 @@ def test_pitfall_42_what_was_written_to_since_is_saved_again():
         c = (z * x).sum()
     (a + b + c).backward()
     torch.testing.assert_close(x.grad, 2 * torch.full((64,), 2.0).exp() + 2 + 3)
+
+
+def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):
+    """torch reads and writes past the end of a storage of no bytes, or ends the process."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    state = {name: value.clone() for name, value in full_state_dict(model).items()}
+    offload = offload_parameters(model)
+    for call in (
+        lambda: full_state_dict(model),
+        lambda: load_full_state_dict(model, state),
+        lambda: save(step_path(tmp_path, 1), model, mesh=Mesh(), step=1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"0.weight has 16 elements and 0 bytes .* within `with offload.here\(\):`"
+        ):
+            call()
+        with offload.here():
+            call()
 
 
 def test_what_cant_be_had_is_refused():

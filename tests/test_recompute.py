@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt.model import GPTConfig, build_stages
+from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
     ColumnParallelLinear,
     Mesh,
@@ -242,6 +243,21 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
         recompute(blocks, "some")
     with pytest.raises(ValueError, match="every 0 is smaller than 1"):
         recompute(blocks, every=0)
+
+
+def check_refused() -> str:
+    flags = ["--preset", "tiny-moe", "--layers", "2", "--moe-every", "2", "--d-model", "16", "--expert-d-ff", "64"]
+    flags += ["--d-ff", "24", "--seq-len", "16", "--global-batch", "4", "--recompute", "budget=0.03"]
+    with pytest.raises(ValueError, match="budget 0.03 is out of reach") as refused:
+        Trainer(parse(flags), mesh(pp=2))
+    return str(refused.value)
+
+
+def test_a_budget_out_of_one_stages_reach_is_refused_on_every_rank(ranks):
+    """The other stage, of experts, could have it; it must not wait for a stage that has left."""
+    messages = ranks(2, check_refused)
+    assert len(set(messages)) == 1
+    assert messages[0].endswith("0.054 is kept (on rank 0 of 2)")
 
 
 def test_a_budget_counts_the_products_of_experts_and_keeps_them():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -260,23 +260,39 @@ class GPT(nn.Module):
             mask: [B, T] bool, False for padding, which goes to no expert; None: there is none.
         """
         length = x.shape[1] * self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
-        tokens = None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, x.device)
         if self.first:
+            tokens = self._tokens(length, x.device)
             if length > self.config.seq_len:
                 raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
             x = self.embedding(x)
             x = self.position(x, tokens) if self.config.positions == "learned" else x
             x = self.dropout(x, samples, tokens)
-        arguments = {}
+        for block, arguments in self.calls(length, x.dtype, x.device, samples, loss_scale, mask):
+            x = block(x, **arguments)
+        return self.head(self.norm(x)) if self.last else x
+
+    def calls(
+        self,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        samples: Tensor | None = None,
+        loss_scale: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        """Each block of this stage, and what it is called with beside x; `length` is that of whole sequences."""
+        tokens = self._tokens(length, device)
+        arguments: dict[str, Any] = {"samples": samples, "tokens": tokens}
         if self.rope is not None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            where = torch.arange(length, device=x.device) if tokens is None else tokens
-            arguments["rotary"] = self.rope(where, wide)
+            where = torch.arange(length, device=device) if tokens is None else tokens
+            arguments["rotary"] = self.rope(where, torch.promote_types(dtype, torch.float32))
         routing = {"samples": samples, "loss_scale": loss_scale, "mask": mask, "positions": tokens}
         for i, block in self.blocks.items():
-            mixed = routing if self.config.has_experts(int(i)) else None
-            x = block(x, samples=samples, tokens=tokens, mlp_arguments=mixed, **arguments)
-        return self.head(self.norm(x)) if self.last else x
+            yield block, arguments | {"mlp_arguments": routing if self.config.has_experts(int(i)) else None}
+
+    def _tokens(self, length: int, device: torch.device) -> Tensor | None:
+        """The places of this rank's tokens in sequences that cp cuts."""
+        return None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, device)
 
 
 def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: Sequence[int], **options) -> list[GPT]:

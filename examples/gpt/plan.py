@@ -33,25 +33,29 @@ from mpcore.recompute import recompute
 def recompute_blocks(stage: GPT, args: argparse.Namespace) -> None:
     """Recompute as `--recompute` says, by budget too, on plain parameters."""
     kind, budget = recompute_kind(args.recompute)
-    if budget is not None:
-        example = block_arguments(stage, args)
-        half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
-        with torch.autocast("cpu", half, enabled=half is not None):
-            recompute(stage.blocks.values(), budget=budget, example=example, preserve_rng_state=False)
-    else:
+    if budget is None:
         recompute(stage.blocks.values(), kind, preserve_rng_state=False)
+        return
+    x = hidden(stage, args, "meta").requires_grad_()
+    arguments = dict(stage.calls(stage.config.seq_len, x.dtype, x.device, **keywords(stage, args, "meta")))
+    half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
+    with torch.autocast("cpu", half, enabled=half is not None):
+        blocks = stage.blocks.values()
+        recompute(blocks, budget=budget, example=lambda block: ((x,), arguments[block]), preserve_rng_state=False)
 
 
-def block_arguments(stage: GPT, args: argparse.Namespace) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a block's call for one micro-batch, on the meta device."""
-    T, B = stage.config.seq_len, args.micro_batch
+def hidden(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> Tensor:
+    """What a block takes of a micro-batch on this rank, and returns."""
+    length = stage.config.seq_len // stage.cp.size // (stage.tp.size if stage.sequence_parallel else 1)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    length = T // stage.tp.size if stage.sequence_parallel else T
-    x = torch.empty(B, length, stage.config.d_model, dtype=dtype, device="meta", requires_grad=True)
-    keywords: dict[str, Any] = {"samples": torch.empty(B, dtype=torch.int64, device="meta")}
-    if stage.rope is not None:
-        keywords["rotary"] = stage.rope(torch.arange(T, device="meta"), dtype)
-    return (x,), keywords
+    return torch.empty(args.micro_batch, length, stage.config.d_model, dtype=dtype, device=device)
+
+
+def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[str, Tensor]:
+    """What a stage is called with beside its first argument."""
+    samples = torch.empty(args.micro_batch, dtype=torch.int64, device=device)
+    scale = {"loss_scale": torch.empty_like(samples, dtype=torch.float64)}
+    return {"samples": samples} | (scale if stage.config.moe is not None else {})
 
 
 def build(mesh: Mesh, arguments: list[str]) -> Work:
@@ -66,23 +70,21 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
+    options["context"] = args.cp_kind
     stages = build_stages(config, mesh, blocks, ranks, **options)
     for stage in stages:
         seed_dropout(stage, args.seed)
         recompute_blocks(stage, args)
     layers = [block for stage in stages for block in stage.blocks.values()]
     shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)
-    B, T = args.micro_batch, config.seq_len
+    ids = (args.micro_batch, config.seq_len // mesh.cp.size)
 
     def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
-        samples = torch.empty(B, dtype=torch.int64)
-        if stages[i].first:
-            return (torch.empty(B, T, dtype=torch.int64),), {"samples": samples}
-        length = T // mesh.tp.size if stages[i].sequence_parallel else T
-        return (torch.empty(B, length, config.d_model, dtype=dtype),), {"samples": samples}
+        x = torch.empty(ids, dtype=torch.int64) if stages[i].first else hidden(stages[i], args)
+        return (x,), keywords(stages[i], args)
 
     def loss(logits: Tensor) -> Tensor:
-        target = torch.empty(B, T, dtype=torch.int64)
+        target = torch.empty(ids, dtype=torch.int64)
         return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -98,7 +100,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return made
 
     half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
-    split = plan.splits_backward
+    unknown = recompute_kind(args.recompute)[1] is not None or (plan.splits_backward and args.recompute == "full")
     return Work(
         stages,
         plan,
@@ -106,20 +108,21 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         loss,
         optimizer,
         autocast=half,
-        # full recomputation under a split backward runs once for each group of weights, which no formula counts
-        theory={} if split and args.recompute == "full" else theory(stages, config, mesh, args, micro_batches),
+        # blocks that differ have no formula, nor has full recomputation once for each group of weights in a split backward
+        theory={} if unknown else theory(stages, config, mesh, args, micro_batches),
     )
 
 
 def theory(
     stages: list[GPT], config: GPTConfig, mesh: Mesh, args: argparse.Namespace, micro_batches: int
 ) -> dict[tuple[str, str], int]:
-    """Bytes over tp: the blocks', the embedding's, the head's of its input's gradient, and the loss's."""
-    if mesh.tp.size == 1:
+    """Bytes over tp of a dense model: the blocks', the embedding's, the head's of its input's gradient, the loss's."""
+    if mesh.tp.size == 1 or config.moe is not None:
         return {}
     width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
-    size = args.micro_batch * config.seq_len * config.d_model * width
-    stats = args.micro_batch * config.seq_len * 4 * max(width, 4)  # four numbers of each token in the loss
+    tokens = args.micro_batch * config.seq_len // mesh.cp.size
+    size = tokens * config.d_model * width
+    stats = tokens * 4 * max(width, 4)  # four numbers of each token in the loss
     kind = args.recompute if args.recompute == "full" else "none"
     total: dict[tuple[str, str], int] = {}
     for stage in stages:

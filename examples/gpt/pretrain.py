@@ -109,8 +109,12 @@ class Trainer:
         self.stages = build_stages(config, mesh, blocks, ranks, **options)
         model = self.stages[0] if len(self.stages) == 1 else join_stages(self.stages)
         materialize(model, args.seed, mesh.device)
-        for stage in self.stages:
-            recompute_blocks(stage, args)
+        try:
+            for stage in self.stages:
+                recompute_blocks(stage, args)
+        except ValueError as problem:  # of these blocks alone, such as a budget that is out of their reach
+            error = problem
+        raise_together(error)
         layers = [block for stage in self.stages for block in stage.blocks.values()]
         shard_data_parallel(self.stages, mesh, layers, zero=args.zero, replicate=args.replicate)
         self.model: nn.Module = model

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mpcore.mesh import Mesh
-from mpcore.sharding import Sharding, is_dtensor, local_tensor, owners, persistent_buffers, sharding_of
+from mpcore.sharding import (
+    Sharding,
+    check_present,
+    is_dtensor,
+    local_tensor,
+    owners,
+    persistent_buffers,
+    sharding_of,
+)
 
 Segment = tuple[int, int, int, bool]
 """Of one dimension: start in the local tensor, start in the logical one, length, and whether this rank writes it."""
@@ -132,6 +140,7 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
     placed = tensor if placed is None else placed
     if tuple(placed.shape) != sharding.local_shape:
         raise ValueError(f"{name} has shape {tuple(placed.shape)}, declared is {sharding.local_shape} on this rank")
+    check_present(name, tensor)
     dims = [[(0, 0, size, True)] for size in sharding.shape]
     for shard in sharding.shards:
         dims[shard.dim] = _declared(shard.mine, shard.owned)

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
@@ -314,7 +315,7 @@ class ParallelMoE(nn.Module):
         n, E = self.local_experts, self.router.num_experts
         row, counts = moe_rows(experts, E)
         coming = all_to_all_rows(counts, self.ep).view(self.ep.size, n)
-        send, receive = torch.stack([counts.view(self.ep.size, n).sum(1), coming.sum(1)]).tolist()
+        send, receive = _read(counts.view(self.ep.size, n).sum(1), coming.sum(1), len(x) * self.router.top_k)
         sent = all_to_all_rows(moe_permute(x, row, sum(send)), self.ep, send, receive)
         owner = torch.arange(n, device=x.device).repeat(self.ep.size)
         owner = owner.repeat_interleave(coming.flatten(), output_size=sum(receive))
@@ -325,6 +326,15 @@ class ParallelMoE(nn.Module):
     def extra_repr(self) -> str:
         """How tokens travel."""
         return f"dispatch={self.dispatch}, ep={self.ep.size}, etp={self.etp.size}"
+
+
+def _read(send: Tensor, receive: Tensor, total: int) -> tuple[list[int], list[int]]:
+    """Rows for each rank and from each; of tensors without values, as planners have them, even parts of a total."""
+    if send.is_meta or isinstance(send, FakeTensor):
+        even = [total // len(send) + (rank < total % len(send)) for rank in range(len(send))]
+        return even, even
+    send, receive = torch.stack([send, receive]).tolist()
+    return send, receive  # type: ignore[return-value]
 
 
 class _WithLoss(Function):
