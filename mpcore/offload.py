@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore.gradients import gradient_of
+from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
 
@@ -258,7 +259,7 @@ class _Swap:
 
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
-        self.homes = {p: copies.host(p.data) for p in dict.fromkeys(block.parameters())}
+        self.homes = {p: copies.host(p.data) for p in _movable(block)}
         self.store()
 
     @torch.no_grad()
@@ -295,6 +296,13 @@ class _Swap:
             for p in self.homes:
                 p.data.untyped_storage().resize_(0)
             self.here = False
+
+
+def _movable(block: nn.Module) -> dict[nn.Parameter, None]:
+    """A block's parameters, in order, but for those that `update_routers` reads and writes between steps."""
+    routers = [module for module in block.modules() if isinstance(module, Router)]
+    stay = {id(p) for router in routers for p in (router.expert_bias, router.fractions)}
+    return dict.fromkeys(p for p in block.parameters() if id(p) not in stay)
 
 
 class ParameterOffload:
@@ -334,8 +342,9 @@ def offload_parameters(
 ) -> ParameterOffload:
     """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once.
 
-    Gradients stay here. In between a parameter has a shape and no memory: read and write it in `here()` alone. Not for
-    schedules that split backward, whose second half announces itself to no block.
+    Gradients stay here, and so do the biases and fractions of routers. In between a parameter has a shape and no
+    memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces
+    itself to no block.
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares.
@@ -354,7 +363,7 @@ def offload_parameters(
         raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
     seen: set[nn.Parameter] = set()
     for i, block in enumerate(blocks):
-        mine = set(block.parameters())
+        mine = set(_movable(block))
         if any(is_dtensor(p) for p in mine):
             raise ValueError(f"block {i} is sharded over data: zero=3 holds each parameter once among the data ranks")
         if mine & seen:

@@ -86,6 +86,8 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
         ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
         ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
         ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
+        ({"tp": 2}, EACH, ["--preset", "tiny-moe", "--expert-d-ff", "8", "--balance", "bias"]),
+        ({"pp": 2}, ["parameters"], ["--preset", "tiny-moe", "--expert-d-ff", "8", "--aux-loss", "global"]),
     ],
     ids=str,
 )

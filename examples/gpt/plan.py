@@ -108,7 +108,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         loss,
         optimizer,
         autocast=half,
-        # blocks that differ have no formula, nor has full recomputation once for each group of weights in a split backward
+        # none for blocks that differ, nor for full recomputation once for each group of weights of a split backward
         theory={} if unknown else theory(stages, config, mesh, args, micro_batches),
     )
 
