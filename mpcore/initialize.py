@@ -62,7 +62,8 @@ def _to_empty(model: nn.Module, device: torch.device | str) -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)  # makes a parameter for each name, so that tied ones come apart
+    for module in reversed(list(model.modules())):  # each once, though two stages may share it
+        module.to_empty(device=device, recurse=False)  # makes a parameter for each name, so that tied ones come apart
     for first, *others in names.values():
         for name in others:
             prefix, _, leaf = name.rpartition(".")

@@ -34,6 +34,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import mpcore.kernels.grouped_linear  # noqa: F401, it defines an operator
+from mpcore.collectives import all_reduce
+from mpcore.mesh import Axis
 from mpcore.storages import Storages, tensors_in
 
 KINDS = ("none", "selective", "full")
@@ -52,6 +54,7 @@ def recompute(
     every: int = 1,
     budget: float | None = None,
     example: Example | Callable[[nn.Module], Example] | None = None,
+    axes: Sequence[Axis] = (),
     preserve_rng_state: bool = True,
 ) -> list[str]:
     """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
@@ -67,6 +70,9 @@ def recompute(
             become selective, one after the other, then full, until the counted bytes are in the budget.
         example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them; only
             shapes and dtypes matter, "meta" will do.
+        axes: with `budget`, those that the blocks' collectives run over, such as `(mesh.tp, mesh.data)`. Their ranks
+            decide alike, by the most that one of them keeps: who computes a block again sends again, and uneven heads
+            or causal blocks keep unequal bytes.
         preserve_rng_state: of torch's generators, for blocks that draw from them. Layers of mpcore don't.
 
     Returns:
@@ -85,7 +91,7 @@ def recompute(
     elif example is None:
         raise ValueError(f"budget {budget} needs an example, (args, kwargs) of a block's call, to count bytes with")
     else:
-        kinds = _within(budget, blocks, example)
+        kinds = _within(budget, blocks, example, axes)
     for block, kind in zip(blocks, kinds, strict=True):
         _apply(block, kind, preserve_rng_state)
     return kinds
@@ -155,11 +161,20 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
     return total
 
 
-def _within(budget: float, blocks: list[nn.Module], example: Example | Callable[[nn.Module], Example]) -> list[str]:
+def _within(
+    budget: float,
+    blocks: list[nn.Module],
+    example: Example | Callable[[nn.Module], Example],
+    axes: Sequence[Axis],
+) -> list[str]:
     if not 0 < budget <= 1:
         raise ValueError(f"budget {budget} is not in (0, 1]: it is the share of the blocks' activations to keep")
     calls = [example(block) if callable(example) else example for block in blocks]
-    bytes_of = [{kind: kept_bytes(*call, kind) for kind in KINDS} for call in zip(blocks, calls, strict=True)]
+    counted = [[kept_bytes(*call, kind) for kind in KINDS] for call in zip(blocks, calls, strict=True)]
+    most = torch.tensor(counted, device=next((p.device for b in blocks for p in b.parameters() if not p.is_meta), None))
+    for axis in axes:
+        most = all_reduce(most, axis, "max")
+    bytes_of: list[dict[str, int]] = [dict(zip(KINDS, each, strict=True)) for each in most.tolist()]
     kinds = ["none"] * len(blocks)
     limit = budget * sum(each["none"] for each in bytes_of)
 

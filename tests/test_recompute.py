@@ -245,6 +245,25 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
         recompute(blocks, every=0)
 
 
+def check_alike() -> tuple[list[str], list[str]]:
+    """Kinds chosen together and alone, where rank 1 keeps more of the first block and rank 0 of the second."""
+    axis = mesh(tp=2).tp
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
+    rows = {blocks[0]: 4 + 28 * axis.rank, blocks[1]: 32 - 28 * axis.rank}
+
+    def example(block: nn.Module):
+        return (torch.empty(rows[block], 8, requires_grad=True),), {}
+
+    return tuple(recompute(blocks, budget=0.9, example=example, axes=axes) for axes in ((axis,), ()))
+
+
+def test_ranks_that_keep_unequal_bytes_choose_the_same_blocks(ranks):
+    """Else one sends again in backward what the other doesn't, as in a ring, whose causal blocks are unequal."""
+    (together, alone), (also, otherwise) = ranks(2, check_alike)
+    assert together == also == ["selective", "none"]
+    assert alone != otherwise
+
+
 def check_refused() -> str:
     flags = ["--preset", "tiny-moe", "--layers", "2", "--moe-every", "2", "--d-model", "16", "--expert-d-ff", "64"]
     flags += ["--d-ff", "24", "--seq-len", "16", "--global-batch", "4", "--recompute", "budget=0.03"]

@@ -30,7 +30,7 @@ from mpcore.local_updates import OUTER_SLOTS
 from mpcore.recompute import recompute
 
 
-def recompute_blocks(stage: GPT, args: argparse.Namespace) -> None:
+def recompute_blocks(stage: GPT, args: argparse.Namespace, mesh: Mesh) -> None:
     """Recompute as `--recompute` says, by budget too, on plain parameters."""
     kind, budget = recompute_kind(args.recompute)
     if budget is None:
@@ -40,8 +40,8 @@ def recompute_blocks(stage: GPT, args: argparse.Namespace) -> None:
     arguments = dict(stage.calls(stage.config.seq_len, x.dtype, x.device, **keywords(stage, args, "meta")))
     half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
     with torch.autocast("cpu", half, enabled=half is not None):
-        blocks = stage.blocks.values()
-        recompute(blocks, budget=budget, example=lambda block: ((x,), arguments[block]), preserve_rng_state=False)
+        options: dict[str, Any] = {"axes": (mesh.tp, mesh.data), "preserve_rng_state": False}
+        recompute(stage.blocks.values(), budget=budget, example=lambda block: ((x,), arguments[block]), **options)
 
 
 def hidden(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> Tensor:
@@ -74,7 +74,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     stages = build_stages(config, mesh, blocks, ranks, **options)
     for stage in stages:
         seed_dropout(stage, args.seed)
-        recompute_blocks(stage, args)
+        recompute_blocks(stage, args, mesh)
     layers = [block for stage in stages for block in stage.blocks.values()]
     shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)
     ids = (args.micro_batch, config.seq_len // mesh.cp.size)

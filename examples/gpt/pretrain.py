@@ -111,7 +111,7 @@ class Trainer:
         materialize(model, args.seed, mesh.device)
         try:
             for stage in self.stages:
-                recompute_blocks(stage, args)
+                recompute_blocks(stage, args, mesh)
         except ValueError as problem:  # of these blocks alone, such as a budget that is out of their reach
             error = problem
         raise_together(error)

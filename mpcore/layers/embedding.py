@@ -85,10 +85,14 @@ class VocabParallelEmbedding(ParallelModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
 
 
+def _can_read(ids: Tensor) -> bool:
+    """Not on a GPU, nor while compiling: it would stall. A fake tensor, of a subclass, has no values."""
+    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
+
+
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
-    """Refuse ids outside [0, size) but `ignore_index`; on a GPU, and while compiling, not: it would stall. A fake
-    tensor, of a subclass, has no values."""
-    if type(ids) is not Tensor or ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+    """Refuse ids outside [0, size) but `ignore_index`, where they can be read."""
+    if not _can_read(ids):
         return
     if ignore_index is not None:
         ids = ids.masked_fill(ids == ignore_index, 0)
@@ -144,7 +148,7 @@ class PositionEmbedding(ParallelModule):
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
         whole = length * (self.tp.size if self.sequence_parallel else 1)
-        if positions is not None and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        if positions is not None and _can_read(positions):
             whole = int(positions.max()) + 1
         if whole > self.num_positions:
             raise ValueError(f"sequence length {whole} is longer than the model's {self.num_positions} positions")
