@@ -243,8 +243,10 @@ class _Wrap:
         sharded = fully_shard(module, ignored_params=ignored, **options)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from torch 2.13 on ranks may use different ones
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different ones
             sharded.set_reduce_scatter_unused_params(True)
+        else:  # before torch 2.13
+            _sum_unused(sharded)
 
     def _placed(self, parameter: nn.Parameter) -> Any:
         sharding = self.held.get(id(parameter))
@@ -385,9 +387,31 @@ def _run_hooks(model: FSDPModule) -> None:
     """What `fully_shard` does after a backward, as torch's `PipelineStage.perform_reduce_grad` does it."""
     root: Any = model._get_fsdp_state()  # type: ignore[attr-defined]
     for unit in root._state_ctx.all_states:
-        for group in unit._fsdp_param_groups:
+        for group in _groups_of(unit):
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def _sum_unused(module: FSDPModule) -> None:
+    """Have a unit sum zeros for parameters without a gradient, so that all ranks post the same sums."""
+    for group in _groups_of(module._get_fsdp_state()):  # type: ignore[attr-defined]
+
+        def post_backward(*_: Any, group: Any = group) -> None:
+            there = [p for p in group.fsdp_params if group.reduce_grads and hasattr(p, "_unsharded_param")]
+            for p in there:
+                whole = p.unsharded_param
+                if whole.requires_grad and whole.grad is None and p.unsharded_accumulated_grad is None:
+                    whole.grad = torch.zeros_like(whole)
+            type(group).post_backward(group)
+
+        group.post_backward = post_backward
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """A unit's parameters, together: before torch 2.13 all on one mesh, or none."""
+    if hasattr(unit, "_fsdp_param_groups"):
+        return unit._fsdp_param_groups
+    return [unit._fsdp_param_group] if unit._fsdp_param_group is not None else []
 
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:

@@ -191,7 +191,10 @@ def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ran
 def counted() -> Iterator[Counter]:
     """Elements that `fully_shard` sends to gather and to reduce-scatter, and how often."""
     found: Counter = Counter()
-    gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
+    names = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, names[0]):  # before torch 2.13
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    gather, scatter = (getattr(dist, name) for name in names)
 
     def gathered(output_tensor: Tensor, *args, **kwargs):
         found.update(gathers=1, gathered=output_tensor.numel())
@@ -202,8 +205,8 @@ def counted() -> Iterator[Counter]:
         return scatter(output, input, *args, **kwargs)
 
     with (
-        mock.patch.object(dist, "all_gather_single", gathered),
-        mock.patch.object(dist, "reduce_scatter_single", scattered),
+        mock.patch.object(dist, names[0], gathered),
+        mock.patch.object(dist, names[1], scattered),
     ):
         yield found
 

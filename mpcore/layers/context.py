@@ -467,7 +467,8 @@ class _RingAttention(Function):
                 merged = part if merged is None else merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
-        output, lse = merged[0].to(q.dtype), merged[1]
+        # A cast that does nothing is an alias, whose gradient torch 2.11 loses when it is compiled.
+        output, lse = merged if wide == q.dtype else (merged[0].to(q.dtype), merged[1])
         ctx.save_for_backward(q, k, v, output, lse, low, high)
         ctx.ring, ctx.options = ring, options
         return output

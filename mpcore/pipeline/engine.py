@@ -247,6 +247,10 @@ class _Stage(PipelineStage):
 
     noted: Callable[[str, int, int], Any]
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Before torch 2.13 a stage says hello to both neighbours, even one on its own rank, whom gloo can't reach.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         # torch's dry run for shapes, of memory nobody wrote: it must not count as a step's tokens (of experts).
         training = {each: each.training for each in module.modules()}
