@@ -48,7 +48,11 @@ from .cross_entropy import _tanh as tanh_and_slope
 
 Bounds = tuple[Tensor, Tensor]
 
+IMPLS = ("reference", "triton")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # of keys and of values, that the kernels are tiled for
+# By (device name, dtype, head dimension of keys, of values, kind of mask): which of IMPLS was measured to be fastest.
+# Empty, because nothing has been timed on a GPU yet: "triton" runs.
+FASTEST: dict[tuple[str, torch.dtype, int, int, str], str] = {}
 CHUNK_SCORES = 2**19  # of the reference: 2 MiB in float32, which a core's cache holds
 
 
@@ -80,7 +84,7 @@ def attention(
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
         out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
-        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `query` and by the head dimensions.
+        impl: one of `IMPLS`, or `None` to choose by the device of `query`, the head dimensions and what was measured.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
@@ -94,7 +98,7 @@ def attention(
         query, key, value = (_autocast(t) for t in (query, key, value))
     scale, cap = _check(query, key, value, scale, softcap)
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    options = causal, scale, cap, _runs_triton(impl, query, value)
+    options = causal, scale, cap, _chosen(impl, query, value, _mask(low, causal))
     return _Attention.apply(query, key, value, low, high, options, out_dtype)
 
 
@@ -143,7 +147,7 @@ def attention_backward(
     if grad.dtype != query.dtype:
         raise ValueError(f"grad is {grad.dtype}, but query is {query.dtype}: cast it")
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    options = causal, scale, cap, _runs_triton(impl, query, value)
+    options = causal, scale, cap, _chosen(impl, query, value, _mask(low, causal))
     return _backward_op(grad, dlse, query, key, value, output, lse, low, high, *options, out_dtype)
 
 
@@ -251,12 +255,24 @@ def _bounds(
     return key_bounds(T, causal=causal, window=window, cu_seqlens=cu_seqlens, device=query.device)
 
 
-def _runs_triton(impl: str | None, query: Tensor, value: Tensor) -> bool:
+def _mask(low: Tensor | None, causal: bool) -> str:
+    return "bounds" if low is not None else "causal" if causal else "full"
+
+
+def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str) -> str:
+    """The one of `IMPLS` that runs: what is asked for, where it can, or what is best here."""
+    if impl not in (None, *IMPLS):
+        raise ValueError(f"impl {impl!r} is none of None, {', '.join(map(repr, IMPLS))}")
     dims = query.shape[3], value.shape[3]
     tiled = all(dim in HEAD_DIMS for dim in dims)
     if impl == "triton" and not tiled:
         raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of {HEAD_DIMS}")
-    return runs_triton(impl, query) and tiled
+    if not runs_triton(impl, query) or not tiled:
+        return "reference"
+    if impl is None and FASTEST and query.is_cuda:
+        device = torch.cuda.get_device_properties(query.device).name
+        return FASTEST.get((device, query.dtype, *dims, mask), "triton")
+    return "triton"
 
 
 class _Attention(torch.autograd.Function):
@@ -292,7 +308,7 @@ def _empty_backward(
     return dq, dk, dv
 
 
-_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, bool fused, ScalarType? out_dtype"
+_OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, str impl, ScalarType? out_dtype"
 _forward_op = define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor output, Tensor lse)",
     _empty_forward,
@@ -321,10 +337,10 @@ def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch
 @launches(_forward_op)
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float,
-    softcap: float, fused: bool, out_dtype: torch.dtype | None,
+    softcap: float, impl: str, out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     output, lse = outs = _empty_forward(query, key, value, out_dtype)
-    if not fused:
+    if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
             _forward_reference(outs, query, key, value, low, high, causal, scale, softcap)
         return outs
@@ -344,11 +360,11 @@ def _run_forward(
 @launches(_backward_op)
 def _run_backward(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, fused: bool,
+    low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float, impl: str,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = outs = _empty_backward(grad, dlse, query, key, value, out_dtype)
-    if not fused:
+    if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
             _backward_reference(outs, grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap)
         return outs
@@ -396,8 +412,7 @@ def _whole(x: Tensor | None) -> Tensor | None:
 
 def _constants(query: Tensor, value: Tensor, low: Tensor | None, causal: bool, softcap: float) -> tuple:
     K, V = query.shape[3], value.shape[3]
-    mask = "bounds" if low is not None else "causal" if causal else "full"
-    return K, V, next_power_of_2(K), next_power_of_2(V), mask, softcap
+    return K, V, next_power_of_2(K), next_power_of_2(V), _mask(low, causal), softcap
 
 
 def _programs(tokens: int, block: int, heads: int) -> int:

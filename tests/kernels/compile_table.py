@@ -101,7 +101,7 @@ def run_cross_replica_hash(size: int) -> None:
 def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0) -> None:
     q, k, lse = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype), torch.empty(2, 8, 512)
     bound = torch.empty(512, dtype=torch.int32) if bounds else None
-    options = (bound, bound, True, K**-0.5, softcap, True, None)
+    options = (bound, bound, True, K**-0.5, softcap, "triton", None)
     ops.attention_forward(q, k, k, *options)
     ops.attention_backward(q, None, q, k, k, q, lse, *options)
 

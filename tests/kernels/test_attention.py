@@ -285,7 +285,7 @@ def launched(T=300, H=8, groups=2, K=64, V=64, B=2, keys=None, dtype=torch.bfloa
     shapes = (B, T, H, K), (B, T if keys is None else keys, groups, K), (B, T if keys is None else keys, groups, V)
     q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
     low, high = key_bounds(T, **mask) if mask else (None, None)
-    ops, options = torch.ops.mpcore, (low, high, True, 0.1, 0.0, True, None)
+    ops, options = torch.ops.mpcore, (low, high, True, 0.1, 0.0, "triton", None)
     with fake_gpu(target) as launches:
         output, lse = ops.attention_forward(q, k, v, *options)
         ops.attention_backward(output, None, q, k, v, output, lse, *options)
@@ -307,8 +307,8 @@ def test_views_are_not_copied():
     packed = torch.empty(2, 300, 12, 64, dtype=torch.bfloat16)
     q, k, v = packed.split([8, 2, 2], 2)
     with fake_gpu() as launches:
-        torch.ops.mpcore.attention_forward(q, k, v, None, None, True, 0.1, 0.0, True, None)
-        torch.ops.mpcore.attention_forward(q, k.mT.contiguous().mT, v, None, None, True, 0.1, 0.0, True, None)
+        torch.ops.mpcore.attention_forward(q, k, v, None, None, True, 0.1, 0.0, "triton", None)
+        torch.ops.mpcore.attention_forward(q, k.mT.contiguous().mT, v, None, None, True, 0.1, 0.0, "triton", None)
     plain, copied = (launch.arguments for launch in launches)
     assert [plain[f"{name}_ptr"].data_ptr() for name in "qkv"] == [x.data_ptr() for x in (q, k, v)]
     assert (plain["k_batch"], plain["k_token"], plain["k_head"]) == (300 * 12 * 64, 12 * 64, 64)
@@ -321,7 +321,7 @@ def test_strides_beyond_32_bits_are_another_kernel():
     far = near.as_strided((1, 16, 1, 64), (2**32, 64, 64, 1))
     with fake_gpu() as launches:
         for query in (near, far):
-            torch.ops.mpcore.attention_forward(query, near, near, None, None, True, 0.1, 0.0, True, None)
+            torch.ops.mpcore.attention_forward(query, near, near, None, None, True, 0.1, 0.0, "triton", None)
     assert [launch.kernel.src.signature["q_batch"] for launch in launches] == ["i32", "i64"]
 
 
