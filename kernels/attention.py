@@ -48,8 +48,10 @@ from .cross_entropy import _tanh as tanh_and_slope
 
 Bounds = tuple[Tensor, Tensor]
 
-IMPLS = ("reference", "triton")
+IMPLS = ("reference", "triton", "triton_ws")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # of keys and of values, that the kernels are tiled for
+HOPPER = {"triton_ws": "_attention_ws"}  # forward passes for that GPU alone, in modules imported at the first launch
+HOPPER_HEAD_DIMS = (64, 128, 256)
 # By (device name, dtype, head dimension of keys, of values, kind of mask): which of IMPLS was measured to be fastest.
 # Empty, because nothing has been timed on a GPU yet: "triton" runs.
 FASTEST: dict[tuple[str, torch.dtype, int, int, str], str] = {}
@@ -84,7 +86,8 @@ def attention(
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
         out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
-        impl: one of `IMPLS`, or `None` to choose by the device of `query`, the head dimensions and what was measured.
+        impl: `"triton"`, `"triton_ws"` (the forward pass for Hopper in half precision, and K and Kv 64, 128 or 256),
+            `"reference"`, or `None` to choose by the device of `query`, the head dimensions and what was measured.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
@@ -98,7 +101,7 @@ def attention(
         query, key, value = (_autocast(t) for t in (query, key, value))
     scale, cap = _check(query, key, value, scale, softcap)
     low, high = _bounds(query, key, causal, window, cu_seqlens, bounds)
-    options = causal, scale, cap, _chosen(impl, query, value, _mask(low, causal))
+    options = causal, scale, cap, _chosen(impl, query, value, _mask(low, causal), out_dtype)
     return _Attention.apply(query, key, value, low, high, options, out_dtype)
 
 
@@ -259,7 +262,7 @@ def _mask(low: Tensor | None, causal: bool) -> str:
     return "bounds" if low is not None else "causal" if causal else "full"
 
 
-def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str) -> str:
+def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str, out_dtype: torch.dtype | None = None) -> str:
     """The one of `IMPLS` that runs: what is asked for, where it can, or what is best here."""
     if impl not in (None, *IMPLS):
         raise ValueError(f"impl {impl!r} is none of None, {', '.join(map(repr, IMPLS))}")
@@ -267,12 +270,36 @@ def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str) -> str:
     tiled = all(dim in HEAD_DIMS for dim in dims)
     if impl == "triton" and not tiled:
         raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of {HEAD_DIMS}")
+    if impl in HOPPER:
+        refusal = _refusal_of_hopper(query, value, out_dtype)
+        if refusal:
+            raise ValueError(f"impl={impl!r} {refusal}; use impl='triton'")
+        runs_triton("triton", query)
+        return impl
     if not runs_triton(impl, query) or not tiled:
         return "reference"
     if impl is None and FASTEST and query.is_cuda:
         device = torch.cuda.get_device_properties(query.device).name
-        return FASTEST.get((device, query.dtype, *dims, mask), "triton")
+        best = FASTEST.get((device, query.dtype, *dims, mask), "triton")
+        return "triton" if best in HOPPER and _refusal_of_hopper(query, value, out_dtype) else best
     return "triton"
+
+
+def _refusal_of_hopper(query: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> str | None:
+    """What keeps the forward passes for that GPU alone from running, or None."""
+    dims = query.shape[3], value.shape[3]
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"has no {query.dtype} kernel, only of torch.bfloat16 and torch.float16"
+    if not all(dim in HOPPER_HEAD_DIMS for dim in dims):
+        return f"has no kernel of head dimensions {dims}, only of {HOPPER_HEAD_DIMS}"
+    if dims[1] == 256 and out_dtype == torch.float32:
+        return f"has no shared memory for an output of {out_dtype} at head dimension 256"
+    if query.is_cuda:
+        device = torch.cuda.get_device_properties(query.device)
+        if (device.major, device.minor) != (9, 0) or torch.version.hip is not None:
+            there = f"{device.name} of compute capability {device.major}.{device.minor}"
+            return f"is for GPUs of compute capability 9.0, not for {there}"
+    return None
 
 
 class _Attention(torch.autograd.Function):
@@ -345,6 +372,10 @@ def _run_forward(
             _forward_reference(outs, query, key, value, low, high, causal, scale, softcap)
         return outs
     if output.numel() == 0:
+        return outs
+    if impl in HOPPER:
+        module = importlib.import_module(f".{HOPPER[impl]}", __package__)
+        module.forward(outs, query, key, value, low, high, causal, scale, softcap)
         return outs
     B, T, H, _ = query.shape
     tile = _tile("forward", query, value, low, softcap)

@@ -101,7 +101,8 @@ def _init_args(self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_addresses(ptrs: Any, mask: Any) -> None:
-    addresses = ptrs.data[np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)]
+    inside = mask if isinstance(mask, np.ndarray) else mask.data  # an array from a descriptor
+    addresses = ptrs.data[np.broadcast_to(inside.astype(bool), ptrs.data.shape)]
     if addresses.size == 0:
         return
     first, end = int(addresses.min()), int(addresses.max()) + ptrs.get_element_ty().primitive_bitwidth // 8
@@ -114,14 +115,14 @@ def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any
     return _stock_masked_store(self, ptrs, value, mask, *args)
 
 
-def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *args: Any) -> Any:
+def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
     _check_addresses(ptrs, mask)
     element = ptrs.get_element_ty()
     if other is None and element.is_floating() and element.primitive_bitwidth >= 16:
         np_dtype = interpreter._get_np_dtype(element)
         undefined = np_dtype.type(0x7FC0 if element == tl.bfloat16 else np.nan)
         other = interpreter.TensorHandle(np.full_like(ptrs.data, undefined, dtype=np_dtype), element)
-    return _stock_masked_load(self, ptrs, mask, other, *args)
+    return _stock_masked_load(self, ptrs, mask, other, *args, **kwargs)
 
 
 def _refuse_bfloat16(name: str, stock: Any) -> Any:

@@ -1,13 +1,18 @@
 """attention without a GPU: the reference, bad input, and what would be launched; on a GPU also the kernels."""
 
+import contextvars
 import math
+from types import SimpleNamespace
 
 import laws
 import pytest
 import torch
+import triton
 from fake_gpu import fake_gpu
 from torch.utils.flop_counter import FlopCounterMode
+from triton.runtime import _allocation
 
+from mpcore.kernels import _attention_ws as attention_ws
 from mpcore.kernels import attention as module
 from mpcore.kernels.attention import attention, attention_backward, attention_reference, key_bounds
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
@@ -247,6 +252,7 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
         ({}, {"bounds": (torch.zeros(8).int(), torch.arange(8).flip(0).int())}, "bounds fall"),
         ({}, {"impl": "fast"}, "impl 'fast'"),
         ({}, {"impl": "triton"}, r"no kernel of head dimensions \(6, 6\), only of \(64, 80"),
+        ({}, {"impl": "triton_ws"}, "has no torch.float32 kernel, only of torch.bfloat16 .*; use impl='triton'"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, options, message):
@@ -270,6 +276,40 @@ def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
         arguments = {"grad": output, "output": output, "lse": lse} | given
         with pytest.raises(ValueError, match=f"{next(iter(given))} is"):
             attention_backward(query=q, key=k, value=v, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("K", "device", "options", "message"),
+    [
+        (80, None, {}, r"no kernel of head dimensions \(80, 64\), only of \(64, 128, 256\); use impl='triton'"),
+        (64, None, {"out_dtype": torch.float64}, "set TRITON_INTERPRET=1"),
+        (64, (9, 0), {"V": 256, "out_dtype": torch.float32}, "no shared memory for an output of torch.float32 at head"),
+        (64, (10, 0), {}, "for GPUs of compute capability 9.0, not for A GPU of compute capability 10.0; use impl="),
+        (64, (9, 4), {}, "for GPUs of compute capability 9.0, not for A GPU of compute capability 9.4"),
+    ],
+)
+def test_what_hopper_kernels_can_not_do_is_refused(K, device, options, message, monkeypatch):
+    V = options.pop("V", 64)
+    q, k, v = draw(8, K=K, V=V, dtype=torch.bfloat16)
+    if device is not None:
+        found = SimpleNamespace(name="A GPU", major=device[0], minor=device[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, impl="triton_ws", **options)
+
+
+def test_what_was_measured_to_be_fastest_runs_where_it_can(monkeypatch):
+    hopper = SimpleNamespace(name="H", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: hopper)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q, _, v = draw(8, K=256, V=256, dtype=torch.bfloat16)
+    assert module._chosen(None, q, v, "causal") == "triton"
+    monkeypatch.setattr(module, "FASTEST", {("H", torch.bfloat16, 256, 256, "causal"): "triton_ws"})
+    assert module._chosen(None, q, v, "causal") == module._chosen("triton_ws", q, v, "full") == "triton_ws"
+    assert module._chosen(None, q, v, "full") == module._chosen(None, q, v, "causal", torch.float32) == "triton"
+    assert module._chosen("triton", q, v, "causal") == "triton"
+    assert module._chosen("reference", q, v, "causal") == "reference"
 
 
 def test_on_the_meta_device_shapes_come_out():
@@ -325,6 +365,53 @@ def test_strides_beyond_32_bits_are_another_kernel():
     assert [launch.kernel.src.signature["q_batch"] for launch in launches] == ["i32", "i64"]
 
 
+def test_on_hopper_a_block_is_of_128_queries_and_keys_know_their_queries():
+    bounds = key_bounds(300, window=7)
+    q, k, v = draw(300, 8, 2, 64, 128, B=2, dtype=torch.bfloat16)
+    for low, high in ((None, None), bounds):
+        with fake_gpu() as launches:
+            torch.ops.mpcore.attention_forward(q, k, v, low, high, True, 0.1, 0.0, "triton_ws", None)
+        (launch,) = launches
+        assert launch.kernel.metadata.num_warps == 12  # of the 4 that were asked for
+        assert launch.grid == (3 * 16, 1, 1)
+        assert launch.arguments["BLOCK_M"] == 128
+    query, see = torch.arange(300), sees(300, 300, window=7)
+    first, past = launch.arguments["first_ptr"], launch.arguments["past_ptr"]
+    assert torch.equal(see, (first <= query[:, None]) & (query[:, None] < past))
+
+
+def test_what_the_copying_unit_can_not_read_is_copied():
+    whole = torch.empty(2, 300, 12, 64, dtype=torch.bfloat16)
+    taken = whole[:, :, :8], whole.transpose(1, 2)
+    odd = torch.empty(2 * 300 * 12 * 64 + 1, dtype=torch.bfloat16)[1:].view(whole.shape)
+    copied = (
+        odd, torch.empty(2, 300, 12, 65, dtype=torch.bfloat16)[..., :64], whole.mT.contiguous().mT,
+        whole[:, :1].expand(-1, 300, -1, -1),
+    )  # fmt: skip
+    assert [attention_ws._placed(x) is x for x in (*taken, *copied)] == [True] * 2 + [False] * 4
+    for x in copied:
+        placed = attention_ws._placed(x)
+        assert placed.stride() == (300 * 12 * 64, 12 * 64, 64, 1)
+        assert placed.data_ptr() % 16 == 0
+
+
+def test_memory_for_descriptors_is_the_allocator_of_the_user_if_there_is_one():
+    own = object()
+
+    def run():
+        before = _allocation._allocator.get()
+        attention_ws._let_triton_allocate()
+        ours = _allocation._allocator.get()
+        triton.set_allocator(own)
+        attention_ws._let_triton_allocate()
+        return before, ours, _allocation._allocator.get()
+
+    before, ours, users = contextvars.Context().run(run)
+    assert isinstance(before, _allocation.NullAllocator)
+    assert ours is attention_ws._allocate
+    assert users is own
+
+
 def test_nothing_is_launched_for_nothing():
     assert launched(T=0) == []
     assert launched(B=0) == []
@@ -348,20 +435,39 @@ def moved(mask):
     }
 
 
+def runs_on_hopper(query):
+    refusal = module._refusal_of_hopper(query, query, None)
+    if refusal:
+        pytest.skip(f"'triton_ws' {refusal}")
+
+
 class TestGpu:
     pytestmark = gpu
 
+    @pytest.mark.parametrize("impl", ["triton", "triton_ws"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize("K", [64, 80, 128, 256])
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("softcap", [None, 5.0])
-    def test_errors(self, mask, K, dtype, softcap):
-        options = {**moved(MASKS[mask]), "softcap": softcap}
-        inputs = on_gpu(T, K, dtype, H=32, groups=16)
+    def test_errors(self, mask, K, dtype, softcap, impl):
+        self.check(draw(T, K=K, V=K, dtype=dtype, H=32, groups=16), impl, **MASKS[mask], softcap=softcap)
+
+    @pytest.mark.parametrize("impl", ["triton", "triton_ws"])
+    @pytest.mark.parametrize("length", [127, 128, 129, 1000, 2048])
+    @pytest.mark.parametrize("mask", ["causal", "full", "window"])
+    def test_errors_over_many_blocks(self, mask, length, impl):
+        mask = {"causal": {}, "full": {"causal": False}, "window": {"window": 300}}[mask]
+        self.check(draw(length, K=128, V=128, dtype=torch.bfloat16, H=8, B=2), impl, **mask)
+
+    def check(self, inputs, impl, **options):
+        inputs = {n: x.cuda() for n, x in zip(("query", "key", "value"), inputs, strict=True)}
+        options = moved(options)
+        if impl == "triton_ws":
+            runs_on_hopper(inputs["query"])
         found, plain, exact = (
             laws.results(lambda **x: finite(how(**x)), given, **options)  # noqa: B023
             for how, given in (
-                (lambda **x: attention(**x, impl="triton"), inputs),
+                (lambda **x: attention(**x, impl=impl), inputs),
                 (attention_reference, inputs),
                 (attention_reference, {name: x.double() for name, x in inputs.items()}),
             )
@@ -371,20 +477,34 @@ class TestGpu:
             error, bound = (found[name] - want).abs().max(), (plain[name] - want).abs().max()
             assert error <= 2 * max(bound, granted), name
 
+    @pytest.mark.parametrize("impl", ["triton", "triton_ws"])
     @pytest.mark.parametrize("length", [1000, 4096])
-    def test_gradients_repeat_bit_for_bit(self, length):
+    @pytest.mark.parametrize("window", [None, 300])
+    def test_gradients_repeat_bit_for_bit(self, length, window, impl):
         inputs = on_gpu(length, H=8)
-        first, second = (laws.results(attention, inputs, window=300) for _ in range(2))
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        if impl == "triton_ws":
+            runs_on_hopper(inputs["query"])
+        first, *others = (laws.results(attention, inputs, window=window, impl=impl) for _ in range(4))
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
-    def test_a_cuda_graph_captures_it(self):
+    def test_the_next_device_has_its_descriptors(self):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two CUDA devices")
+        q, k, v = (x.to("cuda:1") for x in on_gpu(512).values())
+        runs_on_hopper(q)
+        assert attention(q, k, v, impl="triton_ws")[0].isfinite().all()
+
+    @pytest.mark.parametrize("impl", ["triton", "triton_ws"])
+    def test_a_cuda_graph_captures_it(self, impl):
         q, k, v = (x.requires_grad_() for x in on_gpu(512).values())
-        output, lse = attention(q, k, v)
+        if impl == "triton_ws":
+            runs_on_hopper(q)
+        output, lse = attention(q, k, v, impl=impl)
         grad = torch.randn_like(output)
         wanted = attention_backward(grad, q, k, v, output, lse)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), torch.no_grad():
-            again = attention(q, k, v)
+            again = attention(q, k, v, impl=impl)
             found = attention_backward(grad, q, k, v, *again)
         for x in found:
             x.zero_()

@@ -10,12 +10,13 @@ GOLDEN = json.loads(compile_table.GOLDEN.read_text())
 
 
 CASES = [
-    pytest.param(case, marks=pytest.mark.slow) if case in compile_table.SLOW else case for case in compile_table.CASES
+    pytest.param(target, case, marks=pytest.mark.slow if case in compile_table.SLOW else ())
+    for target in compile_table.TARGETS
+    for case in compile_table.cases_of(target)
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("target", compile_table.TARGETS)
+@pytest.mark.parametrize(("target", "case"), CASES)
 def test_compiles_to_the_golden_facts(target, case):
     kernels = compile_table.compile_case(target, case)
     assert {name for name, facts in kernels.items() if facts["spills"]} <= compile_table.SPILLS.get(
@@ -36,3 +37,12 @@ def test_attention_multiplies_on_tensor_cores(target):
             on_cores = case.startswith("attention") and name != "rows_kernel" and "fp32" not in case
             assert "matrix" in facts or not on_cores, (case, name)
             assert not facts["spills"] or name in compile_table.SPILLS.get((target, case), ()), (case, name)
+
+
+def test_groups_of_warps_share_the_products_on_hopper():
+    """One copies, and each of two that multiply has half of the 128 queries: two could also do the same twice."""
+    for case in compile_table.HOPPER_CASES:
+        for name, facts in GOLDEN["targets"]["sm_90"][case].items():
+            assert (facts["warps"], facts["copy"], facts["multiply"]) == (12, 1, 2), (case, name)
+            assert {rows.split("x")[0] for rows in facts["products"]} == {"64"}, (case, name)
+            assert not facts["spills"], (case, name)

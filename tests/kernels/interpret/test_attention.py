@@ -54,8 +54,12 @@ def triton(**arguments):
     return attention(**arguments, impl="triton")
 
 
-def check(inputs, layout="contiguous", **options):
-    laws.check_errors(seen(triton), seen(attention_reference), inputs, layout, **options)
+def triton_ws(**arguments):
+    return attention(**arguments, impl="triton_ws")
+
+
+def check(inputs, layout="contiguous", how=triton, **options):
+    laws.check_errors(seen(how), seen(attention_reference), inputs, layout, **options)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -63,23 +67,24 @@ def test_errors_of_every_mask_over_many_blocks(name):
     check(draw(130), **mask(name, 130))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("how", "dtype"), [(triton, BF16), (triton, F16), (triton_ws, BF16), (triton_ws, F16)])
 @pytest.mark.parametrize("name", ["causal", "full", "packed window", "bounds"])
-def test_errors_in_half_precision(name, dtype):
-    check(draw(130, dtype=dtype), **mask(name, 130))
+def test_errors_in_half_precision(name, how, dtype):
+    check(draw(130, dtype=dtype), how=how, **mask(name, 130))
 
 
-@pytest.mark.parametrize("T", [1, 37])
+@pytest.mark.parametrize(("T", "how", "dtype"), [(1, triton, F32), (37, triton, F32), (37, triton_ws, BF16)])
 @pytest.mark.parametrize("name", MASKS)
-def test_errors_of_short_rows(name, T):
+def test_errors_of_short_rows(name, T, how, dtype):
     heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # of a lone row the reference's error is luck
-    check(draw(T, **heads), **mask(name, T))
+    check(draw(T, **heads, dtype=dtype), how=how, **mask(name, T))
 
 
+@pytest.mark.parametrize("how", [triton, triton_ws])
 @pytest.mark.parametrize(("H", "groups"), [(4, 4), (6, 2), (3, 1)])
-def test_errors_of_grouped_heads_in_a_batch(H, groups):
+def test_errors_of_grouped_heads_in_a_batch(H, groups, how):
     for name in ("causal", "bounds"):
-        check(draw(37, H, groups, B=2, dtype=BF16), **mask(name, 37))
+        check(draw(37, H, groups, B=2, dtype=BF16), how=how, **mask(name, 37))
 
 
 @pytest.mark.parametrize(("K", "V"), [(80, 80), (96, 64), (64, 128), (128, 80), (256, 256)])
@@ -87,26 +92,41 @@ def test_errors_of_every_head_dimension(K, V):
     check(draw(37, K=K, V=V), **mask("window", 37))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 256)])
+def test_errors_of_every_head_dimension_for_hopper(K, V):
+    for name in ("causal", "window"):
+        check(draw(37, K=K, V=V, dtype=BF16), how=triton_ws, **mask(name, 37))
+
+
+@pytest.mark.parametrize(("how", "dtype"), [(triton, F32), (triton, BF16), (triton_ws, BF16)])
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_errors_with_softcap(dtype, softcap):
-    check(draw(70, dtype=dtype), softcap=softcap, scale=0.3, **mask("causal", 70))
+def test_errors_with_softcap(how, dtype, softcap):
+    check(draw(70, dtype=dtype), how=how, softcap=softcap, scale=0.3, **mask("causal", 70))
 
 
-@pytest.mark.parametrize(("T", "keys"), [(37, 130), (130, 37), (1, 70), (70, 1)])
-def test_errors_of_other_keys_than_queries(T, keys):
+@pytest.mark.parametrize(
+    ("T", "keys", "how", "dtype"),
+    [
+        *((T, keys, triton, F32) for T, keys in ((37, 130), (130, 37), (1, 70), (70, 1))),
+        *((T, keys, triton_ws, BF16) for T, keys in ((37, 130), (130, 37))),
+    ],
+)
+def test_errors_of_other_keys_than_queries(T, keys, how, dtype):
     heads = {"H": 64, "groups": 64} if T == 1 else {"H": 2}  # of few rows the reference's error is luck
-    check(draw(T, **heads, keys=keys), **mask("bounds", T, keys))
-    check(draw(T, **heads, keys=keys), causal=False)
+    inputs = draw(T, **heads, keys=keys, dtype=dtype)
+    check(inputs, how=how, **mask("bounds", T, keys))
+    check(inputs, how=how, causal=False)
 
 
+@pytest.mark.parametrize("how", [triton, triton_ws])
 @pytest.mark.parametrize("layout", ["strided rows", "strided columns"])
-def test_errors_of_strided_tensors(layout):
-    check(draw(37, B=2, dtype=BF16), layout, **mask("causal", 37))
+def test_errors_of_strided_tensors(layout, how):
+    check(draw(37, B=2, dtype=BF16), layout, how, **mask("causal", 37))
 
 
-def test_errors_of_rows_that_are_far_apart():
-    check(draw(3, H=8, groups=4), "far rows", **mask("causal", 3))
+@pytest.mark.parametrize(("how", "dtype"), [(triton, F32), (triton_ws, BF16)])
+def test_errors_of_rows_that_are_far_apart(how, dtype):
+    check(draw(3, H=8, groups=4, dtype=dtype), "far rows", how, **mask("causal", 3))
 
 
 def test_errors_of_a_packed_projection():
@@ -125,12 +145,12 @@ def test_errors_of_a_packed_projection():
 )
 def test_nothing_in_gives_nothing_out(B, T, H, keys):
     inputs = draw(T, H, min(H, 1), keys=keys, B=B)
-    for dtype in (F32, BF16):
-        check({name: x.to(dtype) for name, x in inputs.items()}, causal=False)
+    for dtype, how in ((F32, triton), (BF16, triton), (BF16, triton_ws)):
+        check({name: x.to(dtype) for name, x in inputs.items()}, how=how, causal=False)
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
+@pytest.mark.parametrize(("impl", "softcap"), [("triton", None), ("triton", 5.0), ("triton_ws", None)])
+def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(impl, softcap):
     """Each block's backward pass, from the merged output and lse alone, is its term of the gradient."""
     inputs, blocks = draw(48, 4, 2, dtype=BF16), 6
     exact = {name: x.double().requires_grad_() for name, x in inputs.items()}
@@ -138,7 +158,7 @@ def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
     gradients = [torch.randn_like(y).to(BF16).double() for y in want]
     torch.autograd.backward(want, gradients)
     index, size = torch.arange(48, dtype=torch.int32), 48 // blocks
-    common = {"softcap": softcap, "impl": "triton", "out_dtype": F32}
+    common = {"softcap": softcap, "impl": impl, "out_dtype": F32}
 
     def parts():
         for n in range(blocks):
@@ -181,13 +201,14 @@ def test_a_query_that_sees_nothing_gives_no_gradient_whatever_comes_back():
     assert not found[0][:, :4].any()
 
 
-def test_the_same_bits_each_time():
+@pytest.mark.parametrize("how", [triton, triton_ws])
+def test_the_same_bits_each_time(how):
     inputs, options = draw(70, 4, 2, dtype=BF16), mask("bounds", 70)
-    first, second = (laws.results(triton, inputs, **options) for _ in range(2))
+    first, second = (laws.results(how, inputs, **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("impl", ["triton", "triton_ws", "reference"])
 @pytest.mark.parametrize("name", ["causal", "bounds"])
 def test_operators(name, impl):
     inputs, ops = draw(5, 4, 2, dtype=BF16), torch.ops.mpcore
@@ -200,6 +221,6 @@ def test_operators(name, impl):
         laws.check_operator(ops.attention_backward, *given, *numbers)
 
 
-@pytest.mark.parametrize("name", ["causal", "packed window"])
-def test_compiles_in_one_graph(name):
-    laws.check_compiles(triton, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))
+@pytest.mark.parametrize(("how", "name"), [(triton, "causal"), (triton, "packed window"), (triton_ws, "window")])
+def test_compiles_in_one_graph(how, name):
+    laws.check_compiles(how, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))
