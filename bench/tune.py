@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from bench.kernels import protocol
-from bench.kernels.protocol import BOTH, FORWARD, OURS, Inputs, Kernel, Shape, label, short
+from bench.kernels.protocol import BOTH, FORWARD, OURS, Inputs, Kernel, NotHereError, Shape, label, short
 from bench.machine import describe
 from mpcore.kernels._rows import ceil_div, next_power_of_2
 
@@ -45,11 +46,12 @@ class Candidate(NamedTuple):
 
 
 class Tunable(NamedTuple):
-    """A kernel's module, the bench whose shapes it is tuned on, and the candidates."""
+    """A kernel's module, the bench whose shapes it is tuned on, the candidates, and the name it has in that bench."""
 
     module: str
     bench: str
     candidates: Callable[[Any], Iterator[Candidate]]
+    provider: str = OURS
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------
@@ -136,6 +138,19 @@ def attention_tiles(module: Any) -> Iterator[Candidate]:
                     yield Candidate(name, {"_tile": other}, (FORWARD,) if kind == "forward" else (BOTH,))
 
 
+def attention_ws_tiles(module: Any) -> Iterator[Candidate]:
+    """Keys of a block and stages, where warps take roles."""
+    tile = module._tile
+    for keys in (128, 64, 32):
+        for stages in (2, 3, 4):
+            if (keys, stages) != (128, 2):
+
+                def other(*args: Any, keys: int = keys, stages: int = stages) -> Any:
+                    return tile(*args)._replace(keys=keys, stages=stages)
+
+                yield Candidate(f"{keys} keys, {stages} stages", {"_tile": other}, (FORWARD,))
+
+
 def rope_tiles(module: Any) -> Iterator[Candidate]:
     """Larger and smaller tiles, and warps."""
     tile = module._tile
@@ -168,6 +183,7 @@ TUNABLE = {
     "rope": Tunable("rope", "bench_rope", rope_tiles),
     "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),
     "attention": Tunable("attention", "bench_attention", attention_tiles),
+    "attention_ws": Tunable("_attention_ws", "bench_attention", attention_ws_tiles, "mpcore triton_ws"),
     "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
     "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
     "grouped_linear": Tunable("grouped_linear", "bench_grouped_linear", warps),
@@ -195,7 +211,15 @@ def in_place(module: Any, candidate: Candidate | None) -> Iterator[None]:
 def kernels_of(tunable: Tunable) -> list[Kernel]:
     """The kernels of its bench."""
     held = vars(importlib.import_module(f"bench.kernels.{tunable.bench}")).values()
-    return [k for value in held for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
+    found = [k for value in held for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
+    if tunable.provider == OURS:
+        return found
+
+    def provided(kernel: Kernel) -> Kernel:
+        make = kernel.peers[tunable.provider]
+        return replace(kernel, name=tunable.provider, ours=lambda **inputs: make({})(**inputs))
+
+    return [provided(kernel) for kernel in found]
 
 
 def tune(tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> dict[str, Any]:
@@ -290,7 +314,10 @@ def main(argv: list[str] | None = None) -> None:
             for shape in kernel.shapes[: args.shapes]:
                 for dtype in kernel.dtypes:
                     for which in kernel.passes:
-                        rows.append(tune(TUNABLE[name], kernel, shape, dtype, which))
+                        try:
+                            rows.append(tune(TUNABLE[name], kernel, shape, dtype, which))
+                        except NotHereError as why:
+                            print(f"{kernel.name} {label(shape)}: {why}")
                         if args.out is not None:
                             args.out.write_text(json.dumps({**describe(), "rows": rows}, indent=1) + "\n")
     print(f"{table(rows)}\n\n{summary(rows)}")

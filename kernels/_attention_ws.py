@@ -66,10 +66,8 @@ def _bounds_of_keys(low: Tensor | None, high: Tensor | None, keys: int) -> tuple
     if low is None or high is None:
         return None, None
     index = torch.arange(keys, dtype=torch.int32, device=low.device)
-    first, past = (
-        torch.searchsorted(bound, index, right=True, out_int32=True) for bound in (_whole(high), _whole(low))
-    )
-    return first, past
+    first = torch.searchsorted(high.contiguous(), index, right=True, out_int32=True)
+    return first, torch.searchsorted(low.contiguous(), index, right=True, out_int32=True)
 
 
 def _placed(x: Tensor) -> Tensor:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from compile_table import CASES
+import torch
+from compile_table import cases_of
 from fake_gpu import fake_gpu
 
+from bench.kernels.protocol import NotHereError
 from bench.tune import AS_IT_IS, TUNABLE, Candidate, in_place, kernels_of, main, summary, table
 
+CASES = cases_of("sm_90")
 CASE = {
     "rms_norm": "rms_norm D=1000 bf16",
     "layer_norm": "layer_norm D=1000 bf16",
@@ -18,6 +21,7 @@ CASE = {
     "rope": "rope 32+8 heads of 128 bf16",
     "cross_entropy": "cross_entropy V=50257 bf16",
     "attention": "attention K=64 bf16",
+    "attention_ws": "attention_ws K=64 bf16",
     "adamw": "adamw fp32",
     "cross_replica_hash": "cross_replica_hash of 10007 bf16",
     "grouped_linear": "grouped_linear D=1000 F=200 E=8 fp32",
@@ -48,6 +52,14 @@ def test_candidates_are_launched_in_the_place_of_what_is_there(name):
         same += [candidate.name] if changed == before else []
     assert len(same) <= len(tried) // 3, same  # what this one shape makes no difference to, or what is there already
     assert launched(CASE[name]) == before
+
+
+def test_the_pass_for_hopper_is_tuned_by_its_name_in_the_bench():
+    (kernel,) = kernels_of(TUNABLE["attention_ws"])
+    assert kernel.name == "mpcore triton_ws"
+    if not torch.cuda.is_available():
+        with pytest.raises(NotHereError, match=r"compute capability 9\.0"):
+            kernel.ours(query=None, key=None, value=None)
 
 
 def test_a_choice_is_put_back_after_an_error():
