@@ -1,12 +1,13 @@
-"""The forward pass of attention for Hopper: one warp group copies, two multiply, each half of the queries of a block.
+"""Attention for Hopper: one group of warps copies, two multiply, each half of the queries or keys of a block.
 
 Triton deals out the warps itself where it is told to, `tl.range(warp_specialize=True)`, and keeps to rules that its
 documentation doesn't name (Triton 3.6 and 3.7, found by compiling):
 
 - 4 warps are asked for, and 12 come out; descriptors are made in the kernel; one loop, and no `if` in it.
-- Two groups that multiply share the work only of blocks of 128 queries. With 64 both do all of it.
-- Nothing may be loaded that has an element for each query, as it can't be cut in two; so a mask that is loaded is one
-  of keys: as neither bound of the keys that a query sees falls, the queries that see a key are a run too.
+- Two groups that multiply share the work only where the products have 128 rows. With 64 both do all of it.
+- Nothing may be loaded that has an element for each of these rows, as it can't be cut in two. So the mask of queries is
+  one of keys: as neither bound of the keys that a query sees falls, the queries that see a key are a run too. And lse
+  and delta come as the sums of products, which can be: three numbers of bfloat16 that are times one hold a float32.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._dispatch import tl, triton
 from ._launch import launch
-from .attention import _mask, _programs, _scores_of, _store_rows, _whole
+from .attention import _load_bounds, _load_rows, _mask, _programs, _scores_of, _store_rows, _views, _whole
+from .attention import _sees as _sees_by_bounds
+
+PARTS = 16  # bfloat16 numbers that make one of a query: 3 hold it, and the smallest product sums 16
 
 
 class _Tile(NamedTuple):
@@ -32,10 +36,13 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(K: int, V: int, mask: str, softcap: float) -> _Tile:
+def _tile(kernel: str, K: int, V: int, mask: str, softcap: float) -> _Tile:
     """Large without spilling, or running out of shared memory. Not timed."""
-    keys = 64 if mask == "bounds" or max(K, V) == 256 else 128
-    return _Tile(128, 32 if max(K, V) == 256 and (mask == "bounds" or softcap > 0) else keys, 2)
+    if kernel == "dkdv":
+        return _Tile(32 if softcap > 0 and max(K, V) == 128 else 64, 128, 2)
+    if max(K, V) == 256:
+        return _Tile(128, 32 if mask == "bounds" or softcap > 0 else 64, 2)
+    return _Tile(128, 64 if mask == "bounds" or kernel == "dq" else 128, 2)
 
 
 def forward(
@@ -49,16 +56,51 @@ def forward(
         output.zero_()
         lse.fill_(-math.inf)
         return
-    mask, of_keys = _mask(low, causal), _bounds_of_keys(low, high, keys)
-    tile = _tile(K, V, mask, softcap)
+    mask = _mask(low, causal)
+    tile = _tile("forward", K, V, mask, softcap)
     q, k, v = map(_placed, (query, key, value))
-    tensors = (q, k, v, _whole(low), _whole(high), *of_keys, output, lse)
-    strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-    _let_triton_allocate()
-    launch(
-        _forward_kernel, (_programs(T, tile.queries, B * H), 1, 1), tensors,
-        (T, keys, H, H // key.shape[2], scale, *strides), (K, V, mask, softcap, *tile), num_warps=4,
+    tensors = (q, k, v, _whole(low), _whole(high), *_bounds_of_keys(low, high, keys), output, lse)
+    scalars = (T, keys, H, H // key.shape[2], scale, *_strides(q, k, v))
+    grid = (_programs(T, tile.queries, B * H), 1, 1)
+    _launch(_forward_kernel, grid, tensors, scalars, (K, V, mask, softcap, *tile))
+
+
+def backward(
+    outs: tuple[Tensor, Tensor, Tensor], grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    output: Tensor, lse: Tensor, low: Tensor | None, high: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Write the gradients; arguments as of the operator `attention_backward`, and some queries and keys."""
+    dq, dk, dv = outs
+    (B, T, H, K), (_, keys, groups, V) = query.shape, value.shape
+    parts, do, o = lse.new_empty((B, T, H, 2 * PARTS), dtype=torch.bfloat16), _views(grad), _views(output)
+    unit = math.log2(math.e) if softcap > 0 else 1 / scale
+    _launch(
+        _parts_kernel, (_programs(T, 32, B * H), 1, 1), (do.x, o.x, lse.contiguous(), _whole(dlse), parts),
+        (T, H, unit, *do.strides, *o.strides), (V, 32, PARTS),
     )  # fmt: skip
+    mask, of_keys, group = _mask(low, causal), _bounds_of_keys(low, high, keys), H // groups
+    q, k, v, do = _placed(query, group), _placed(key), _placed(value), _placed(grad, group)
+    low, high = _whole(low), _whole(high)
+    scalars = (T, keys, H, group, scale, *_strides(q, k, v, do))
+
+    tile = _tile("dkdv", K, V, mask, softcap)
+    grid = (_programs(keys, tile.keys, B * groups), 1, 1)
+    tensors = (q, k, v, do, parts, low, high, *of_keys, dk, dv)
+    _launch(_backward_keys_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile))
+    tile = _tile("dq", K, V, mask, softcap)
+    grid = (_programs(T, tile.queries, B * H), 1, 1)
+    tensors = (q, k, v, do, parts, low, high, *of_keys, dq)
+    _launch(_backward_queries_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile))
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple, scalars: tuple, constants: tuple) -> None:
+    _let_triton_allocate()
+    launch(kernel, grid, tensors, scalars, constants, num_warps=4)
+
+
+def _strides(*inputs: Tensor) -> tuple[int, ...]:
+    """Of batch, tokens and heads."""
+    return tuple(stride for x in inputs for stride in x.stride()[:3])
 
 
 def _bounds_of_keys(low: Tensor | None, high: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -70,13 +112,15 @@ def _bounds_of_keys(low: Tensor | None, high: Tensor | None, keys: int) -> tuple
     return first, torch.searchsorted(low.contiguous(), index, right=True, out_int32=True)
 
 
-def _placed(x: Tensor) -> Tensor:
-    """`x` where the copying unit can take it from: rows of whole elements, 16 bytes apart, or a multiple."""
+def _placed(x: Tensor, heads: int = 1) -> Tensor:
+    """`x` where the copying unit can take it from: rows of whole elements, 16 bytes apart, or a multiple.
+
+    So many heads are columns of one descriptor, which counts them in 32 bits.
+    """
     step = 16 // x.element_size()
     fits = x.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in x.stride()[:3])
-    return (
-        x if fits and x.stride(3) == 1 and x.stride(1) >= x.shape[3] else x.clone(memory_format=torch.contiguous_format)
-    )
+    fits = fits and x.stride(3) == 1 and x.stride(1) >= x.shape[3] and heads * x.stride(2) < 2**31
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _let_triton_allocate() -> None:
@@ -92,7 +136,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 @triton.jit
-def _span(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _span_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that some of a block of queries see; at least one block, so that no copy outlives the program."""
     if MASK == "bounds":
         begin = tl.maximum(tl.load(low_ptr + start), 0) // BLOCK_N * BLOCK_N
@@ -102,6 +146,21 @@ def _span(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.con
         return 0, tl.minimum(start + BLOCK_M, KEYS)
     else:
         return 0, KEYS
+
+
+@triton.jit
+def _span_of_queries(
+    first_ptr, past_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The queries that see some of a block of keys; at least one block."""
+    if MASK == "bounds":
+        begin = tl.load(first_ptr + start) // BLOCK_M * BLOCK_M
+        end = tl.load(past_ptr + tl.minimum(start + BLOCK_N, KEYS) - 1)
+        return begin, tl.maximum(end, begin + 1)
+    elif MASK == "causal":
+        return start // BLOCK_M * BLOCK_M, T
+    else:
+        return 0, T
 
 
 @triton.jit
@@ -144,7 +203,7 @@ def _forward_kernel(
     v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
     q = q_rows.load([start, 0])
     queries = start + tl.arange(0, BLOCK_M)
-    begin, end = _span(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+    begin, end = _span_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     acc = tl.zeros((BLOCK_M, V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -170,3 +229,156 @@ def _forward_kernel(
     output_ptr += batch * T * H * V + head * V
     _store_rows(output_ptr, queries, H * V, T, acc / total[:, None], V, V)
     tl.store(lse_ptr + heads.to(tl.int64) * T + queries, largest * LN_2 + tl.log(total), mask=queries < T)
+
+
+@triton.jit
+def _parts_kernel(
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, parts_ptr, T, H, unit, do_batch, do_token, do_head, o_batch, o_token, o_head,
+    V: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """-lse in the given unit, and -delta, as sums of bfloat16 numbers: such can be copied, and summed by products."""
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    do = _load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, V, True)
+    o = _load_rows(o_ptr + batch * o_batch + head * o_head, queries, o_token, T, V, V, True)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    at = heads.to(tl.int64) * T + queries
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=queries < T, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + at, mask=queries < T, other=0.0)
+    nothing = lse == float("-inf")  # of a query that sees nothing p and delta are 0
+    parts_ptr += (batch * T * H + head) * 2 * PARTS
+    _store_parts(parts_ptr, queries, H, T, tl.where(nothing, float("-inf"), -lse * unit), PARTS)
+    _store_parts(parts_ptr + PARTS, queries, H, T, tl.where(nothing, 0.0, -delta), PARTS)
+
+
+@triton.jit
+def _store_parts(parts_ptr, queries, H, T, x, PARTS: tl.constexpr):
+    high = x.to(tl.bfloat16)
+    finite = tl.where(x == float("-inf"), 0.0, x)
+    rest = finite - finite.to(tl.bfloat16).to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = rest - middle.to(tl.float32)
+    part = tl.arange(0, PARTS)[None, :]
+    parts = tl.where(part == 1, middle.to(tl.float32)[:, None], tl.where(part == 2, low[:, None], 0.0))
+    parts = tl.where(part == 0, high.to(tl.float32)[:, None], parts)
+    _store_rows(parts_ptr, queries, H * 2 * PARTS, T, parts, PARTS, PARTS)
+
+
+@triton.jit
+def _log2_p(products, parts, scale, SOFTCAP: tl.constexpr):
+    """Of the products of queries and keys, or of these and the parts of lse; and the slope of the soft cap."""
+    z, unit, slope = _scores_of(products, scale, SOFTCAP)
+    if SOFTCAP != 0.0:
+        return tl.fma(z, unit, parts), slope
+    else:
+        return z * unit, slope
+
+
+@triton.jit
+def _backward_keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, parts_ptr, low_ptr, high_ptr, first_ptr, past_ptr, dk_ptr, dv_ptr,
+    T, KEYS, H, GROUP, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_N == 128, "two groups of warps cut 128 keys in half; of 64 each would do all")
+    blocks = tl.cdiv(KEYS, BLOCK_N)
+    start = tl.program_id(0) % blocks * BLOCK_N  # of a causal mask, the longest first
+    groups = H // GROUP
+    batch, group = (tl.program_id(0) // blocks // groups).to(tl.int64), (tl.program_id(0) // blocks % groups)
+    first = group.to(tl.int64) * GROUP
+    parts_ptr += (batch * T * H + first) * 2 * PARTS
+    k_ptr += batch * k_batch + group.to(tl.int64) * k_head
+    v_ptr += batch * v_batch + group.to(tl.int64) * v_head
+    q_ptr += batch * q_batch + first * q_head
+    do_ptr += batch * do_batch + first * do_head
+    k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, K], [k_token, 1], [BLOCK_N, K])
+    v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
+    # The heads of a group are columns, at any distance: rows may overlap, only their number is what clips.
+    q_rows = tl.make_tensor_descriptor(q_ptr, [T, (GROUP - 1) * q_head + K], [q_token, 1], [BLOCK_M, K])
+    do_rows = tl.make_tensor_descriptor(do_ptr, [T, (GROUP - 1) * do_head + V], [do_token, 1], [BLOCK_M, V])
+    parts_rows = tl.make_tensor_descriptor(parts_ptr, [T, GROUP * 2 * PARTS], [H * 2 * PARTS, 1], [BLOCK_M, PARTS])
+    k = k_rows.load([start, 0])
+    v = v_rows.load([start, 0])
+    keys = start + tl.arange(0, BLOCK_N)
+    begin, end = _span_of_queries(first_ptr, past_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dk = tl.zeros((BLOCK_N, K), tl.float32)
+    dv = tl.zeros((BLOCK_N, V), tl.float32)
+    blocks_of_head = tl.cdiv(end - begin, BLOCK_M)
+    for turn in tl.range(0, GROUP * blocks_of_head, num_stages=STAGES, warp_specialize=True):
+        head, row = turn // blocks_of_head, begin + turn % blocks_of_head * BLOCK_M
+        queries = row + tl.arange(0, BLOCK_M)
+        low, count = _load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
+        ones = tl.full((BLOCK_N, PARTS), 1.0, tl.float32).to(tl.bfloat16)
+        lse = tl.dot(ones, parts_rows.load([row, head * 2 * PARTS]).T)
+        q = q_rows.load([row, head * q_head])
+        products = tl.dot(k, q.T) if SOFTCAP != 0.0 else tl.dot(k, q.T, lse)
+        log2_p, slope = _log2_p(products, lse, scale, SOFTCAP)
+        if MASK != "full":
+            sees = _sees_by_bounds(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
+            log2_p = tl.where(sees, log2_p, float("-inf"))
+        p = tl.exp2(log2_p)
+        do = do_rows.load([row, head * do_head])
+        dv = tl.dot(p.to(do.dtype), do, dv)
+        delta = tl.dot(ones, parts_rows.load([row, (head * 2 + 1) * PARTS]).T)
+        ds = p * tl.dot(v, do.T, delta)
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dk = tl.dot(ds.to(q.dtype), q, dk)
+    at = batch * KEYS * groups + group
+    _store_rows(dk_ptr + at * K, keys, groups * K, KEYS, dk * scale, K, K)
+    _store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, V)
+
+
+@triton.jit
+def _backward_queries_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, parts_ptr, low_ptr, high_ptr, first_ptr, past_ptr, dq_ptr,
+    T, KEYS, H, GROUP, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_M == 128, "two groups of warps cut 128 queries in half; of 64 each would do all")
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    q_ptr += batch * q_batch + head * q_head
+    k_ptr += batch * k_batch + head // GROUP * k_head
+    v_ptr += batch * v_batch + head // GROUP * v_head
+    do_ptr += batch * do_batch + head * do_head
+    parts_ptr += (batch * T * H + head) * 2 * PARTS
+    q_rows = tl.make_tensor_descriptor(q_ptr, [T, K], [q_token, 1], [BLOCK_M, K])
+    k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, K], [k_token, 1], [BLOCK_N, K])
+    v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
+    do_rows = tl.make_tensor_descriptor(do_ptr, [T, V], [do_token, 1], [BLOCK_M, V])
+    parts_rows = tl.make_tensor_descriptor(parts_ptr, [T, 2 * PARTS], [H * 2 * PARTS, 1], [BLOCK_M, PARTS])
+    q = q_rows.load([start, 0])
+    do = do_rows.load([start, 0])
+    lse = parts_rows.load([start, 0])
+    delta = parts_rows.load([start, PARTS])
+    queries = start + tl.arange(0, BLOCK_M)
+    begin, end = _span_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dq = tl.zeros((BLOCK_M, K), tl.float32)
+    for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=True):
+        keys = block + tl.arange(0, BLOCK_N)
+        first, past = _load_queries(first_ptr, past_ptr, keys, KEYS, MASK)
+        k = k_rows.load([block, 0])
+        ones = tl.full((PARTS, BLOCK_N), 1.0, tl.float32).to(tl.bfloat16)
+        summed = tl.dot(lse, ones)
+        products = tl.dot(q, k.T) if SOFTCAP != 0.0 else tl.dot(q, k.T, summed)
+        log2_p, slope = _log2_p(products, summed, scale, SOFTCAP)
+        sees = _sees(queries[:, None], keys[None, :], first[None, :], past[None, :], KEYS, MASK)
+        log2_p = tl.where(sees, log2_p, float("-inf"))
+        v = v_rows.load([block, 0])
+        ds = tl.exp2(log2_p) * tl.dot(delta, ones, tl.dot(do, v.T))
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    _store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, K)

@@ -50,7 +50,7 @@ Bounds = tuple[Tensor, Tensor]
 
 IMPLS = ("reference", "triton", "triton_ws")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # of keys and of values, that the kernels are tiled for
-HOPPER = {"triton_ws": "_attention_ws"}  # forward passes for that GPU alone, in modules imported at the first launch
+HOPPER = {"triton_ws": "_attention_ws"}  # for that GPU alone, in modules that are imported at the first launch
 HOPPER_HEAD_DIMS = (64, 128, 256)
 # By (device name, dtype, head dimension of keys, of values, kind of mask): which of IMPLS was measured to be fastest.
 # Empty, because nothing has been timed on a GPU yet: "triton" runs.
@@ -86,8 +86,8 @@ def attention(
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
         out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
-        impl: `"triton"`, `"triton_ws"` (the forward pass for Hopper in half precision, and K and Kv 64, 128 or 256),
-            `"reference"`, or `None` to choose by the device of `query`, the head dimensions and what was measured.
+        impl: `"triton"`, `"triton_ws"` (for Hopper in half precision, and K and Kv 64, 128 or 256), `"reference"`,
+            or `None` to choose by the device of `query`, the head dimensions and what was measured.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
@@ -286,7 +286,7 @@ def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str, out_dtype
 
 
 def _refusal_of_hopper(query: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> str | None:
-    """What keeps the forward passes for that GPU alone from running, or None."""
+    """What keeps the kernels for that GPU alone from running, or None."""
     dims = query.shape[3], value.shape[3]
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"has no {query.dtype} kernel, only of torch.bfloat16 and torch.float16"
@@ -374,8 +374,7 @@ def _run_forward(
     if output.numel() == 0:
         return outs
     if impl in HOPPER:
-        module = importlib.import_module(f".{HOPPER[impl]}", __package__)
-        module.forward(outs, query, key, value, low, high, causal, scale, softcap)
+        _module_of(impl).forward(outs, query, key, value, low, high, causal, scale, softcap)
         return outs
     B, T, H, _ = query.shape
     tile = _tile("forward", query, value, low, softcap)
@@ -403,6 +402,10 @@ def _run_backward(
         for gradient in outs:
             gradient.zero_()
         return outs
+    if impl in HOPPER and max(query.shape[3], value.shape[3]) < 256:  # there dk and dv don't fit in registers
+        given = grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap
+        _module_of(impl).backward(outs, *given)
+        return outs
     B, T, H, _ = query.shape
     keys, groups = key.shape[1:3]
     lse, dlse = lse.contiguous(), _whole(dlse)
@@ -425,6 +428,10 @@ def _run_backward(
         grid = (_programs(count, tile.blocks[name == "dkdv"], B * heads), 1, 1)
         launch(kernel, grid, tensors, scalars, (*options, *tile.blocks, tile.stages), tile.warps)
     return outs
+
+
+def _module_of(impl: str) -> Any:
+    return importlib.import_module(f".{HOPPER[impl]}", __package__)
 
 
 class _View(NamedTuple):
