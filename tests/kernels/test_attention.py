@@ -380,6 +380,24 @@ def test_on_hopper_a_block_is_of_128_queries_and_keys_know_their_queries():
     assert torch.equal(see, (first <= query[:, None]) & (query[:, None] < past))
 
 
+def test_on_hopper_the_backward_pass_is_of_128_rows_too_or_the_portable_one():
+    def launched(K, softcap=0.0):
+        q, k, v = draw(300, 8, 2, K, K, B=2, dtype=torch.bfloat16)
+        options, lse = (None, None, True, 0.1, softcap, "triton_ws", None), torch.zeros(2, 8, 300)
+        with fake_gpu() as launches:
+            torch.ops.mpcore.attention_backward(q, None, q, k, v, q, lse, *options)
+        return launches
+
+    parts, keys, queries = launched(128)
+    assert parts.arguments["parts_ptr"].shape == (2, 300, 8, 2 * attention_ws.PARTS)
+    assert [one.grid[0] for one in (parts, keys, queries)] == [10 * 16, 3 * 4, 3 * 16]
+    assert keys.arguments["BLOCK_N"] == queries.arguments["BLOCK_M"] == 128
+    assert keys.kernel.metadata.num_warps == queries.kernel.metadata.num_warps == 12
+    assert [one.name for one in launched(256)] == [
+        "_rows_kernel", "_backward_keys_kernel", "_backward_queries_kernel",
+    ]  # fmt: skip
+
+
 def test_what_the_copying_unit_can_not_read_is_copied():
     whole = torch.empty(2, 300, 12, 64, dtype=torch.bfloat16)
     taken = whole[:, :, :8], whole.transpose(1, 2)
@@ -389,6 +407,10 @@ def test_what_the_copying_unit_can_not_read_is_copied():
         whole[:, :1].expand(-1, 300, -1, -1),
     )  # fmt: skip
     assert [attention_ws._placed(x) is x for x in (*taken, *copied)] == [True] * 2 + [False] * 4
+    far = torch.empty_strided((2, 3, 2, 64), (2**32, 64, 2**30, 1), dtype=torch.bfloat16, device="meta")
+    assert attention_ws._placed(far) is far
+    assert attention_ws._placed(far, 2).stride() == (384, 128, 64, 1)  # too far to be columns of one row
+    assert attention_ws._placed(whole, 12) is whole
     for x in copied:
         placed = attention_ws._placed(x)
         assert placed.stride() == (300 * 12 * 64, 12 * 64, 64, 1)

@@ -129,6 +129,14 @@ def test_errors_of_rows_that_are_far_apart(how, dtype):
     check(draw(3, H=8, groups=4, dtype=dtype), "far rows", how, **mask("causal", 3))
 
 
+def test_heads_before_tokens_are_as_columns_of_a_row_on_hopper():
+    """Columns that lie further apart than rows: rows overlap."""
+    inputs = draw(37, 6, 2, B=2, dtype=BF16)
+    turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+    ours, theirs = (laws.results(triton_ws, x) for x in (inputs, turned))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_errors_of_a_packed_projection():
     """Query, key and value as views of one tensor, heads before tokens in the gradient."""
     packed = torch.randn(1, 37, 4, 64)
