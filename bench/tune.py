@@ -139,16 +139,24 @@ def attention_tiles(module: Any) -> Iterator[Candidate]:
 
 
 def attention_ws_tiles(module: Any) -> Iterator[Candidate]:
-    """Keys of a block and stages, where warps take roles."""
-    tile = module._tile
+    """Tiles and stages of each of attention's kernels where warps take roles, and programs of one block or several."""
+    tile, Tile = module._tile, module._Tile
+
+    def candidate(kind: str, name: str, passes: tuple[str, ...], *chosen: Any) -> Candidate:
+        def other(kernel: str, *args: Any) -> Any:
+            return Tile(*chosen) if kernel == kind else tile(kernel, *args)
+
+        return Candidate(f"{kind} {name}", {"_tile": other}, passes)
+
     for keys in (128, 64, 32):
         for stages in (2, 3, 4):
-            if (keys, stages) != (128, 2):
-
-                def other(*args: Any, keys: int = keys, stages: int = stages) -> Any:
-                    return tile(*args)._replace(keys=keys, stages=stages)
-
-                yield Candidate(f"{keys} keys, {stages} stages", {"_tile": other}, (FORWARD,))
+            for persistent in (False, True):
+                name = f"{keys} keys, {stages} stages" + ", persistent" * persistent
+                yield candidate("forward", name, (FORWARD,), 128, keys, stages, persistent)
+    for size in (64, 32):
+        for stages in (2, 3):
+            yield candidate("dkdv", f"{size} queries, {stages} stages", (BOTH,), size, 128, stages)
+            yield candidate("dq", f"{size} keys, {stages} stages", (BOTH,), 128, size, stages)
 
 
 def rope_tiles(module: Any) -> Iterator[Candidate]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import tl, triton
-from ._launch import launch
+from ._launch import launch, multiprocessors
 from .attention import _load_bounds, _load_rows, _mask, _programs, _scores_of, _store_rows, _views, _whole
 from .attention import _sees as _sees_by_bounds
 
@@ -29,11 +29,12 @@ PARTS = 16  # bfloat16 numbers that make one of a query: 3 hold it, and the smal
 
 
 class _Tile(NamedTuple):
-    """Queries and keys of a program's block, and stages of its pipeline."""
+    """Queries and keys of a program's block, stages of its pipeline, and whether it takes one block after another."""
 
     queries: int
     keys: int
     stages: int
+    persistent: bool = False
 
 
 def _tile(kernel: str, K: int, V: int, mask: str, softcap: float) -> _Tile:
@@ -60,9 +61,13 @@ def forward(
     tile = _tile("forward", K, V, mask, softcap)
     q, k, v = map(_placed, (query, key, value))
     tensors = (q, k, v, _whole(low), _whole(high), *_bounds_of_keys(low, high, keys), output, lse)
-    scalars = (T, keys, H, H // key.shape[2], scale, *_strides(q, k, v))
-    grid = (_programs(T, tile.queries, B * H), 1, 1)
-    _launch(_forward_kernel, grid, tensors, scalars, (K, V, mask, softcap, *tile))
+    scalars = (B, T, keys, H, H // key.shape[2], scale, *_strides(q, k, v))
+    programs = _programs(T, tile.queries, B * H)
+    if tile.persistent and all(_columns(x) < 2**31 for x in (q, k, v)):
+        programs = min(programs, multiprocessors(query.device))
+    else:
+        tile = tile._replace(persistent=False)
+    _launch(_forward_kernel, (programs, 1, 1), tensors, scalars, (K, V, mask, softcap, *tile))
 
 
 def backward(
@@ -86,16 +91,21 @@ def backward(
     tile = _tile("dkdv", K, V, mask, softcap)
     grid = (_programs(keys, tile.keys, B * groups), 1, 1)
     tensors = (q, k, v, do, parts, low, high, *of_keys, dk, dv)
-    _launch(_backward_keys_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile))
+    _launch(_backward_keys_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile[:3]))
     tile = _tile("dq", K, V, mask, softcap)
     grid = (_programs(T, tile.queries, B * H), 1, 1)
     tensors = (q, k, v, do, parts, low, high, *of_keys, dq)
-    _launch(_backward_queries_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile))
+    _launch(_backward_queries_kernel, grid, tensors, scalars, (K, V, PARTS, mask, softcap, *tile[:3]))
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple, scalars: tuple, constants: tuple) -> None:
     _let_triton_allocate()
     launch(kernel, grid, tensors, scalars, constants, num_warps=4)
+
+
+def _columns(x: Tensor) -> int:
+    """Of a descriptor whose rows are tokens, and whose columns are all else, at the distances that they have."""
+    return (x.shape[0] - 1) * x.stride(0) + (x.shape[2] - 1) * x.stride(2) + x.shape[3]
 
 
 def _strides(*inputs: Tensor) -> tuple[int, ...]:
@@ -184,34 +194,22 @@ def _sees(queries, keys, first, past, KEYS, MASK: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, first_ptr, past_ptr, output_ptr, lse_ptr,
-    T, KEYS, H, GROUP, scale, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    K: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+def _attend(
+    q_rows, k_rows, v_rows, q_column, k_column, v_column, low_ptr, high_ptr, first_ptr, past_ptr, output_ptr, lse_ptr,
+    start, T, KEYS, H, scale,
+    V: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(BLOCK_M == 128, "two groups of warps cut 128 queries in half; of 64 each would do all")
-    blocks = tl.cdiv(T, BLOCK_M)
-    heads = tl.program_id(0) // blocks
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # of a causal mask, the longest first
-    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
-    q_ptr += batch * q_batch + head * q_head
-    k_ptr += batch * k_batch + head // GROUP * k_head
-    v_ptr += batch * v_batch + head // GROUP * v_head
-    q_rows = tl.make_tensor_descriptor(q_ptr, [T, K], [q_token, 1], [BLOCK_M, K])  # past the last row are zeros
-    k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, K], [k_token, 1], [BLOCK_N, K])
-    v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
-    q = q_rows.load([start, 0])
+    q = q_rows.load([start, q_column])
     queries = start + tl.arange(0, BLOCK_M)
     begin, end = _span_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
-
     acc = tl.zeros((BLOCK_M, V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=True):
+    for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=ROLES):
         keys = block + tl.arange(0, BLOCK_N)
         first, past = _load_queries(first_ptr, past_ptr, keys, KEYS, MASK)
-        k = k_rows.load([block, 0])
+        k = k_rows.load([block, k_column])
         z, unit, _ = _scores_of(tl.dot(q, k.T), scale, SOFTCAP)
         sees = _sees(queries[:, None], keys[None, :], first[None, :], past[None, :], KEYS, MASK)
         z = tl.where(sees, z, float("-inf"))
@@ -220,15 +218,59 @@ def _forward_kernel(
         p = tl.exp2(tl.fma(z, unit, -base[:, None]))  # rounded once, so that p near 1 is exact
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(p, 1)
-        v = v_rows.load([block, 0])
+        v = v_rows.load([block, v_column])
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         largest = larger
 
     LN_2: tl.constexpr = 0.6931471805599453
     total = tl.where(total == 0.0, 1.0, total)  # of a query that sees nothing: output 0, lse -inf
-    output_ptr += batch * T * H * V + head * V
     _store_rows(output_ptr, queries, H * V, T, acc / total[:, None], V, V)
-    tl.store(lse_ptr + heads.to(tl.int64) * T + queries, largest * LN_2 + tl.log(total), mask=queries < T)
+    tl.store(lse_ptr + queries, largest * LN_2 + tl.log(total), mask=queries < T)
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, first_ptr, past_ptr, output_ptr, lse_ptr,
+    B, T, KEYS, H, GROUP, scale, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_M == 128, "two groups of warps cut 128 queries in half; of 64 each would do all")
+    blocks = tl.cdiv(T, BLOCK_M)
+    if PERSISTENT:  # tokens are rows, all else is columns: rows may overlap, only their number is what clips
+        last, groups = B - 1, H // GROUP
+        q_columns = (last * q_batch + (H - 1) * q_head + K).to(tl.int32)
+        k_columns = (last * k_batch + (groups - 1) * k_head + K).to(tl.int32)
+        v_columns = (last * v_batch + (groups - 1) * v_head + V).to(tl.int32)
+        q_rows = tl.make_tensor_descriptor(q_ptr, [T, q_columns], [q_token, 1], [BLOCK_M, K])
+        k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, k_columns], [k_token, 1], [BLOCK_N, K])
+        v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, v_columns], [v_token, 1], [BLOCK_N, V])
+        for turn in tl.range(tl.program_id(0), blocks * B * H, tl.num_programs(0), num_stages=2, warp_specialize=True):
+            heads = turn // blocks
+            start = (blocks - 1 - turn % blocks) * BLOCK_M  # of a causal mask, the longest first
+            batch, head = heads // H, heads % H
+            _attend(
+                q_rows, k_rows, v_rows, (batch * q_batch + head * q_head).to(tl.int32),
+                (batch * k_batch + head // GROUP * k_head).to(tl.int32),
+                (batch * v_batch + head // GROUP * v_head).to(tl.int32), low_ptr, high_ptr, first_ptr, past_ptr,
+                output_ptr + (batch.to(tl.int64) * T * H + head) * V, lse_ptr + heads.to(tl.int64) * T,
+                start, T, KEYS, H, scale, V, MASK, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, False,
+            )  # fmt: skip
+    else:
+        heads = tl.program_id(0) // blocks
+        start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+        batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+        q_ptr += batch * q_batch + head * q_head
+        k_ptr += batch * k_batch + head // GROUP * k_head
+        v_ptr += batch * v_batch + head // GROUP * v_head
+        q_rows = tl.make_tensor_descriptor(q_ptr, [T, K], [q_token, 1], [BLOCK_M, K])  # past the last row are zeros
+        k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, K], [k_token, 1], [BLOCK_N, K])
+        v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
+        _attend(
+            q_rows, k_rows, v_rows, 0, 0, 0, low_ptr, high_ptr, first_ptr, past_ptr,
+            output_ptr + (batch * T * H + head) * V, lse_ptr + heads.to(tl.int64) * T,
+            start, T, KEYS, H, scale, V, MASK, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -298,7 +340,7 @@ def _backward_keys_kernel(
     do_ptr += batch * do_batch + first * do_head
     k_rows = tl.make_tensor_descriptor(k_ptr, [KEYS, K], [k_token, 1], [BLOCK_N, K])
     v_rows = tl.make_tensor_descriptor(v_ptr, [KEYS, V], [v_token, 1], [BLOCK_N, V])
-    # The heads of a group are columns, at any distance: rows may overlap, only their number is what clips.
+    # The heads of a group are columns, as all are of a program that takes several blocks in the forward pass.
     q_rows = tl.make_tensor_descriptor(q_ptr, [T, (GROUP - 1) * q_head + K], [q_token, 1], [BLOCK_M, K])
     do_rows = tl.make_tensor_descriptor(do_ptr, [T, (GROUP - 1) * do_head + V], [do_token, 1], [BLOCK_M, V])
     parts_rows = tl.make_tensor_descriptor(parts_ptr, [T, GROUP * 2 * PARTS], [H * 2 * PARTS, 1], [BLOCK_M, PARTS])

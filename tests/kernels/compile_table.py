@@ -14,12 +14,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
+    _attention_ws,
     adamw,
     attention,
     cross_entropy,
@@ -107,6 +109,14 @@ def run_attention_ws(
     output, lse = ops.attention_forward(q, k, v, *options)
     if max(K, V or K) < 256:  # there the backward pass is the portable one
         ops.attention_backward(output.to(q.dtype), None, q, k, v, output, lse, *options)
+
+
+def run_attention_ws_persistent(K: int, mask: str = "causal") -> None:
+    tile = _attention_ws._tile
+    with mock.patch.object(_attention_ws, "_tile", lambda *given: tile(*given)._replace(persistent=True)):
+        q, k = (torch.empty(2, 512, H, K, dtype=torch.bfloat16) for H in (8, 2))
+        bound = torch.zeros(512, dtype=torch.int32) if mask == "bounds" else None
+        ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, 0.0, "triton_ws", None)
 
 
 def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0) -> None:
@@ -217,6 +227,8 @@ HOPPER_CASES: dict[str, Callable[[], None]] = {
     "attention_ws K=128 bf16 fp32 output": lambda: run_attention_ws(128, out_dtype=torch.float32),
     "attention_ws K=256 bf16": lambda: run_attention_ws(256),
     "attention_ws K=256 bf16 bounds softcap": lambda: run_attention_ws(256, "bounds", 30.0),
+    "attention_ws K=128 bf16 persistent": lambda: run_attention_ws_persistent(128),
+    "attention_ws K=128 bf16 bounds persistent": lambda: run_attention_ws_persistent(128, "bounds"),
     "attention_ws K=64 V=128 bf16 bounds fp32 output": lambda: run_attention_ws(64, "bounds", 0.0, torch.float32, 128),
 }
 QUICK = {"attention K=64 bf16", "attention K=128 bf16", "attention_ws K=128 bf16 bounds"}

@@ -398,6 +398,21 @@ def test_on_hopper_the_backward_pass_is_of_128_rows_too_or_the_portable_one():
     ]  # fmt: skip
 
 
+def test_a_persistent_program_is_one_for_each_processor_and_takes_what_32_bits_count(monkeypatch):
+    tile = attention_ws._tile
+    monkeypatch.setattr(attention_ws, "_tile", lambda *given: tile(*given)._replace(persistent=True))
+    monkeypatch.setattr(attention_ws, "multiprocessors", lambda device: 5)
+    near = torch.empty(2, 300, 8, 64, dtype=torch.bfloat16)
+    far = torch.empty_strided((2, 300, 8, 64), (2**31, 512, 64, 1), dtype=torch.bfloat16, device="meta")
+    assert [attention_ws._columns(x) for x in (near, far)] == [300 * 512 + 512, 2**31 + 512]
+    launches = []
+    monkeypatch.setattr(attention_ws, "launch", lambda kernel, grid, *others, **more: launches.append((grid, others)))
+    for query in (near, far):
+        outs = module._empty_forward(query, near, near, None)
+        attention_ws.forward(outs, query, near, near, None, None, True, 0.1, 0.0)
+    assert [(grid[0], others[2][-1]) for grid, others in launches] == [(5, True), (3 * 16, False)]
+
+
 def test_what_the_copying_unit_can_not_read_is_copied():
     whole = torch.empty(2, 300, 12, 64, dtype=torch.bfloat16)
     taken = whole[:, :, :8], whole.transpose(1, 2)

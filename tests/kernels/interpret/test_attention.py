@@ -4,6 +4,7 @@ import laws
 import pytest
 import torch
 
+from mpcore.kernels import _attention_ws
 from mpcore.kernels.attention import attention, attention_backward, attention_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -127,6 +128,18 @@ def test_errors_of_strided_tensors(layout, how):
 @pytest.mark.parametrize(("how", "dtype"), [(triton, F32), (triton_ws, BF16)])
 def test_errors_of_rows_that_are_far_apart(how, dtype):
     check(draw(3, H=8, groups=4, dtype=dtype), "far rows", how, **mask("causal", 3))
+
+
+@pytest.mark.parametrize("name", ["causal", "bounds"])
+def test_a_program_that_takes_one_block_after_another_writes_the_same(name, monkeypatch):
+    tile, given = _attention_ws._tile, {**draw(130, 6, 2, B=2, dtype=BF16), **mask(name, 130)}
+    wanted = triton_ws(**given)
+    monkeypatch.setattr(_attention_ws, "_tile", lambda *options: tile(*options)._replace(persistent=True))
+    far = {
+        name: x.transpose(1, 2).contiguous().transpose(1, 2) if x is given["key"] else x for name, x in given.items()
+    }
+    for found in (triton_ws(**given), triton_ws(**far)):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 def test_heads_before_tokens_are_as_columns_of_a_row_on_hopper():
