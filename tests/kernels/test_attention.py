@@ -380,22 +380,28 @@ def test_on_hopper_a_block_is_of_128_queries_and_keys_know_their_queries():
     assert torch.equal(see, (first <= query[:, None]) & (query[:, None] < past))
 
 
-def test_on_hopper_the_backward_pass_is_of_128_rows_too_or_the_portable_one():
-    def launched(K, softcap=0.0):
-        q, k, v = draw(300, 8, 2, K, K, B=2, dtype=torch.bfloat16)
-        options, lse = (None, None, True, 0.1, softcap, "triton_ws", None), torch.zeros(2, 8, 300)
-        with fake_gpu() as launches:
-            torch.ops.mpcore.attention_backward(q, None, q, k, v, q, lse, *options)
-        return launches
+def test_on_hopper_the_backward_pass_is_of_128_rows_too_or_the_portable_one(monkeypatch):
+    launches = []
 
-    parts, keys, queries = launched(128)
-    assert parts.arguments["parts_ptr"].shape == (2, 300, 8, 2 * attention_ws.PARTS)
-    assert [one.grid[0] for one in (parts, keys, queries)] == [10 * 16, 3 * 4, 3 * 16]
-    assert keys.arguments["BLOCK_N"] == queries.arguments["BLOCK_M"] == 128
-    assert keys.kernel.metadata.num_warps == queries.kernel.metadata.num_warps == 12
-    assert [one.name for one in launched(256)] == [
-        "_rows_kernel", "_backward_keys_kernel", "_backward_queries_kernel",
-    ]  # fmt: skip
+    def launch(kernel, grid, tensors, scalars, constants, num_warps):
+        launches.append((kernel.__name__, grid[0], constants, num_warps, tensors[4]))
+
+    monkeypatch.setattr(attention_ws, "launch", launch)
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module, "_driver", lambda: SimpleNamespace(get_current_device=lambda: 0))
+    monkeypatch.setattr(module, "_tiles_of", lambda device: module._LARGE)
+    for K in (128, 256):
+        q, k, v = draw(300, 8, 2, K, K, B=2, dtype=torch.bfloat16)
+        options, lse = (None, None, True, 0.1, 0.0, "triton_ws", None), torch.zeros(2, 8, 300)
+        torch.ops.mpcore.attention_backward(q, None, q, k, v, q, lse, *options)
+    names = "_parts_kernel", "_backward_keys_kernel", "_backward_queries_kernel"
+    assert [one[0] for one in launches] == [*names, "_rows_kernel", *names[1:]]
+    parts, keys, queries, *_, portable = launches
+    assert [one[1] for one in (parts, keys, queries)] == [10 * 16, 3 * 4, 3 * 16]
+    assert [one[2][-3:-1] for one in (keys, queries)] == [(64, 128), (128, 64)]
+    assert [one[3] for one in (keys, queries, portable)] == [4, 4, 8]
+    assert parts[4].shape == (2, 300, 8, 2 * attention_ws.PARTS)
+    assert parts[4].dtype == torch.bfloat16
 
 
 def test_a_persistent_program_is_one_for_each_processor_and_takes_what_32_bits_count(monkeypatch):

@@ -20,7 +20,7 @@ MUTATIONS = [
              "        v_ptr += batch * v_batch + head // GROUP * v_head\n",
              "        v_ptr += batch * v_batch + head % (H // GROUP) * v_head\n", LAWS),
     Mutation("hopper: a persistent program stays in the first sequence", FILE,
-             "(batch * v_batch + head // GROUP * v_head).to", "(0 * batch * v_batch + head // GROUP * v_head).to", LAWS),
+             "(batch * v_batch + head // GROUP * v_head).to", "(head // GROUP * v_head).to", LAWS),
     Mutation("hopper: lse is the largest score alone", FILE,
              "largest * LN_2 + tl.log(total), mask", "largest * LN_2, mask", LAWS),
     Mutation("hopper: columns past 32 bits wrap", FILE,
