@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ._dispatch import tl, triton
 from ._launch import launch, multiprocessors
+from ._rows import ceil_div
 from .attention import _load_bounds, _load_rows, _mask, _programs, _scores_of, _store_rows, _views, _whole
 from .attention import _sees as _sees_by_bounds
 
@@ -114,11 +115,11 @@ def _strides(*inputs: Tensor) -> tuple[int, ...]:
 
 
 def _bounds_of_keys(low: Tensor | None, high: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """Of each key the first query that sees it, and the first after it that doesn't."""
+    """Of each key the first query that sees it, and the first after it that doesn't; nobody sees what fills a block."""
     if low is None or high is None:
         return None, None
-    index = torch.arange(keys, dtype=torch.int32, device=low.device)
-    first = torch.searchsorted(high.contiguous(), index, right=True, out_int32=True)
+    index = torch.arange(ceil_div(keys, 128) * 128, dtype=torch.int32, device=low.device)
+    first = torch.searchsorted(high.clamp(max=keys).contiguous(), index, right=True, out_int32=True)
     return first, torch.searchsorted(low.contiguous(), index, right=True, out_int32=True)
 
 
@@ -149,7 +150,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 def _span_of_keys(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that some of a block of queries see; at least one block, so that no copy outlives the program."""
     if MASK == "bounds":
-        begin = tl.maximum(tl.load(low_ptr + start), 0) // BLOCK_N * BLOCK_N
+        begin = tl.minimum(tl.maximum(tl.load(low_ptr + start), 0), KEYS - 1) // BLOCK_N * BLOCK_N
         end = tl.minimum(tl.load(high_ptr + tl.minimum(start + BLOCK_M, T) - 1), KEYS)
         return begin, tl.maximum(end, begin + 1)
     elif MASK == "causal":
@@ -174,11 +175,10 @@ def _span_of_queries(
 
 
 @triton.jit
-def _load_queries(first_ptr, past_ptr, keys, KEYS, MASK: tl.constexpr):
+def _load_queries(first_ptr, past_ptr, keys, MASK: tl.constexpr):
     """The first query that sees each key, and the first after it that doesn't; without bounds, what costs nothing."""
     if MASK == "bounds":
-        first = tl.load(first_ptr + keys, mask=keys < KEYS, other=0)
-        return first, tl.load(past_ptr + keys, mask=keys < KEYS, other=0)
+        return tl.load(first_ptr + keys), tl.load(past_ptr + keys)
     else:
         return keys, keys
 
@@ -208,7 +208,7 @@ def _attend(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=ROLES):
         keys = block + tl.arange(0, BLOCK_N)
-        first, past = _load_queries(first_ptr, past_ptr, keys, KEYS, MASK)
+        first, past = _load_queries(first_ptr, past_ptr, keys, MASK)
         k = k_rows.load([block, k_column])
         z, unit, _ = _scores_of(tl.dot(q, k.T), scale, SOFTCAP)
         sees = _sees(queries[:, None], keys[None, :], first[None, :], past[None, :], KEYS, MASK)
@@ -228,7 +228,7 @@ def _attend(
     tl.store(lse_ptr + queries, largest * LN_2 + tl.log(total), mask=queries < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "KEYS"])  # a loop of one turn, known before, has no roles
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, first_ptr, past_ptr, output_ptr, lse_ptr,
     B, T, KEYS, H, GROUP, scale, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
@@ -319,7 +319,7 @@ def _log2_p(products, parts, scale, SOFTCAP: tl.constexpr):
         return z * unit, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "KEYS"])  # a loop of one turn, known before, has no roles
 def _backward_keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, parts_ptr, low_ptr, high_ptr, first_ptr, past_ptr, dk_ptr, dv_ptr,
     T, KEYS, H, GROUP, scale,
@@ -377,7 +377,7 @@ def _backward_keys_kernel(
     _store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "KEYS"])  # a loop of one turn, known before, has no roles
 def _backward_queries_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, parts_ptr, low_ptr, high_ptr, first_ptr, past_ptr, dq_ptr,
     T, KEYS, H, GROUP, scale,
@@ -410,7 +410,7 @@ def _backward_queries_kernel(
     dq = tl.zeros((BLOCK_M, K), tl.float32)
     for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=True):
         keys = block + tl.arange(0, BLOCK_N)
-        first, past = _load_queries(first_ptr, past_ptr, keys, KEYS, MASK)
+        first, past = _load_queries(first_ptr, past_ptr, keys, MASK)
         k = k_rows.load([block, 0])
         ones = tl.full((PARTS, BLOCK_N), 1.0, tl.float32).to(tl.bfloat16)
         summed = tl.dot(lse, ones)

@@ -101,10 +101,11 @@ def run_cross_replica_hash(size: int) -> None:
 
 
 def run_attention_ws(
-    K: int, mask: str = "causal", softcap: float = 0.0, out_dtype: torch.dtype | None = None, V: int | None = None
-) -> None:
-    q, k, v = (torch.empty(2, 512, H, size, dtype=torch.bfloat16) for H, size in ((8, K), (2, K), (2, V or K)))
-    bound = torch.zeros(512, dtype=torch.int32) if mask == "bounds" else None
+    K: int, mask: str = "causal", softcap: float = 0.0, out_dtype: torch.dtype | None = None, V: int | None = None,
+    T: int = 512,
+) -> None:  # fmt: skip
+    q, k, v = (torch.empty(2, T, H, size, dtype=torch.bfloat16) for H, size in ((8, K), (2, K), (2, V or K)))
+    bound = torch.zeros(T, dtype=torch.int32) if mask == "bounds" else None
     options = (bound, bound, mask == "causal", K**-0.5, softcap, "triton_ws", out_dtype)
     output, lse = ops.attention_forward(q, k, v, *options)
     if max(K, V or K) < 256:  # there the backward pass is the portable one
@@ -227,6 +228,7 @@ HOPPER_CASES: dict[str, Callable[[], None]] = {
     "attention_ws K=128 bf16 fp32 output": lambda: run_attention_ws(128, out_dtype=torch.float32),
     "attention_ws K=256 bf16": lambda: run_attention_ws(256),
     "attention_ws K=256 bf16 bounds softcap": lambda: run_attention_ws(256, "bounds", 30.0),
+    "attention_ws K=64 bf16 one token": lambda: run_attention_ws(64, T=1),
     "attention_ws K=128 bf16 persistent": lambda: run_attention_ws_persistent(128),
     "attention_ws K=128 bf16 bounds persistent": lambda: run_attention_ws_persistent(128, "bounds"),
     "attention_ws K=64 V=128 bf16 bounds fp32 output": lambda: run_attention_ws(64, "bounds", 0.0, torch.float32, 128),

@@ -367,6 +367,7 @@ def test_strides_beyond_32_bits_are_another_kernel():
 
 def test_on_hopper_a_block_is_of_128_queries_and_keys_know_their_queries():
     bounds = key_bounds(300, window=7)
+    bounds[1][200:] += 9  # they may end past the last key
     q, k, v = draw(300, 8, 2, 64, 128, B=2, dtype=torch.bfloat16)
     for low, high in ((None, None), bounds):
         with fake_gpu() as launches:
@@ -375,7 +376,8 @@ def test_on_hopper_a_block_is_of_128_queries_and_keys_know_their_queries():
         assert launch.kernel.metadata.num_warps == 12  # of the 4 that were asked for
         assert launch.grid == (3 * 16, 1, 1)
         assert launch.arguments["BLOCK_M"] == 128
-    query, see = torch.arange(300), sees(300, 300, window=7)
+    query, see = torch.arange(300), sees(300, 300, bounds=bounds)
+    see = torch.cat([see, torch.zeros(300, 84, dtype=torch.bool)], 1)  # of keys past the last
     first, past = launch.arguments["first_ptr"], launch.arguments["past_ptr"]
     assert torch.equal(see, (first <= query[:, None]) & (query[:, None] < past))
 
