@@ -66,7 +66,7 @@ def results(function: Callable[..., Any], inputs: Inputs, place_gradient: str | 
     outputs = function(**leaves, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y.dtype) for y in outputs]
+    gradients = [torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y) for y in outputs]
     if place_gradient is not None:
         gradients = [place(dy, place_gradient, 8 * (i + 3)) for i, dy in enumerate(gradients)]
     torch.autograd.backward(outputs, gradients)

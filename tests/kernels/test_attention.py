@@ -532,6 +532,21 @@ class TestGpu:
         first, *others = (laws.results(attention, inputs, window=window, impl=impl) for _ in range(4))
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
+    def test_it_compiles_in_one_graph(self):
+        inputs = on_gpu(300)
+        runs_on_hopper(inputs["query"])
+        laws.check_compiles(lambda **x: attention(**x, impl="triton_ws"), inputs)
+
+    def test_a_program_that_takes_one_block_after_another_writes_the_same(self, monkeypatch):
+        inputs, tile = on_gpu(1000, H=32, B=2), attention_ws._tile
+        runs_on_hopper(inputs["query"])
+        for options in ({}, {"window": 300}):
+            wanted = attention(**inputs, **options, impl="triton_ws")
+            with monkeypatch.context() as patched:
+                patched.setattr(attention_ws, "_tile", lambda *given: tile(*given)._replace(persistent=True))
+                found = attention(**inputs, **options, impl="triton_ws")
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
     def test_the_next_device_has_its_descriptors(self):
         if torch.cuda.device_count() < 2:
             pytest.skip("needs two CUDA devices")
@@ -546,11 +561,11 @@ class TestGpu:
             runs_on_hopper(q)
         output, lse = attention(q, k, v, impl=impl)
         grad = torch.randn_like(output)
-        wanted = attention_backward(grad, q, k, v, output, lse)
+        wanted = attention_backward(grad, q, k, v, output, lse, impl=impl)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), torch.no_grad():
             again = attention(q, k, v, impl=impl)
-            found = attention_backward(grad, q, k, v, *again)
+            found = attention_backward(grad, q, k, v, *again, impl=impl)
         for x in found:
             x.zero_()
         graph.replay()
