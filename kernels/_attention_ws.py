@@ -44,7 +44,8 @@ def _tile(kernel: str, K: int, V: int, mask: str, softcap: float) -> _Tile:
         return _Tile(32 if softcap > 0 and max(K, V) == 128 else 64, 128, 2)
     if max(K, V) == 256:
         return _Tile(128, 32 if mask == "bounds" or softcap > 0 else 64, 2)
-    return _Tile(128, 64 if mask == "bounds" or kernel == "dq" else 128, 2)
+    small = kernel == "dq" or mask == "bounds" or (mask == "full" and softcap > 0)
+    return _Tile(128, 64 if small else 128, 2)
 
 
 def forward(

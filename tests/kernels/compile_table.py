@@ -225,6 +225,7 @@ HOPPER_CASES: dict[str, Callable[[], None]] = {
     "attention_ws K=128 bf16 full": lambda: run_attention_ws(128, "full"),
     "attention_ws K=128 bf16 bounds": lambda: run_attention_ws(128, "bounds"),
     "attention_ws K=128 bf16 softcap": lambda: run_attention_ws(128, softcap=30.0),
+    "attention_ws K=128 bf16 full softcap": lambda: run_attention_ws(128, "full", 30.0),
     "attention_ws K=128 bf16 fp32 output": lambda: run_attention_ws(128, out_dtype=torch.float32),
     "attention_ws K=256 bf16": lambda: run_attention_ws(256),
     "attention_ws K=256 bf16 bounds softcap": lambda: run_attention_ws(256, "bounds", 30.0),
