@@ -159,6 +159,19 @@ def attention_ws_tiles(module: Any) -> Iterator[Candidate]:
             yield candidate("dq", f"{size} keys, {stages} stages", (BOTH,), 128, size, stages)
 
 
+def attention_gluon_tiles(module: Any) -> Iterator[Candidate]:
+    """Keys of a block, buffers and turns of the kernel in Gluon, whether its programs stay, and what shares a cache."""
+    tiles = module.TILES
+    for keys, stages in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 4), (64, 6)):
+        for turns in (True, False):
+            other = {K: module.Tile(keys, stages, turns) for K in tiles}
+            yield Candidate(f"{keys} keys, {stages} stages, turns {turns}", {"TILES": other}, (FORWARD,))
+    yield Candidate("no turns", {"TILES": {K: t._replace(turns=False) for K, t in tiles.items()}}, (FORWARD,))
+    yield Candidate("a program a tile", {"STAYS": False}, (FORWARD,))
+    for size in (1, 2**24, 2**26):
+        yield Candidate(f"sections of {size} bytes", {"SECTION_BYTES": size}, (FORWARD,))
+
+
 def rope_tiles(module: Any) -> Iterator[Candidate]:
     """Larger and smaller tiles, and warps."""
     tile = module._tile
@@ -192,6 +205,7 @@ TUNABLE = {
     "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),
     "attention": Tunable("attention", "bench_attention", attention_tiles),
     "attention_ws": Tunable("_attention_ws", "bench_attention", attention_ws_tiles, "mpcore triton_ws"),
+    "attention_gluon": Tunable("_attention_gluon", "bench_attention", attention_gluon_tiles, "mpcore gluon"),
     "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
     "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
     "grouped_linear": Tunable("grouped_linear", "bench_grouped_linear", warps),

@@ -48,9 +48,10 @@ from .cross_entropy import _tanh as tanh_and_slope
 
 Bounds = tuple[Tensor, Tensor]
 
-IMPLS = ("reference", "triton", "triton_ws")
+IMPLS = ("reference", "triton", "triton_ws", "gluon")
 HEAD_DIMS = (64, 80, 96, 128, 256)  # of keys and of values, that the kernels are tiled for
-HOPPER = {"triton_ws": "_attention_ws"}  # for that GPU alone, in modules that are imported at the first launch
+# For that GPU alone, in modules that are imported at the first launch.
+HOPPER = {"triton_ws": "_attention_ws", "gluon": "_attention_gluon"}
 HOPPER_HEAD_DIMS = (64, 128, 256)
 # By (device name, dtype, head dimension of keys, of values, kind of mask): which of IMPLS was measured to be fastest.
 # Empty, because nothing has been timed on a GPU yet: "triton" runs.
@@ -86,8 +87,9 @@ def attention(
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
         out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
-        impl: `"triton"`, `"triton_ws"` (for Hopper in half precision, and K and Kv 64, 128 or 256), `"reference"`,
-            or `None` to choose by the device of `query`, the head dimensions and what was measured.
+        impl: `"triton"`, `"triton_ws"` (for Hopper in half precision, and K and Kv 64, 128 or 256), `"gluon"` (another
+            forward pass for it, for K = Kv, with the backward pass of `"triton"`), `"reference"`, or `None` to choose
+            by the device of `query`, the head dimensions and what was measured.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
@@ -271,7 +273,7 @@ def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str, out_dtype
     if impl == "triton" and not tiled:
         raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of {HEAD_DIMS}")
     if impl in HOPPER:
-        refusal = _refusal_of_hopper(query, value, out_dtype)
+        refusal = _refusal_of_hopper(impl, query, value, out_dtype)
         if refusal:
             raise ValueError(f"impl={impl!r} {refusal}; use impl='triton'")
         runs_triton("triton", query)
@@ -281,25 +283,42 @@ def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str, out_dtype
     if impl is None and FASTEST and query.is_cuda:
         device = torch.cuda.get_device_properties(query.device).name
         best = FASTEST.get((device, query.dtype, *dims, mask), "triton")
-        return "triton" if best in HOPPER and _refusal_of_hopper(query, value, out_dtype) else best
+        return "triton" if best in HOPPER and _refusal_of_hopper(best, query, value, out_dtype) else best
     return "triton"
 
 
-def _refusal_of_hopper(query: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> str | None:
+def _refusal_of_hopper(impl: str, query: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> str | None:
     """What keeps the kernels for that GPU alone from running, or None."""
     dims = query.shape[3], value.shape[3]
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"has no {query.dtype} kernel, only of torch.bfloat16 and torch.float16"
     if not all(dim in HOPPER_HEAD_DIMS for dim in dims):
         return f"has no kernel of head dimensions {dims}, only of {HOPPER_HEAD_DIMS}"
-    if dims[1] == 256 and out_dtype == torch.float32:
+    if impl == "gluon" and dims[0] != dims[1]:
+        return f"has no kernel of head dimensions {dims}, only of two that are the same"
+    if impl == "gluon" and dims[1] == 256 and out_dtype not in (None, query.dtype):
+        return f"has no registers for an output of {out_dtype} at head dimension 256"
+    if impl == "gluon" and not torch.compiler.is_compiling() and (missing := _missing_from_gluon()):
+        return f"needs the Gluon of Triton 3.6 or 3.7: {missing}"
+    if impl == "triton_ws" and dims[1] == 256 and out_dtype == torch.float32:
         return f"has no shared memory for an output of {out_dtype} at head dimension 256"
     if query.is_cuda:
         device = torch.cuda.get_device_properties(query.device)
         if (device.major, device.minor) != (9, 0) or torch.version.hip is not None:
             there = f"{device.name} of compute capability {device.major}.{device.minor}"
             return f"is for GPUs of compute capability 9.0, not for {there}"
+    elif impl == "gluon":
+        return f"is for GPUs of compute capability 9.0, not for {query.device}"
     return None
+
+
+def _missing_from_gluon() -> str:
+    """What this Triton lacks of what the kernel names, or nothing."""
+    try:
+        importlib.import_module("._attention_gluon", __package__)
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return ""
 
 
 class _Attention(torch.autograd.Function):
@@ -402,7 +421,7 @@ def _run_backward(
         for gradient in outs:
             gradient.zero_()
         return outs
-    if impl in HOPPER and max(query.shape[3], value.shape[3]) < 256:  # there dk and dv don't fit in registers
+    if impl == "triton_ws" and max(query.shape[3], value.shape[3]) < 256:  # there dk and dv don't fit in registers
         given = grad, dlse, query, key, value, output, lse, low, high, causal, scale, softcap
         _module_of(impl).backward(outs, *given)
         return outs

@@ -1,7 +1,8 @@
 """What the kernels compile to, for GPUs that are not there: registers, spills, shared memory and wide accesses.
 
 `python tests/kernels/compile_table.py` writes `golden_compile.json`, which `test_compile.py` holds the kernels to, and
-the same as a table in `docs/kernels.md`. So a change of a kernel shows its cost in review.
+the same as a table in `docs/kernels.md`; with a word, only for the cases that have it in their names. So a change of a
+kernel shows its cost in review.
 """
 
 from __future__ import annotations
@@ -120,6 +121,15 @@ def run_attention_ws_persistent(K: int, mask: str = "causal") -> None:
         ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, 0.0, "triton_ws", None)
 
 
+def run_attention_gluon(
+    K: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
+) -> None:  # fmt: skip
+    q, k = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype)
+    bound = torch.zeros(512, dtype=torch.int32) if mask == "bounds" else None
+    ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, softcap, "gluon", out_dtype)
+
+
 def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0) -> None:
     q, k, lse = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype), torch.empty(2, 8, 512)
     bound = torch.empty(512, dtype=torch.int32) if bounds else None
@@ -233,6 +243,17 @@ HOPPER_CASES: dict[str, Callable[[], None]] = {
     "attention_ws K=128 bf16 persistent": lambda: run_attention_ws_persistent(128),
     "attention_ws K=128 bf16 bounds persistent": lambda: run_attention_ws_persistent(128, "bounds"),
     "attention_ws K=64 V=128 bf16 bounds fp32 output": lambda: run_attention_ws(64, "bounds", 0.0, torch.float32, 128),
+    "attention_gluon K=64 bf16": lambda: run_attention_gluon(64),
+    "attention_gluon K=128 bf16": lambda: run_attention_gluon(128),
+    "attention_gluon K=128 fp16 full": lambda: run_attention_gluon(128, "full", torch.float16),
+    "attention_gluon K=128 bf16 bounds": lambda: run_attention_gluon(128, "bounds"),
+    "attention_gluon K=128 bf16 softcap": lambda: run_attention_gluon(128, softcap=30.0),
+    "attention_gluon K=256 bf16 softcap": lambda: run_attention_gluon(256, softcap=30.0),
+    "attention_gluon K=256 bf16": lambda: run_attention_gluon(256),
+    "attention_gluon K=256 bf16 bounds": lambda: run_attention_gluon(256, "bounds"),
+    "attention_gluon K=128 bf16 bounds fp32 output": lambda: run_attention_gluon(
+        128, "bounds", out_dtype=torch.float32
+    ),
 }
 QUICK = {"attention K=64 bf16", "attention K=128 bf16", "attention_ws K=128 bf16 bounds"}
 SLOW = {case for case in CASES | HOPPER_CASES if case.startswith("attention")} - QUICK
@@ -317,9 +338,14 @@ def _wide(sizes: list[int]) -> str:
     return f"{sum(size >= 16 for size in sizes)}/{len(sizes)}"
 
 
-def write() -> None:
-    golden = {target: {case: compile_case(target, case) for case in cases_of(target)} for target in TARGETS}
-    document = {"triton": triton.__version__, "targets": golden}
+def write(word: str = "") -> None:
+    """Compile the cases that have the word in their names; the others stay as they are known."""
+    document = {"triton": triton.__version__, "targets": {}}
+    known = json.loads(GOLDEN.read_text())["targets"] if word else {}
+    for target in TARGETS:
+        document["targets"][target] = {
+            case: compile_case(target, case) if word in case else known[target][case] for case in cases_of(target)
+        }
     GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
     TABLE.write_text(table(document))
 
@@ -355,4 +381,4 @@ def _cell(c: Facts | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    sys.exit(write(*sys.argv[1:]))

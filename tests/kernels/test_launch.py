@@ -1,6 +1,7 @@
 """What a launch remembers of the one before, and the device it goes to."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,28 @@ def test_whatever_changes_the_code_is_compiled_anew(change):
         sum_partials()
         sum_partials(**change)
     assert launches[0].kernel is not launches[1].kernel
+
+
+class AnyGrid(dict):
+    """A kernel that remembers what it was launched with, and says that it was compiled for CUDA."""
+
+    def __missing__(self, grid):
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+        return lambda *args, **options: self
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"block_shape": [1, 8]}, {}, None])
+def test_boxes_of_other_dtypes_and_shapes_are_other_kernels(change, monkeypatch):
+    """Descriptors are said by no tensor: of what they hold the code depends on these alone."""
+    monkeypatch.setattr(_launch, "_compiled", {})
+    kernel, x = AnyGrid(), torch.empty(2)
+
+    def box(dtype=torch.bfloat16, block_shape=(1, 64)):
+        return SimpleNamespace(base=torch.empty(2, dtype=dtype), block_shape=block_shape)
+
+    for descriptor in (box(), None if change is None else box(**change)):
+        launch(kernel, (1, 1, 1), (x,), (), (), 4, (descriptor,))
+    assert len(_launch._compiled) == (1 if change == {} else 2)
 
 
 def test_on_amd_triton_is_asked_each_time():

@@ -22,6 +22,7 @@ CASE = {
     "cross_entropy": "cross_entropy V=50257 bf16",
     "attention": "attention K=64 bf16",
     "attention_ws": "attention_ws K=64 bf16",
+    "attention_gluon": "attention_gluon K=64 bf16",
     "adamw": "adamw fp32",
     "cross_replica_hash": "cross_replica_hash of 10007 bf16",
     "grouped_linear": "grouped_linear D=1000 F=200 E=8 fp32",
@@ -54,9 +55,10 @@ def test_candidates_are_launched_in_the_place_of_what_is_there(name):
     assert launched(CASE[name]) == before
 
 
-def test_the_pass_for_hopper_is_tuned_by_its_name_in_the_bench():
-    (kernel,) = kernels_of(TUNABLE["attention_ws"])
-    assert kernel.name == "mpcore triton_ws"
+@pytest.mark.parametrize(("name", "provider"), [("ws", "triton_ws"), ("gluon", "gluon")])
+def test_a_pass_for_hopper_is_tuned_by_its_name_in_the_bench(name, provider):
+    (kernel,) = kernels_of(TUNABLE[f"attention_{name}"])
+    assert kernel.name == f"mpcore {provider}"
     if not torch.cuda.is_available():
         with pytest.raises(NotHereError, match=r"compute capability 9\.0"):
             kernel.ours(query=None, key=None, value=None)

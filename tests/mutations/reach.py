@@ -28,6 +28,7 @@ FILES = {
     "mpcore/pipeline/schedules.py": "its schedule is 1f1b, and read from no file",
     "mpcore/optim.py": "it steps with plain SGD",
     "mpcore/precision.py": "it scales no loss",
+    "tests/": "what tests run on",
     "kernels/_launch.py": "nothing is launched without a GPU",
     "kernels/_main_grad.py": "it keeps no main gradients",
     "kernels/": "an operator, computed alike on one process",
