@@ -107,7 +107,7 @@ def check(ranks: Pool, seed: int, world: int) -> None:
     assert dry_run(build, [*COMMON, *model, *layout], **sizes).total > 0
 
 
-SHORT = (4,)
+SHORT = (32,)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i in SHORT else pytest.mark.slow) for i in range(60)])
