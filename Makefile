@@ -7,7 +7,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test soak mutation bench check format clean
+.PHONY: help install pretrain test soak oldest mutation bench check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,11 @@ test: $(STAMP) ## the whole suite: every layout against the unsharded model
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
 
+oldest: ## the suite on the oldest torch and Triton that are promised, with all that torch's CUDA build pulls in (4 GB)
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --progress-bar on torch==2.11.0 triton==3.6.0 -e '.[dev]'
+	.venv-oldest/bin/python -m pytest -m "not slow"
+
 mutation: $(STAMP) ## break copies of the library on purpose, and see each turn a test red
 	$(RUN) -m tests.mutations --write docs/mutations.md
 
@@ -45,4 +50,4 @@ format: $(STAMP) ## put the code in its one format
 	$(VENV)/bin/ruff format .
 
 clean: ## forget .venv, caches and demo runs
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .benchmarks build *.egg-info
+	rm -rf $(VENV) .venv-oldest runs .pytest_cache .ruff_cache .benchmarks build *.egg-info

@@ -10,7 +10,9 @@ import torch
 
 from mpcore.verify.pool import Pool, RankError, mesh
 
-__all__ = ["Pool", "RankError", "mesh", "strict_memory"]
+__all__ = ["BEFORE_2_13", "Pool", "RankError", "mesh", "strict_memory"]
+
+BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # docs/decisions.md says what differs
 
 
 def strict_memory() -> None:

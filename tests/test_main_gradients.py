@@ -29,7 +29,7 @@ from mpcore.gradients import gradient_of
 from mpcore.sharding import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model
-from tests.pool import mesh
+from tests.pool import BEFORE_2_13, mesh
 from tests.test_gradients import draw
 
 
@@ -176,6 +176,7 @@ def test_what_asks_for_gradients_gets_them_and_nothing_is_added():
     close(gradient_of(layer.weight), torch.autograd.grad(want.square().sum(), layer.weight)[0], "weight", 1e-6)
 
 
+@pytest.mark.skipif(BEFORE_2_13, reason="stage_backward_weight fails at functions written in Python")
 def test_a_backward_in_two_passes_adds_once():
     """As zero-bubble pipelines run it: the input's gradient first, later the weights'."""
     torch.manual_seed(1)

@@ -11,6 +11,7 @@ from tests.mutations import Mutation
 FILES = {
     "bench/": "benches are no part of a model",
     "examples/gpt/hf.py": "a conversion of files",
+    "examples/gpt/plan.py": "an estimate is no number of the step",
     "examples/gpt/pretrain.py": "the loop of the example, in whose place verify has its own",
     "mpcore/checkpoint/": "a step writes no checkpoint",
     "mpcore/survival.py": "a step meets no fault",
@@ -54,7 +55,7 @@ BEYOND = {
     ),
     REFUSAL: (
         "10 gathered logits are taken", "41 ranks ask for different meshes", "a fifth stage of ZeRO",
-        "hf a checkpoint's mixture stays a dict",
+        "hf a checkpoint's mixture stays a dict", "parameters that are elsewhere are read past their end",
     ),
     MAIN: (
         "32 autograd adds the product as well", "32 a backward in two passes adds twice",
