@@ -62,6 +62,6 @@ MUTATIONS = [
              LEDGER),
     Mutation("gradients of experts are counted twice", "mpcore/dry_run.py",
              "gradients = [local_tensor(p.grad) for p in own if p.grad is not None]",
-             "gradients = [local_tensor(p.grad) for p in own if p.grad is not None and type(p) is not nn.Parameter]",
+             "gradients = [local_tensor(p.grad) for p in own if p.grad is not None and hasattr(p, 'device_mesh')]",
              MEMORY),
 ]  # fmt: skip
