@@ -260,28 +260,28 @@ class GPT(nn.Module):
             mask: [B, T] bool, False for padding, which goes to no expert; None: there is none.
         """
         length = x.shape[1] * self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
+        tokens = self.tokens(length, x.device)
         if self.first:
-            tokens = self._tokens(length, x.device)
             if length > self.config.seq_len:
                 raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
             x = self.embedding(x)
             x = self.position(x, tokens) if self.config.positions == "learned" else x
             x = self.dropout(x, samples, tokens)
-        for block, arguments in self.calls(length, x.dtype, x.device, samples, loss_scale, mask):
+        for block, arguments in self.calls(length, tokens, x.dtype, x.device, samples, loss_scale, mask):
             x = block(x, **arguments)
         return self.head(self.norm(x)) if self.last else x
 
     def calls(
         self,
         length: int,
+        tokens: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
         samples: Tensor | None = None,
         loss_scale: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-        """Each block of this stage, and what it is called with beside x; `length` is that of whole sequences."""
-        tokens = self._tokens(length, device)
+        """Each block of this stage, and what it is called with beside x: `tokens` of sequences of this length."""
         arguments: dict[str, Any] = {"samples": samples, "tokens": tokens}
         if self.rope is not None:
             where = torch.arange(length, device=device) if tokens is None else tokens
@@ -290,7 +290,7 @@ class GPT(nn.Module):
         for i, block in self.blocks.items():
             yield block, arguments | {"mlp_arguments": routing if self.config.has_experts(int(i)) else None}
 
-    def _tokens(self, length: int, device: torch.device) -> Tensor | None:
+    def tokens(self, length: int, device: torch.device) -> Tensor | None:
         """The places of this rank's tokens in sequences that cp cuts."""
         return None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, device)
 

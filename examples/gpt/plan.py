@@ -37,7 +37,9 @@ def recompute_blocks(stage: GPT, args: argparse.Namespace, mesh: Mesh) -> None:
         recompute(stage.blocks.values(), kind, preserve_rng_state=False)
         return
     x = hidden(stage, args, "meta").requires_grad_()
-    arguments = dict(stage.calls(stage.config.seq_len, x.dtype, x.device, **keywords(stage, args, "meta")))
+    tokens = stage.tokens(stage.config.seq_len, x.device)
+    calls = stage.calls(stage.config.seq_len, tokens, x.dtype, x.device, **keywords(stage, args, "meta"))
+    arguments = dict(calls)
     half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
     with torch.autocast("cpu", half, enabled=half is not None):
         options: dict[str, Any] = {"axes": (mesh.tp, mesh.data), "preserve_rng_state": False}

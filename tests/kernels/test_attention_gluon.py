@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import attention_cases
 import laws
 import pytest
 import torch
 import triton
+from attention_cases import mask, seen
 from fake_gpu import fake_gpu
 from hopper_simulator import simulate
 
@@ -23,39 +26,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ops = torch.ops.mpcore
 
 
-def draw(T, H=2, groups=1, K=64, *, V=None, keys=None, B=1, dtype=BF16):
-    generator = torch.Generator().manual_seed(T + H)
-    there = (B, T if keys is None else keys, groups)
-    shapes = {"query": (B, T, H, K), "key": (*there, K), "value": (*there, V or K)}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-def mask(name, T, keys=None):
-    """Options of a mask. Of bounds, the first queries see nothing, nor do the last, and both bounds jump."""
-    ends = torch.tensor([0, T // 3, T // 3, T // 3 + 1, T])
-    if name == "bounds":
-        index, keys = torch.arange(T, dtype=torch.int32), T if keys is None else keys
-        return {"bounds": (torch.where(index > T - 3, keys, (index - T // 2) // 8 * 8), index * keys // T - 5)}
-    return {
-        "causal": {},
-        "full": {"causal": False},
-        "window": {"window": max(1, T // 3)},
-        "packed": {"cu_seqlens": ends},
-        "packed full": {"cu_seqlens": ends, "causal": False},
-    }[name]
-
-
-def seen(function):
-    """Without the lse of queries that see nothing: it is -inf, and an infinity has no error."""
-
-    def call(**arguments):
-        output, lse = function(**arguments)
-        sees = lse.detach().isfinite()
-        assert bool((lse.detach()[~sees] == -torch.inf).all())
-        assert not output.detach().transpose(1, 2)[~sees].any()
-        return output, torch.where(sees, lse, 0.0)
-
-    return call
+draw = partial(attention_cases.draw, dtype=BF16)
 
 
 @pytest.fixture
