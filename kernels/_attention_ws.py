@@ -23,7 +23,7 @@ from torch import Tensor
 from ._dispatch import tl, triton
 from ._launch import launch, multiprocessors
 from ._rows import ceil_div
-from .attention import _load_bounds, _load_rows, _mask, _programs, _scores_of, _store_rows, _views, _whole
+from .attention import _load_bounds, _lse_and_delta, _mask, _programs, _scores_of, _store_rows, _views, _whole
 from .attention import _sees as _sees_by_bounds
 
 PARTS = 16  # bfloat16 numbers that make one of a query: 3 hold it, and the smallest product sums 16
@@ -280,17 +280,9 @@ def _parts_kernel(
     V: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """-lse in the given unit, and -delta, as sums of bfloat16 numbers: such can be copied, and summed by products."""
-    blocks = tl.cdiv(T, BLOCK_M)
-    heads = tl.program_id(0) // blocks
-    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
-    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    do = _load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, V, True)
-    o = _load_rows(o_ptr + batch * o_batch + head * o_head, queries, o_token, T, V, V, True)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    at = heads.to(tl.int64) * T + queries
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at, mask=queries < T, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + at, mask=queries < T, other=0.0)
+    batch, head, queries, _, lse, delta = _lse_and_delta(
+        do_ptr, o_ptr, lse_ptr, dlse_ptr, T, H, do_batch, do_token, do_head, o_batch, o_token, o_head, V, V, BLOCK_M
+    )  # fmt: skip
     nothing = lse == float("-inf")  # of a query that sees nothing p and delta are 0
     parts_ptr += (batch * T * H + head) * 2 * PARTS
     _store_parts(parts_ptr, queries, H, T, tl.where(nothing, float("-inf"), -lse * unit), PARTS)

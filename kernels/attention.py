@@ -849,12 +849,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _rows_kernel(
-    do_ptr, o_ptr, lse_ptr, dlse_ptr, rows_ptr, T, H, size, do_batch, do_token, do_head, o_batch, o_token, o_head,
+def _lse_and_delta(
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, T, H, do_batch, do_token, do_head, o_batch, o_token, o_head,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """lse log2 e, but inf for a query that sees nothing, whose p is then 0; and delta."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    """Of a block of queries: batch, head, which they are, where their rows lie in `[B, H, T]`, lse and delta."""
     blocks = tl.cdiv(T, BLOCK_M)
     heads = tl.program_id(0) // blocks
     batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
@@ -866,6 +865,20 @@ def _rows_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=queries < T, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + at, mask=queries < T, other=0.0)
+    return batch, head, queries, at, lse, delta
+
+
+@triton.jit
+def _rows_kernel(
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, rows_ptr, T, H, size, do_batch, do_token, do_head, o_batch, o_token, o_head,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """lse log2 e, but inf for a query that sees nothing, whose p is then 0; and delta."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    _, _, queries, at, lse, delta = _lse_and_delta(
+        do_ptr, o_ptr, lse_ptr, dlse_ptr, T, H, do_batch, do_token, do_head, o_batch, o_token, o_head,
+        V, BLOCK_V, BLOCK_M,
+    )  # fmt: skip
     nothing = lse == float("-inf")
     tl.store(rows_ptr + at, tl.where(nothing, float("inf"), lse * LOG2_E), mask=queries < T)
     tl.store(rows_ptr + size + at, tl.where(nothing, 0.0, delta), mask=queries < T)

@@ -36,7 +36,7 @@ MUTATIONS = [
              "tl.where(part == 1, middle.to(tl.float32)[:, None], tl.where", "tl.where(part == 1, 0.0, tl.where", LAWS),
     Mutation("hopper: the heads of a group add the same gradient", FILE,
              "q = q_rows.load([row, head * q_head])", "q = q_rows.load([row, 0 * head * q_head])", LAWS),
-    Mutation("hopper: the gradient of lse gets lost", FILE,
+    Mutation("hopper: the gradient of lse gets lost", "kernels/attention.py",
              "        delta -= tl.load(dlse_ptr", "        delta -= 0.0 * tl.load(dlse_ptr", LAWS),
     Mutation("hopper: the gradient of the soft cap gets lost", FILE,
              "            ds *= slope\n        dq =", "            ds *= 1.0\n        dq =", LAWS),
