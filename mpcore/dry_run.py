@@ -1,7 +1,7 @@
 """Floor 4: one rank's step of any layout on one CPU: fake process group, fake tensors, nothing allocated or sent.
 
-`python -m mpcore.ledger` and `python -m mpcore.memory` plan with it. What they plan is made by a function of the user,
-`build(mesh, arguments)`, which returns a `Work`; `examples.gpt.plan:build` is one.
+`python -m mpcore.ledger`, `mpcore.memory` and `mpcore.plan` plan with it. What they plan is made by a function of the
+user, `build(mesh, arguments)`, which returns a `Work`; `examples.gpt.plan:build` is one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from mpcore.data_parallel import finish_gradients, gather, hold_gradients, reduce_held, reduce_once, sync_gradients
 from mpcore.gradients import reduce_gradients
@@ -72,6 +74,9 @@ class Kept:
         received, sent_forward, sent_backward: tensors of one micro-batch that pass between stages, sent ones to other
             ranks alone. torch's runtime holds those of all micro-batches to the end of a step, and what it received
             until the next step's takes its place.
+        forward_flops, backward_flops: floating-point operations of products in one micro-batch; backward's are those of
+            both its halves, and of what it computes again.
+        sent: by axis the volume (`Ledger.volume`) of what a step's micro-batches send in this stage.
     """
 
     activations: int = 0
@@ -82,6 +87,9 @@ class Kept:
     received: int = 0
     sent_forward: int = 0
     sent_backward: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -94,6 +102,7 @@ class Found:
         peak: the most that they hold at once, in the order of the schedule.
         ledger: the step's collectives and messages.
         theory: by (axis, kind) the bytes that they should have, where the work says.
+        plan: the schedule of the pipeline.
     """
 
     parameters: int = 0
@@ -104,6 +113,7 @@ class Found:
     peak: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     theory: dict[tuple[str, str], int] = field(default_factory=dict)
+    plan: Schedule | None = None
 
     @property
     def total(self) -> int:
@@ -146,7 +156,7 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
 
 def run_dry(work: Work, mesh: Mesh) -> Found:
     """Run a rank's work on fake tensors and count."""
-    found = Found(ledger=Ledger(mesh), theory=work.theory)
+    found = Found(ledger=Ledger(mesh), theory=work.theory, plan=work.plan)
     owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
     split_linears(work.stages, work.plan)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -175,7 +185,8 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
     stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
     own = list(stage.parameters())
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
-    with Storages() as storages:
+    before_stage = found.ledger.volumes()
+    with Storages() as storages, _Flops() as flops:
         for m, (split, times) in enumerate(rounds := _rounds(work.plan, index)):
             last = m == len(rounds) - 1
             sync_gradients(stage, last)
@@ -183,9 +194,11 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
             x.requires_grad_(index > 0)
             before, _ = _held(storages, stage, own)
             with found.ledger.times(times), found.ledger:
+                flops.count = 0
                 with mode:
                     y = stage(x, *others, **kwargs)
                     out = work.loss(y) if ends else y
+                kept.forward_flops, flops.count = flops.count, 0
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
                 after, gathered = _held(storages, stage, own)
                 del y
@@ -195,11 +208,37 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                     kept.between = max(between - before, kept.between)
                 else:
                     out.backward(grad)
+            kept.backward_flops = flops.count
             kept.activations, kept.gathered = after - before, max(gathered, kept.gathered)
             if m > 0:
                 kept.unsummed = max(before - x.nbytes, 0)
             del x, out, grad
+    kept.sent = {axis: size - before_stage.get(axis, 0) for axis, size in found.ledger.volumes().items()}
     return kept
+
+
+_ON_CPU = {  # torch has formulas for the attention of GPUs alone
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape)
+    ),
+}
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the floating-point operations of products, by torch's formulas and ours: of attention those of all pairs,
+    whatever the mask. No hooks, unlike torch's counter: they would keep tensors that are counted as held."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket) or _ON_CPU.get(func.overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 def _rounds(plan: Schedule, index: int) -> list[tuple[bool, int]]:
@@ -295,10 +334,16 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
 
 
-def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
-    """The command line of a planner: a target, the mesh, the rank; `arguments` are all others, for the target."""
+def parser_of(prog: str, about: str | None) -> argparse.ArgumentParser:
+    """The beginning of a planner's command line: the target."""
     parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
     parser.add_argument("target", help="module:function, called as function(mesh, arguments), which returns a Work")
+    return parser
+
+
+def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
+    """The command line of a planner: a target, the mesh, the rank; `arguments` are all others, for the target."""
+    parser = parser_of(prog, about)
     for name in ("tp", "cp", "pp", "ep", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")

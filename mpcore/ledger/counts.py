@@ -89,7 +89,8 @@ class Ledger(TorchDispatchMode):
         if group is None:
             group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         ranks = tuple(dist.get_process_group_ranks(group))
-        label = self.by_ranks.get(ranks, f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}")
+        unnamed = f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}"
+        label = self.by_ranks.setdefault(ranks, unnamed)
         self.sizes.setdefault(label, len(ranks))
         return label
 
@@ -111,6 +112,14 @@ class Ledger(TorchDispatchMode):
     def volume(self, *axes: str) -> int:
         """Bytes over some axes, or over all, those of all-reduces twice; messages where they are sent."""
         return sum(volume(kind, c.bytes) for (axis, kind), c in self.counts.items() if not axes or axis in axes)
+
+    def volumes(self) -> dict[str, int]:
+        """The volume over each axis."""
+        return {axis: self.volume(axis) for axis, _ in self.counts}
+
+    def ranks(self, axis: str) -> tuple[int, ...]:
+        """The ranks of an axis that was counted, in the order of its group."""
+        return next((ranks for ranks, name in self.by_ranks.items() if name == axis), ())
 
     def __str__(self) -> str:
         return self.table()

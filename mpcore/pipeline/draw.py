@@ -38,7 +38,7 @@ def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str 
     spans = [span for span in spans if span.action.kind in COMPUTE]
     if not spans:
         raise ValueError("there is nothing to draw: no span of F, B, I or W")
-    figures, patches = _matplotlib("figure"), _matplotlib("patches")
+    figures, patches = matplotlib_part("figure"), matplotlib_part("patches")
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     ranks = max(s.rank for s in spans) + 1
     shades = _shades(spans)
@@ -65,7 +65,7 @@ def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str 
     figure.savefig(path, dpi=150)
 
 
-def _matplotlib(name: str) -> Any:
+def matplotlib_part(name: str) -> Any:
     # Drawing is an extra: the library itself works without matplotlib.
     try:
         return importlib.import_module(f"matplotlib.{name}")

@@ -19,6 +19,7 @@ FILES = {
     "mpcore/verify/": "verify itself",
     "mpcore/ledger/": "counts of bytes are no numbers of the step",
     "mpcore/memory.py": "an estimate is no number of the step",
+    "mpcore/plan.py": "an estimate is no number of the step",
     "mpcore/dry_run.py": "an estimate is no number of the step",
     "mpcore/storages.py": "an estimate is no number of the step",
     "mpcore/offload.py": "it offloads nothing",
