@@ -49,7 +49,7 @@ def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
     """
     if length % unit:
         raise ValueError(f"length {length} is not a multiple of the unit {unit}")
-    whole, rest = divmod(length // unit, size)
+    whole, rest = length // unit // size, length // unit % size  # no divmod: a compiled length may be a symbol
     return [(whole + (rank < rest)) * unit for rank in range(size)]
 
 

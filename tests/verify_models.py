@@ -277,8 +277,9 @@ def mean_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
 
 
 def gathered_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
-    """10: gathered logits in a loss for shards."""
-    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, reduction="sum")
+    """10: gathered logits in a loss for shards, which multiplies what it sees."""
+    size = output.shape[-1] * mesh.tp.size
+    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=size, reduction="sum")
 
 
 def wrong_heads(mesh: Mesh) -> nn.Module:

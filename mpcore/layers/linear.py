@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
 
 _ALONE = Axis()
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False) -> Tensor:
@@ -37,12 +39,13 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split:
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    main = None if split else _main_gradients(weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = _autocast(x, weight, bias)
-    if split or (tp.size == 1 and main is None):
-        return F.linear(collectives.copy(x, tp), weight, bias)
-    return _CopyLinear.apply(x, weight, bias, tp, main)
+    main, dtype = None if split else _main_gradients(weight, bias), _autocast_dtype(x)
+    x = _cast(x, dtype)
+    if split:
+        return F.linear(collectives.copy(x, tp), _cast(weight, dtype), _cast(bias, dtype))
+    if tp.size == 1 and main is None and dtype in (None, weight.dtype):
+        return F.linear(x, weight, bias)
+    return _CopyLinear.apply(x, weight, bias, tp, main, dtype)
 
 
 def all_gather_linear(
@@ -64,27 +67,32 @@ def all_gather_linear(
     """
     if tp.size == 1:
         return copy_linear(x, weight, bias, tp, split)
-    main = _main_gradients(weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = _autocast(x, weight, bias)
+    main, dtype = _main_gradients(weight, bias), _autocast_dtype(x)
+    x = _cast(x, dtype)
     if split:
-        return F.linear(collectives.all_gather(x, tp, dim), weight, bias)
-    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main)
+        return F.linear(collectives.all_gather(x, tp, dim), _cast(weight, dtype), _cast(bias, dtype))
+    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool) -> Tensor:
-    """`F.linear`, which autograd can split, but where the weight has a main gradient."""
-    if split or _main_gradients(weight, bias) is None:
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has the product computed in; None where it is off."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    return x if x is None or dtype is None else x.to(dtype)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """The product in `dtype`. Backward casts the weight again and keeps the parameter itself: copies, one for each
+    micro-batch in flight and of what ZeRO-3 and offload have let go, would be the model over again."""
+    weight, bias = _cast(weight, dtype), _cast(bias, dtype)
+    if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
-    return copy_linear(x, weight, bias, _ALONE)
-
-
-def _autocast(x: Tensor, *tensors: Tensor | None) -> list:
-    # Inside an autograd function autocast acts in forward alone, so the casts stand outside, where autograd sees them.
-    if x.dtype == torch.float64:
-        return [x, *tensors]
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return [None if t is None else t.to(dtype) for t in (x, *tensors)]
+    flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return _unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # a view could not be written to in place
 
 
 Main = tuple[Tensor, Tensor | None]
@@ -100,9 +108,9 @@ def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     dy = dy.reshape(-1, dy.shape[-1])
     weight, bias = ctx.main or (None, None)
-    dweight = _give(weight, _product, dy, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+    dweight = _give(weight, _weight_product, dy, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
     dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
-    return dweight, dbias
+    return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
 
 
 def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
@@ -119,7 +127,7 @@ def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor
     return None
 
 
-def _product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+def _weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
     if main is None:
         return dy.t() @ x
     if dy.dtype == main.dtype:
@@ -133,44 +141,51 @@ def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
     return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
 
 
+_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients (but with its split_backward = True)"
+
+
 class _CopyLinear(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, main: Main | None) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, main: Main | None, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.main = tp, main
-        return F.linear(x, weight, bias)
+        ctx.tp, ctx.main, ctx.dtype = tp, main, weight.dtype
+        return _forward(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
-        refuse_second_derivative("a column-parallel linear on tp > 1")
+        if ctx.tp.size > 1 or ctx.main is not None:
+            refuse_second_derivative(_NO_SECOND)
         x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         summed = None if dx is None or ctx.tp.size == 1 else start_all_reduce(dx, ctx.tp)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return dx if summed is None else wait(summed), dweight, dbias, None, None
+        return dx if summed is None else wait(summed), dweight, dbias, None, None, None
 
 
 class _AllGatherLinear(Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool, main: Main | None
-    ) -> Tensor:
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool, main: Main | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
         whole = _unmove(wait(start_all_gather(x.movedim(dim, 0), tp)), dim)
         ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.dim, ctx.regather, ctx.main = tp, dim, regather, main
-        return F.linear(whole, weight, bias)
+        ctx.tp, ctx.dim, ctx.regather, ctx.main, ctx.dtype = tp, dim, regather, main, weight.dtype
+        return _forward(whole, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
-        refuse_second_derivative("a column-parallel linear on tp > 1")
+        refuse_second_derivative(_NO_SECOND)
         x, weight = ctx.saved_tensors
         tp, dim = ctx.tp, ctx.dim
         gathering = start_all_gather(x.movedim(dim, 0), tp) if ctx.regather and ctx.needs_input_grad[1] else None
-        dx = start_reduce_scatter((dy @ weight).movedim(dim, 0), tp) if ctx.needs_input_grad[0] else None
+        dx = start_reduce_scatter((dy @ weight.to(dy.dtype)).movedim(dim, 0), tp) if ctx.needs_input_grad[0] else None
         if gathering is not None:
             x = _unmove(wait(gathering), dim)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None, None
+        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None, None, None
 
 
 def _unmove(x: Tensor, dim: int) -> Tensor:
@@ -330,8 +345,8 @@ class RowParallelLinear(ParallelModule):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
-            return _linear(x, self.weight, self.bias, self.split_backward)
-        y = _linear(x, self.weight, None, self.split_backward)
+            return copy_linear(x, self.weight, self.bias, _ALONE, self.split_backward)
+        y = copy_linear(x, self.weight, None, _ALONE, self.split_backward)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:

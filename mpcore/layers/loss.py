@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
             without `gather_output`.
         target: [...] integer ids in [0, V), the same on every rank, or `ignore_index`.
         tp: the axis that the vocabulary is cut over.
-        vocab_size: V. None takes all shards to be equal; give it for uneven ones, and to have gathered logits refused.
+        vocab_size: V; where tp cuts nothing None will do. Shards may be uneven, which one of them doesn't show.
         ignore_index: tokens with this target have loss 0 and gradient 0, and don't count in the mean.
         label_smoothing: a, the weight of the uniform distribution over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
@@ -69,7 +69,8 @@ def vocab_parallel_cross_entropy(
         fp32 (fp64 for fp64 logits): a scalar, or [...] with "none".
 
     Raises:
-        ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
+        ValueError: before any collective, if shapes don't fit, `vocab_size` is missing, or (on a CPU) a target lies
+            outside the vocabulary.
     """
     _check_options(reduction, label_smoothing, softcap, target, token_weight)
     size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
@@ -203,7 +204,12 @@ def _check_shard(
     *tokens, columns = shape
     if tokens != list(target.shape):
         raise ValueError(f"logits {tuple(shape)} and target {tuple(target.shape)} don't have the same tokens")
-    size = columns * tp.size if vocab_size is None else vocab_size
+    if vocab_size is None and tp.size > 1:
+        raise ValueError(
+            f"{columns} columns are this rank's of a vocabulary that is cut over the {tp.name} axis of size {tp.size}: "
+            f"give vocab_size, which {columns * tp.size} would be of equal shards alone"
+        )
+    size = columns if vocab_size is None else vocab_size
     start, end = shard_range(size, tp)
     if columns != end - start:
         raise ValueError(

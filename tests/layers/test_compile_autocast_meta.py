@@ -160,7 +160,7 @@ def check_autocast_dtypes():
         assert RowParallelLinear(10, D, tp=tp)(y).dtype == torch.bfloat16
         sp = ColumnParallelLinear(D, 10, tp=tp, sequence_parallel=True, sequence_dim=0)(x)
         assert sp.dtype == torch.bfloat16
-        loss = vocab_parallel_cross_entropy(y, torch.arange(4), tp=tp)
+        loss = vocab_parallel_cross_entropy(y, torch.arange(4), tp=tp, vocab_size=10)
         assert loss.dtype == torch.float32
         wide = ColumnParallelLinear(D, 10, tp=tp).double()(x.double())
         assert wide.dtype == nn.Linear(D, 10).double()(x.double()).dtype
@@ -168,6 +168,47 @@ def check_autocast_dtypes():
 
 def test_autocast_dtypes_are_those_of_torch_linear(ranks):
     ranks(2, check_autocast_dtypes)
+
+
+def check_autocast_keeps_parameters():
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    layers = {
+        "column": ColumnParallelLinear(64, 64, tp=tp),
+        "column, its input cut": ColumnParallelLinear(64, 64, tp=tp, sequence_parallel=True),
+        "row": RowParallelLinear(64, 64, tp=tp, input_is_parallel=False),
+    }
+    for name, layer in layers.items():
+        saved = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t)
+        with torch.autocast("cpu", torch.bfloat16), keep:
+            outs = [layer(draw(i, 2, 3, 64, dtype=torch.float32)) for i in range(3)]
+        weights = {t.untyped_storage().data_ptr(): t.dtype for t in saved if t.numel() >= layer.weight.numel()}
+        assert weights == {layer.weight.untyped_storage().data_ptr(): torch.float32}, name
+        torch.stack(outs).float().square().sum().backward()
+        assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_autocast_keeps_parameters_for_backward_and_no_copies(ranks, size):
+    """However many micro-batches are in flight, and whatever ZeRO-3 lets go of in between."""
+    ranks(size, check_autocast_keeps_parameters)
+
+
+def test_autocast_on_one_rank_has_second_derivatives():
+    """Of a gradient penalty, as near to float64 as torch's own linear, which sums both its terms in bfloat16."""
+    plain = nn.Linear(D, 6)
+    mine, exact = ColumnParallelLinear(D, 6), nn.Linear(D, 6, dtype=torch.float64)
+    grads = []
+    for layer in (exact, plain, mine):
+        layer.load_state_dict(plain.state_dict())
+        x = draw(1, 3, 2, D).to(layer.weight.dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=layer is not exact):
+            y = layer(x)
+        (dx,) = torch.autograd.grad(y.to(x.dtype).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        grads.append(layer.weight.grad.double())
+    want, theirs, ours = grads
+    assert (ours - want).norm() <= 1.1 * (theirs - want).norm()
 
 
 # --- first parameters ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mpcore import (
     RowParallelLinear,
     full_state_dict,
     load_full_state_dict,
+    main_gradients,
     reduce_gradients,
 )
 from mpcore import collectives as c
@@ -458,3 +459,28 @@ def test_second_derivatives_are_right_or_refused(ranks):
     ranks(2, check_second_derivative)
     layer = ColumnParallelLinear(IN, 4).double()
     assert torch.autograd.gradgradcheck(layer, (draw(1, 2, IN).requires_grad_(),))
+
+
+def check_in_place(main):
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    layers = [ColumnParallelLinear(8, 6, tp=tp), RowParallelLinear(8, 6, tp=tp, input_is_parallel=False)]
+    for layer in layers:
+        if main:
+            main_gradients(layer)
+        y = layer(torch.ones(2, 4, 8))
+        want = y.detach().relu()
+        F.relu(y, inplace=True)
+        assert torch.equal(y, want)
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_outputs_can_be_written_to_as_those_of_torch_linear(ranks, size, main):
+    ranks(size, check_in_place, main)
+
+
+def test_without_autocast_another_dtype_is_refused_as_by_torch():
+    for layer in (ColumnParallelLinear(8, 6), RowParallelLinear(8, 6), main_gradients(ColumnParallelLinear(8, 6))):
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.ones(2, 4, 8, dtype=torch.bfloat16))

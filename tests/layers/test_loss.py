@@ -116,7 +116,9 @@ def check_inputs_kept():
     for logits in (shard.clone(), shard.transpose(0, 1).contiguous().transpose(0, 1), shard[:1].expand(B, -1, -1)):
         before, ids = logits.clone(), target.clone()
         leaf = logits.detach().requires_grad_()
-        loss = vocab_parallel_cross_entropy(leaf, ids, tp=tp, reduction="none", label_smoothing=0.1, z_loss=0.01)
+        loss = vocab_parallel_cross_entropy(
+            leaf, ids, tp=tp, vocab_size=12, reduction="none", label_smoothing=0.1, z_loss=0.01
+        )
         loss.sum().backward()  # an expanded gradient
         assert torch.equal(leaf.detach(), before), "logits were changed"
         assert torch.equal(logits, before), "logits were changed"
@@ -124,8 +126,8 @@ def check_inputs_kept():
 
     ours, theirs = (whole.double().clone().requires_grad_() for _ in range(2))
     logits = c.split(ours, tp, -1)
-    loss = vocab_parallel_cross_entropy(logits, target, tp=tp)
-    second = vocab_parallel_cross_entropy(logits, target, tp=tp, label_smoothing=0.2)
+    loss = vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=12)
+    second = vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=12, label_smoothing=0.2)
     penalty = c.reduce(logits.square().sum(), tp)  # the logits used again, after the loss
     (loss + second + 0.1 * penalty).backward()
     ids = target.flatten()
@@ -149,7 +151,12 @@ def check_gap():
     tp = tp_axis()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loss = vocab_parallel_cross_entropy(
-            c.split(logits.to(dtype), tp, -1), torch.tensor([11, 0, 5]), tp=tp, label_smoothing=0.1, reduction="none"
+            c.split(logits.to(dtype), tp, -1),
+            torch.tensor([11, 0, 5]),
+            tp=tp,
+            vocab_size=12,
+            label_smoothing=0.1,
+            reduction="none",
         )
         close(
             loss.double(),
@@ -185,8 +192,8 @@ def check_mean():
     target = torch.tensor([7, 1, -100, 2])
     compare(logits, target)
     tp = tp_axis()
-    each = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp, reduction="none")
-    mean = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp)
+    each = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp, vocab_size=12, reduction="none")
+    mean = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp, vocab_size=12)
     assert each[0] == 0
     close(mean, each.sum() / 3, "mean over the three that count")
 
@@ -194,7 +201,7 @@ def check_mean():
     for reduction in ("mean", "sum", "none"):
         leaf.grad = None
         loss = vocab_parallel_cross_entropy(
-            leaf, torch.full((4,), -100), tp=tp, reduction=reduction, label_smoothing=0.1, z_loss=0.1
+            leaf, torch.full((4,), -100), tp=tp, vocab_size=12, reduction=reduction, label_smoothing=0.1, z_loss=0.1
         )
         loss.sum().backward()
         assert not loss.any()
@@ -212,7 +219,7 @@ def check_ignored():
         leaf = c.split(draw(1, 4, 12), tp, -1).requires_grad_()
         target = torch.tensor([1, ignored, 11, ignored])
         loss = vocab_parallel_cross_entropy(
-            leaf, target, tp=tp, reduction="none", ignore_index=ignored, label_smoothing=0.1, z_loss=0.1
+            leaf, target, tp=tp, vocab_size=12, reduction="none", ignore_index=ignored, label_smoothing=0.1, z_loss=0.1
         )
         loss.sum().backward()
         assert loss[1] == loss[3] == 0
@@ -231,7 +238,9 @@ def check_dtypes(dtype):
     tp = tp_axis()
     whole, target = draw(1, B, T, 12).to(dtype), draw_ids(2, 12, B, T)
     leaf = whole.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(c.split(leaf, tp, -1), target, tp=tp, label_smoothing=0.1, reduction="sum")
+    loss = vocab_parallel_cross_entropy(
+        c.split(leaf, tp, -1), target, tp=tp, vocab_size=12, label_smoothing=0.1, reduction="sum"
+    )
     loss.backward()
     exact = whole.double().requires_grad_()
     wanted = reference(exact, target, label_smoothing=0.1, reduction="sum")
@@ -274,11 +283,15 @@ def check_bad_targets():
     logits = c.split(draw(1, 3, 12), tp, -1)
     for bad in (12, 13, -1):
         with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 12"):
-            vocab_parallel_cross_entropy(logits, torch.tensor([0, bad, -100]), tp=tp)
+            vocab_parallel_cross_entropy(logits, torch.tensor([0, bad, -100]), tp=tp, vocab_size=12)
     with pytest.raises(ValueError, match=r"logits \(3, 6\) and target \(2,\) don't have the same tokens"):
-        vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), tp=tp)
+        vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), tp=tp, vocab_size=12)
+    with pytest.raises(
+        ValueError, match=r"6 columns .* cut over the tp axis of size 2: give vocab_size, which 12 would be"
+    ):
+        vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 2]), tp=tp)
     leaf = logits.detach().requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, torch.tensor([0, 1, 2]), tp=tp)
+    loss = vocab_parallel_cross_entropy(leaf, torch.tensor([0, 1, 2]), tp=tp, vocab_size=12)
     with pytest.raises(RuntimeError, match="vocab_parallel_cross_entropy has no second derivative"):
         torch.autograd.grad(loss, leaf, create_graph=True)
 
@@ -362,7 +375,9 @@ def test_pitfall_25_one_token_that_counts_among_all_the_ranks(ranks, sizes):
 def check_backward_twice():
     tp = tp_axis()
     logits = c.split(draw(1, 6, 12), tp, -1).detach().requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, draw_ids(2, 12, 6), tp=tp, label_smoothing=0.1, z_loss=1e-3)
+    loss = vocab_parallel_cross_entropy(
+        logits, draw_ids(2, 12, 6), tp=tp, vocab_size=12, label_smoothing=0.1, z_loss=1e-3
+    )
     (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
     kept = first.clone()
     (second,) = torch.autograd.grad(loss, logits)
