@@ -61,7 +61,7 @@ def grouped_linear(
 
     Args:
         x: `[R, D]`, the rows of expert 0 first.
-        weight: `[E, F, D]`.
+        weight: `[E, F, D]`, of x's dtype or wider: products are in x's, and backward keeps the weight as it is.
         counts: `[E]` integers, the rows of each expert; their sum is at most R.
         activation: of the products, one of `ACTIVATIONS` or `None`; a gated one makes F/2 outputs of F, the gate's
             first.
@@ -78,7 +78,7 @@ def grouped_linear(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and counts {tuple(counts.shape)} are not [R, D], "
             f"[E, F, D] and [E]"
         )
-    if x.dtype != weight.dtype:
+    if torch.promote_types(x.dtype, weight.dtype) != weight.dtype:
         raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}")
     if activation is not None:
         if activation not in ACTIVATIONS:
@@ -95,7 +95,7 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor, activati
     """`grouped_linear` in plain torch, under torch's own autograd: a loop over experts, which reads their counts."""
     sizes = counts.tolist()
     groups = x.split([*sizes, len(x) - sum(sizes)])
-    products = [F.linear(group, w) for group, w in zip(groups, weight.unbind(), strict=False)]
+    products = [F.linear(group, w.to(x.dtype)) for group, w in zip(groups, weight.unbind(), strict=False)]
     z = torch.cat([*products, groups[-1].new_zeros(len(groups[-1]), weight.shape[1])])
     return z if activation is None else ACTIVATIONS[activation].reference(z)
 
@@ -103,11 +103,11 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor, activati
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts, activation, keep):
-        ctx.activation, z = activation, None
+        ctx.activation, z, w = activation, None, weight.to(x.dtype)
         if activation is None:
-            y = _forward_op(x, weight, counts)
+            y = _forward_op(x, w, counts)
         else:
-            y, z = _activated_op(x, weight, counts, activation, keep)
+            y, z = _activated_op(x, w, counts, activation, keep)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts, z)
         return y
 
@@ -117,8 +117,8 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, counts, z = ctx.saved_tensors
         if z is not None:
             dy, _ = ACTIVATIONS[ctx.activation].backward(dy, z)
-        dx = _forward_op(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        dweight = _weight_op(dy, x, counts) if ctx.needs_input_grad[1] else None
+        dx = _forward_op(dy, weight.to(dy.dtype).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        dweight = _weight_op(dy, x, counts).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None
 
 

@@ -78,11 +78,9 @@ class GroupedLinear(ParallelModule):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
-        weight = self.weight
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        return grouped_linear(x, weight, counts)
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return grouped_linear(x, self.weight, counts)
 
     def extra_repr(self) -> str:
         """Global sizes."""

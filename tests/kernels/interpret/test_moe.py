@@ -96,6 +96,22 @@ def test_grouped_product_and_activation(activation, counts, rows, D, F, dtype):
         assert torch.equal(product(**inputs, **options), with_gradient), "nothing is kept for backward"
 
 
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_a_wider_weight_is_cast_for_the_products_and_kept_as_it_is(activation):
+    counts, x = torch.tensor([3, 5]), draw(8, 16, dtype=BF16).requires_grad_()
+    wide = draw(2, 32, 16, dtype=F32).requires_grad_()
+    half = wide.detach().to(BF16).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = product(x, wide, counts, activation=activation)
+    assert [t.dtype for t in saved if t.shape == wide.shape] == [F32]
+    z = product(x, half, counts, activation=activation)
+    assert torch.equal(y, z)
+    dy = draw(*y.shape, dtype=BF16)
+    for got, want in zip(torch.autograd.grad(y, (x, wide), dy), torch.autograd.grad(z, (x, half), dy), strict=True):
+        assert torch.equal(got, want.to(got.dtype))
+
+
 def test_operators_and_compilation():
     row, counts = moe_rows_reference(choices(6, 2, 3), 3)
     x, y, weight, w = draw(6, 8), draw(12, 8), draw(6, 2), draw(3, 4, 8)
