@@ -237,7 +237,7 @@ def plan(
             pool.shutdown(cancel_futures=True)
     # Flags may change nothing, such as the stage of ZeRO on one data rank: the first choice stands for all.
     found = list({(tuple(e.sizes.items()), e.memory, e.step, e.refused): e for e in reversed(found)}.values())
-    fits = sorted((e for e in found if e.fits(machine)), key=lambda e: e.step)
+    fits = sorted((e for e in found if e.fits(machine)), key=lambda e: (round(e.step, 9), e.memory))
     large = sorted((e for e in found if not e.fits(machine) and not e.refused), key=lambda e: e.memory)
     return [*fits, *large, *(e for e in reversed(found) if e.refused)]
 
@@ -285,13 +285,14 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> N
     for pp in sorted({e.sizes["pp"] for e in fits}):
         points = [e for e in fits if e.sizes["pp"] == pp]
         axes.scatter([e.memory / 2**30 for e in points], [e.step for e in points], s=18, label=f"pp {pp}")
-    for e in fits[:5]:
-        name = " ".join([*(f"{a}{e.sizes[a]}" for a in AXES if e.sizes[a] > 1), *e.arguments])
-        axes.annotate(name, (e.memory / 2**30, e.step), xytext=(4, -8), textcoords="offset points", fontsize=7)
+    names = []
+    for i, e in enumerate(fits[:5], 1):
+        axes.annotate(str(i), (e.memory / 2**30, e.step), xytext=(3, 4), textcoords="offset points", fontsize=8)
+        names.append(f"{i}: {' '.join([*(f'{a}{e.sizes[a]}' for a in AXES if e.sizes[a] > 1), *e.arguments])}")
     axes.axvline(machine.memory / 2**30, color="#aa3333", linewidth=1)
-    axes.set(xlabel="memory of the fullest rank, GiB", ylabel="estimated seconds of a step", yscale="log")
-    axes.set_title(f"layouts of {machine.world} ranks that fit", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xlabel="memory of the fullest rank, GiB", ylabel="estimated seconds of a step", ylim=(0, None))
+    axes.set_title("\n".join([f"layouts of {machine.world} ranks that fit", *names]), loc="left", fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -57,6 +57,8 @@ MUTATIONS = [
         "return self.compute + self.inside + self.data",
         PLAN,
     ),
-    Mutation("the slowest comes first", "mpcore/plan.py", "key=lambda e: e.step)", "key=lambda e: -e.step)", PLAN),
+    Mutation(
+        "the slowest comes first", "mpcore/plan.py", "key=lambda e: (round(e.step", "key=lambda e: (round(-e.step", PLAN
+    ),
     Mutation("tp leaves the node", "mpcore/plan.py", "[n for n in divisors if n <= machine.node]", "divisors", PLAN),
 ]
