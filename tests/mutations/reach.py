@@ -53,9 +53,11 @@ BEYOND = {
         "ZeRO-2 sums gradients once a step", "ZeRO-1 gathers parameters each micro-batch",
         "ZeRO-2 sums once more after the last micro-batch", "ZeRO-3 keeps parameters after forward",
         "36 cp: zigzag pairs neighbours", "a split product runs whole, twice",
+        "each micro-batch keeps a copy of the weight",
     ),
     REFUSAL: (
         "10 gathered logits are taken", "41 ranks ask for different meshes", "a fifth stage of ZeRO",
+        "the product of tokens is a view",
         "hf a checkpoint's mixture stays a dict", "parameters that are elsewhere are read past their end",
     ),
     MAIN: (
@@ -73,7 +75,7 @@ BEYOND = {
     "it steps in float64": (
         "37 cp: gradients of keys summed in bf16", "37 cp: gradients are rounded before they are summed",
         "37 cp: partial outputs are rounded before they are merged", "44 gradients are summed in bfloat16",
-        "autocast inside the autograd function",
+        "autocast doesn't reach the product",
     ),
     "the same ranks in another order": (
         "41 the expert groups leave their stage", "ep ranks are numbered before etp ranks",
