@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: $(STAMP) ## the main job: a GPT learns Python's standard library on a 2x2 mesh of CPU processes
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --tp 2 --pp 2 --steps 160 --eval-every 40 --out $(OUT)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --device cpu --tp 2 --pp 2 --steps 160 --eval-every 40 --out $(OUT)
 
 test: $(STAMP) ## the whole suite: every layout against the unsharded model
 	$(RUN) -m pytest -m "not slow"

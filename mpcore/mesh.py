@@ -99,7 +99,7 @@ class Mesh:
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
-        table = layout_table(**sizes, rank=self.world.rank)
+        table = layout_table(**sizes, rank=self.world.rank, device_type=self.device_type)
         return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
 
     @property
@@ -201,15 +201,18 @@ def layout_table(
     dp: int = 1,
     etp: int | None = None,
     rank: int | None = None,
+    device_type: str | None = None,
 ) -> str:
     """The mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
 
     Args:
         rank: the rank to mark with brackets; None marks none.
+        device_type: what the ranks compute on, where that is known.
     """
     world = tp * cp * pp * dp
     experts = (f", ep {ep}" if ep > 1 else "") + (f", etp {etp}" if etp not in (None, tp) else "")
-    lines = [f"mesh of {world} ranks: pp {pp} x dp {dp} x cp {cp} x tp {tp}{experts}"]
+    on = f" on {device_type}" if device_type else ""
+    lines = [f"mesh of {world} ranks{on}: pp {pp} x dp {dp} x cp {cp} x tp {tp}{experts}"]
     groups = mesh_ranks(tp=tp, cp=cp, pp=pp, dp=dp)["tp"]
     per_stage, most = dp * cp, 4
 
@@ -242,12 +245,13 @@ def build_mesh(
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
     Without `torch.distributed` all axes have size 1. Under torchrun the default process group is made where there is
-    none yet: nccl on CUDA, gloo on a CPU.
+    none yet: gloo, and on CUDA nccl for what lies there.
 
     Args:
         tp, cp, pp, ep: sizes of the axes.
         dp: size of the data-parallel axis; None takes what the others leave of the world.
-        device_type: "cuda" or "cpu"; None takes CUDA where there is a GPU.
+        device_type: "cuda" or "cpu"; None takes CUDA where each of torchrun's processes on this machine has a GPU, and
+            in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
         workers: consecutive ranks of the job, in so many equal parts, are worlds of their own with a mesh as above, for
@@ -260,12 +264,20 @@ def build_mesh(
 
     Raises:
         ValueError: on every rank and before any group is made, if the sizes don't fit the world (all of them are
-            named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time.
+            named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time; on a rank
+            that "cuda" leaves without a GPU.
     """
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
-        _start_world("nccl" if device_type == "cuda" else "gloo", timeout)
+    running, launched = dist.is_initialized(), dist.is_torchelastic_launched()
+    device_type = choose_device(
+        device_type,
+        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        local_rank=int(os.environ["LOCAL_RANK"]) if launched else -1,
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]) if launched else 1,
+        backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
+    )
+    if not running and launched:
+        # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
+        _start_world("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
@@ -281,8 +293,8 @@ def build_mesh(
         return Mesh(device_type=device_type)
 
     if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    plan = problem or f"{shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
+    plan = problem or f"{device_type} {shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
     check_same("mesh", plan)
     if problem:
         raise ValueError(problem)
@@ -317,6 +329,32 @@ def build_mesh(
         device_type=device_type,
         device_mesh=device_mesh,
     )
+
+
+def choose_device(
+    asked: str | None, *, gpus: int, local_rank: int = -1, local_size: int = 1, backends: Mapping | None = None
+) -> str:
+    """The type of device that a rank computes on: a pure function.
+
+    Args:
+        asked: "cuda" or "cpu"; None: as the machine and the world are.
+        gpus: that this process sees.
+        local_rank: among torchrun's processes on this machine; -1: it is none of them.
+        local_size: how many they are.
+        backends: by type of device, of a world that runs already.
+
+    Raises:
+        ValueError: on a rank that nccl, which takes one a GPU, leaves without one.
+    """
+    nccl = backends is None or backends.get("cuda") == "nccl"
+    if asked is None:
+        return "cuda" if nccl and gpus >= (local_size if backends is None else 1) else "cpu"
+    if asked == "cuda" and nccl and local_rank >= gpus:
+        raise ValueError(
+            f"{local_size} processes on this machine, which has GPUs for {gpus}: nccl takes one process a GPU, "
+            'device_type "cpu" any number'
+        )
+    return asked
 
 
 def _start_world(backend: str, timeout: float | None) -> None:

@@ -279,7 +279,7 @@ def test_each_worker_has_the_mesh_of_a_job_of_its_own(ranks):
         assert where["world"] == [2 * worker, 2 * worker + 1]
         assert where["workers"] == [place, place + 2]
         assert where["job"] == [0, 1, 2, 3]
-        assert text == f"worker {worker} of 2: mesh of 2 ranks: pp 2 x dp 1 x cp 1 x tp 1"
+        assert text == f"worker {worker} of 2: mesh of 2 ranks on cpu: pp 2 x dp 1 x cp 1 x tp 1"
 
 
 def test_one_worker_is_the_whole_job(ranks):

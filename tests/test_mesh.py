@@ -10,7 +10,8 @@ from torch.distributed import distributed_c10d
 
 from mpcore import Axis, ColumnParallelLinear, Mesh, build_mesh
 from mpcore import mesh as mesh_module
-from mpcore.mesh import check_same, layout_table, mesh_ranks, mesh_shape, raise_together
+from mpcore.collectives import all_reduce
+from mpcore.mesh import check_same, choose_device, layout_table, mesh_ranks, mesh_shape, raise_together
 from tests.pool import mesh
 
 # Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.
@@ -183,8 +184,8 @@ def test_without_torch_distributed_every_axis_has_size_one():
     for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world"):
         axis = getattr(m, name)
         assert (axis.size, axis.rank, axis.group) == (1, 0, None), name
-    assert str(m) == "mesh of 1 ranks: pp 1 x dp 1 x cp 1 x tp 1\n  stage 0 | dp 0: [0]"
-    assert m.device == torch.device("cpu")
+    assert str(m) == f"mesh of 1 ranks on {m.device_type}: pp 1 x dp 1 x cp 1 x tp 1\n  stage 0 | dp 0: [0]"
+    assert m.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"tp 2 .* world size 1.*torch.distributed isn't running: start with torchrun"):
         build_mesh(tp=2)
@@ -208,7 +209,8 @@ def check_groups(sizes):
     assert m.device_mesh is not None
     assert m.device_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
     assert f"[{me}]" in str(m)
-    assert str(m) == layout_table(**{"dp": 1, **sizes}, rank=me)
+    assert str(m) == layout_table(**{"dp": 1, **sizes}, rank=me, device_type="cpu")
+    assert str(m).startswith("mesh of 4 ranks on cpu: ")
 
 
 @pytest.mark.parametrize(
@@ -352,6 +354,7 @@ def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -360,3 +363,66 @@ def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
     with pytest.raises(ValueError, match="enough"):
         build_mesh(tp=2, device_type="cuda")
     assert order == [1, "speak"]
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as the machines number their own
+    with pytest.raises(ValueError, match="enough"):
+        build_mesh(tp=2, device_type="cuda")
+    assert order[2:] == [0, "speak"]
+
+
+GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
+
+
+def test_cuda_is_taken_where_each_rank_has_a_gpu_of_its_own():
+    assert choose_device(None, gpus=0) == "cpu"
+    assert choose_device(None, gpus=1) == "cuda"
+    for gpus in range(4):
+        assert choose_device(None, gpus=gpus, local_rank=0, local_size=4) == "cpu"
+    assert choose_device(None, gpus=4, local_rank=3, local_size=4) == "cuda"
+    assert choose_device(None, gpus=8, backends=GLOO) == "cpu"  # a pool, with its models
+    assert choose_device(None, gpus=8, backends={"cpu": "fake", "cuda": "fake"}) == "cpu"
+    assert choose_device(None, gpus=0, backends=NCCL) == "cpu"
+    assert choose_device(None, gpus=1, local_rank=1, local_size=2, backends=NCCL) == "cuda"
+    assert choose_device("cpu", gpus=8, backends=NCCL) == "cpu"
+    assert choose_device("cuda", gpus=1, local_rank=3, local_size=4, backends=GLOO) == "cuda"  # they share it
+    assert choose_device("cuda", gpus=1, local_rank=0, local_size=4) == "cuda"  # with a GPU each that others don't see
+    for backends in (None, NCCL):
+        with pytest.raises(ValueError, match="4 processes on this machine, which has GPUs for 2: nccl takes one"):
+            choose_device("cuda", gpus=2, local_rank=2, local_size=4, backends=backends)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "backend"), [(2, None, "cpu:gloo,cuda:nccl"), (1, None, "gloo"), (2, "cpu", "gloo")]
+)
+def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, gpus, asked, backend):
+    """With nccl alone, modules there meet "No backend type associated with device type cpu"."""
+
+    def stop(backend, timeout):
+        raise ValueError(f"it begins with {backend}")
+
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(mesh_module, "_start_world", stop)
+    with pytest.raises(ValueError, match=f"it begins with {backend}$"):
+        build_mesh(tp=2, device_type=asked)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 processes on this machine, which has GPUs for 1"):
+        build_mesh(tp=2, device_type="cuda")
+
+
+def check_gpus_of_a_pool():
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    try:
+        on = build_mesh(dp=2)
+        assert (on.device_type, build_mesh(tp=2).device_type, mesh(tp=2).device_type) == ("cpu", "cpu", "cpu")
+        all_reduce(torch.ones(1), on.dp)
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = GPUS
+
+
+GPUS = torch.cuda.is_available, torch.cuda.device_count
+
+
+def test_a_pool_on_a_machine_with_a_gpu_stays_on_the_cpu(ranks):
+    ranks(2, check_gpus_of_a_pool)

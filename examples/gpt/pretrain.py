@@ -555,7 +555,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
         limit = args.timeout + 15  # the watchdog comes first: it knows more
-        mesh = build_mesh(**sizes, cp_inner=inner_size(args), workers=args.workers, timeout=limit)
+        on = {"device_type": args.device, "workers": args.workers}
+        mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
         with ExitStack() as stack:
             stack.enter_context(leave_together(mesh))
             watchdog = stack.enter_context(Watchdog(mesh, timeout=args.timeout, folder=Path(args.out) / "hang"))

@@ -165,8 +165,8 @@ _meshes: dict = {}
 
 
 def mesh(**sizes: Any) -> Mesh:
-    """In a worker: the mesh of these sizes over the whole world, made once."""
+    """In a worker: the mesh of these sizes over the whole world, made once. As the models, it is on the CPU."""
     key = tuple(sorted(sizes.items()))
     if key not in _meshes:
-        _meshes[key] = build_mesh(**sizes)
+        _meshes[key] = build_mesh(**{"device_type": "cpu", **sizes})
     return _meshes[key]

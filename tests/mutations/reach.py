@@ -83,6 +83,7 @@ BEYOND = {
     "its experts are cut over tp": ("30 the norm leaves out experts on tp ranks",),
     "it sums over data by shard_data_parallel": ("25 data ranks aren't summed",),
     "it has one worker": ("workers share the first one's groups",),
+    "its ranks have no GPUs": ("ranks share a GPU by default", "a world on GPUs has no backend on the host"),
     "it starts once": ("2 a new attempt takes the dead one's name",),
     "it meets no NaN": ("30 a NaN is lost in the maximum", "a shard masked with -inf gives NaN"),
     "it takes one step, in training": (
