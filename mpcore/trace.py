@@ -7,8 +7,8 @@
             train(step)
             watchdog.beat()
 
-The log is torch's flight recorder: a ring of the last collectives of each process with their call sites. It knows
-nothing of point-to-point messages on gloo; there the place where each rank stands tells.
+The log is torch's flight recorder: a ring of the last collectives of each process with their call sites, one of gloo's
+and one of nccl's. It knows nothing of point-to-point messages on gloo; there the place where each rank stands tells.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Call:
         site: file and line that called it, outside of torch.
         done: whether it came back.
         time: when it began, in nanoseconds of the host's clock.
+        backend: which of the group's it went to; each counts for itself. On nccl it is the device that waits.
     """
 
     group: str
@@ -62,6 +63,7 @@ class Call:
     site: str
     done: bool
     time: int
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,14 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
 def _recorded(since_ns: int) -> list[Call]:
     # A process group that is gone leaves its calls in the ring, under a name that the next one may have too.
     # Written by this very process a moment ago: nothing that came from outside is unpickled.
-    recorder: Any = torch._C
-    entries = pickle.loads(recorder._distributed_c10d._dump_fr_trace(True, True, False)).get("entries", [])
+    module: Any = torch._C
+    dumps = [getattr(module._distributed_c10d, f"_dump_{name}_trace", None) for name in ("fr", "nccl")]
+    entries = [pickle.loads(dump(True, True, False)).get("entries", []) for dump in dumps if dump is not None]
+    return calls_of([e for part in entries for e in part], since_ns)
+
+
+def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
+    """The collectives among the entries of flight recorders from then on, oldest first: a pure function."""
     calls = []
     for e in entries:
         if e["is_p2p"] or e["time_created_ns"] < since_ns:
@@ -142,12 +150,11 @@ def _recorded(since_ns: int) -> list[Call]:
         shape = tuple(e["input_sizes"][0]) if e["input_sizes"] else ()
         dtype = e["input_dtypes"][0] if e["input_dtypes"] else ""
         done = e["retired"] or e["state"] == "completed"
-        kind = e["profiling_name"].rpartition(":")[2]
+        backend, _, kind = e["profiling_name"].rpartition(":")
         site = next((s for f in e["frames"] if (s := _site(f["filename"], f["line"]))), "an unknown place")
-        calls.append(
-            Call(e["process_group"][0], e["collective_seq_id"], kind, shape, dtype, site, done, e["time_created_ns"])
-        )
-    return calls
+        group, number, time_ns = e["process_group"][0], e["collective_seq_id"], e["time_created_ns"]
+        calls.append(Call(group, number, kind, shape, dtype, site, done, time_ns, backend))
+    return sorted(calls, key=lambda call: call.time)
 
 
 def _site(file: str, line: int) -> str | None:
@@ -196,10 +203,10 @@ def explain(logs: Sequence[Log], size: int) -> str:
 
 def _mismatch(logs: dict[int, Log]) -> str | None:
     """The first collective that the ranks of a group entered differently."""
-    entered: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+    entered: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, log in logs.items():
         for call in log.calls:
-            entered[call.group, call.number][rank] = call
+            entered[call.group, call.backend, call.number][rank] = call
     found: list[tuple[int, str]] = []
     for calls in entered.values():
         (first, one), *others = sorted(calls.items())
@@ -217,9 +224,18 @@ def _form(call: Call) -> tuple:
 
 
 def _pending(log: Log) -> Call | None:
-    """The collective that a rank stands in; one that was only started, and not waited for, stops nobody."""
+    """The collective that a rank stands in; one that was only started, and not waited for, stops nobody.
+
+    On nccl the device stands in the first that isn't done, wherever the host is: it runs ahead, and waits for a number.
+    """
     open_calls = [call for call in log.calls if not call.done]
-    return open_calls[-1] if open_calls and log.waiting else None
+    on_host = [call for call in open_calls if call.backend != "nccl"][-1:] if log.waiting else []
+    on_device = [call for call in open_calls if call.backend == "nccl"][:1]
+    return min(on_host + on_device, key=lambda call: call.time, default=None)
+
+
+def _waits(log: Log) -> bool:
+    return log.waiting or _pending(log) is not None
 
 
 def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]:
@@ -230,7 +246,8 @@ def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]
     behind = []
     for rank in log.groups[call.group][1]:
         if rank in logs:
-            last = max((c.number for c in logs[rank].calls if c.group == call.group), default=0)
+            where = call.group, call.backend
+            last = max((c.number for c in logs[rank].calls if (c.group, c.backend) == where), default=0)
             if last < call.number:
                 behind.append(rank)
         elif rank in silent:
@@ -269,7 +286,7 @@ def _idle(logs: dict[int, Log], silent: Sequence[int]) -> str:
     if silent:
         who = f"rank {silent[0]} gives" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} give"
         return f"{who} no answer: stopped, dead or cut off"
-    apart = [log for log in logs.values() if not log.waiting]
+    apart = [log for log in logs.values() if not _waits(log)]
     if apart and len(apart) < len(logs):
         first = min(apart, key=lambda log: log.rank)
         return f"rank {first.rank} waits for nobody while others wait: it {_stands(first)}"

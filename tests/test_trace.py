@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 import signal
 import sys
@@ -19,7 +20,7 @@ from mpcore import ColumnParallelLinear, RowParallelLinear
 from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
 from mpcore.mesh import Mesh, build_mesh
 from mpcore.pipeline import Pipeline
-from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, explain, main, read_log, record
+from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, calls_of, explain, main, read_log, record
 from tests.pool import RankError, mesh
 
 TIMEOUT_S = 2.0
@@ -214,6 +215,67 @@ def test_matching_is_a_pure_function_of_the_logs():
     uneven = [log(rank, 5, kind="all_to_all") for rank in range(2)]
     uneven[1] = replace(uneven[1], calls=[replace(uneven[1].calls[0], shape=(9,))])
     assert explain(uneven, 2).startswith("all ranks wait")  # shards of an all-to-all may differ
+
+
+def nccl(number: int, done: bool, group: str = "g", at: int = 0, **changes: object) -> dict:
+    """An entry of nccl's flight recorder, as torch 2.11 dumps it."""
+    return {
+        "record_id": number, "pg_id": 1, "process_group": (group, "mesh_tp"), "is_p2p": False, "p2p_seq_id": 0,
+        "collective_seq_id": number, "op_id": number, "profiling_name": "nccl:all_reduce", "retired": False,
+        "state": "completed" if done else "scheduled", "time_created_ns": at or 10 * number, "timeout_ms": 600_000,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": 10 * number + 5 if done else None,
+        "input_sizes": [[number]], "input_dtypes": ["Float"], "output_sizes": [[number]], "output_dtypes": ["Float"],
+        "frames": [{"name": "f", "filename": "/a/b.py", "line": number}], **changes,
+    }  # fmt: skip
+
+
+def test_a_hang_on_nccl_is_explained_while_the_host_stands_elsewhere():
+    """On GPUs the host runs ahead of the collectives, and waits where it reads a number."""
+
+    def rank(number: int, *entries: dict, waiting: bool = False) -> Log:
+        groups = {"g": ("tp", (0, 1)), "h": ("dp", (0, 1))}
+        return Log(number, groups, calls_of(entries, 10), "train.py:9", "", waiting)
+
+    ahead = rank(0, nccl(1, True), nccl(2, False), nccl(3, False), nccl(1, False, group="h", at=40))
+    assert [call.backend for call in ahead.calls] == ["nccl"] * 4
+    assert explain([ahead, rank(1, nccl(1, True))], 2).splitlines() == [
+        "rank 0 entered all_reduce(tp) of [2] Float at a/b.py:2 while rank 1 never did: it is at train.py:9",
+        "  rank 0: waits in all_reduce(tp) of [2] Float at a/b.py:2",
+        "  rank 1: is at train.py:9",
+    ]
+    assert explain([ahead, replace(ahead, rank=1)], 2).startswith("all ranks wait, and their collectives match")
+    other = rank(1, nccl(1, True), nccl(2, False, profiling_name="nccl:broadcast"))
+    assert explain([ahead, other], 2).startswith("the ranks disagree about call 2: rank 0 entered all_reduce(tp)")
+    queued = rank(0, nccl(1, False), nccl(1, False, group="h", at=20)), rank(1, nccl(1, False, group="h", at=15))
+    assert explain(queued, 2).splitlines()[0] == (
+        "rank 0 entered all_reduce(tp) of [1] Float at a/b.py:1 while rank 1 never did: "
+        "it waits in all_reduce(dp) of [1] Float at a/b.py:1"
+    )
+    # A group counts its collectives on either backend for itself.
+    both = [nccl(1, True, profiling_name="gloo:all_gather", at=11), nccl(1, True, at=12), nccl(2, True, at=13)]
+    assert explain([rank(r, *both, waiting=True) for r in range(2)], 2).startswith("all ranks wait, and their")
+    late = nccl(2, False, profiling_name="gloo:all_gather", at=20)
+    assert explain([rank(0, *both, late, waiting=True), rank(1, *both)], 2).startswith(
+        "rank 0 entered all_gather(tp) of [2] Float at a/b.py:2 while rank 1 never did"
+    )
+    assert calls_of([nccl(1, True, is_p2p=True), nccl(2, True, at=9)], 10) == []
+
+
+def check_both_recorders() -> None:
+    on = mesh(tp=2)
+    all_reduce(ONES, on.tp)
+    module, entry = torch._C._distributed_c10d, nccl(7, False, at=time.time_ns())
+    before = getattr(module, "_dump_nccl_trace", None)
+    module._dump_nccl_trace = lambda *_: pickle.dumps({"entries": [entry]})
+    try:
+        assert [(c.backend, c.shape) for c in read_log(on).calls][-2:] == [("gloo", (4, 8)), ("nccl", (7,))]
+    finally:
+        module._dump_nccl_trace = before
+    assert {call.backend for call in read_log(on).calls} == {"gloo"}
+
+
+def test_the_log_holds_what_both_backends_recorded(ranks):
+    ranks(2, check_both_recorders)
 
 
 def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from tests.mutations import Mutation
 
 TESTS = "tests/test_survival.py"
+TRACE = "tests/test_trace.py"
 FILE = "mpcore/survival.py"
 
 MUTATIONS = [
@@ -25,5 +26,7 @@ MUTATIONS = [
              TESTS),
     Mutation("2 a new attempt takes the dead one's name", "mpcore/mesh.py", "name, waiting, answered = mine,",
              'name, waiting, answered = "0",', TESTS),
+    Mutation("on nccl a rank waits only where its host does", "mpcore/trace.py",
+             'call.backend == "nccl"][:1]', 'call.backend == "nccl" and log.waiting][:1]', TRACE),
     Mutation("12 code below a link is not looked at", FILE, "followlinks=True", "followlinks=False", TESTS),
 ]  # fmt: skip
