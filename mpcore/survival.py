@@ -59,24 +59,34 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
 
     The rank that fails prints its own traceback first. The others, whose next collective breaks, print one line that
     names it. A rank that leaves with status 0 before the end of the block has failed too; another status is kept.
+    A thread asks the run's store twice each grace, and ends a rank whose main thread stands where nothing breaks, such
+    as in a wait for its GPU, where no signal is heard either.
 
     Args:
         mesh: of this rank. Alone in its world, errors pass as they are.
-        grace: seconds in which a rank that failed can say why; after that it is called silent.
+        grace: seconds in which a rank that failed can say why; after that it is called silent. Another rank has twice
+            as many to leave.
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0) -> None:
         self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
         self.store: Any = None
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             self.store = store.clone()  # the main thread's own connection may be waiting
 
     def __enter__(self) -> leave_together:
+        if self.size > 1:
+            self.thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.over.set()
         if error is None or self.store is None:
+            if self.thread.is_alive():  # inside the store while Python is torn down, it would abort the process
+                self.thread.join(self.grace)
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor ends the survivors of the first that fails
@@ -95,6 +105,18 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         except (RuntimeError, OSError):
             pass
         _leave(status)
+
+    def _watch(self) -> None:
+        try:
+            while not self.store.check(["mpcore/cause"]):
+                if self.over.wait(self.grace / 2):
+                    return
+            cause = self.store.get("mpcore/cause").decode()
+        except (RuntimeError, OSError):  # who keeps the store may be done, and gone
+            return
+        if not self.over.wait(2 * self.grace):
+            print(f"rank {self.rank}: stopped, because {cause}", file=sys.stderr, flush=True)
+            os._exit(EXIT_PEER)
 
     def _own(self, error: BaseException) -> tuple[int, str]:
         """Print what went wrong here; return the exit status, and it in a line."""

@@ -342,6 +342,44 @@ def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
         assert "Traceback" in told[1]
 
 
+STANDS = """
+import ctypes, sys, threading
+import torch.distributed as dist
+from mpcore import build_mesh
+from mpcore.survival import StopSignals, leave_together
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+mesh = build_mesh(dp=2)
+with leave_together(mesh, grace=0.5):
+    pass
+assert "mpcore-leave" not in [thread.name for thread in threading.enumerate()]
+with leave_together(mesh, grace=0.5), StopSignals():
+    dist.barrier()
+    if rank == 1:
+        raise LookupError("lost")
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second waits for ever, in C, as a wait for a GPU does
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_row_3_a_rank_that_stands_in_c_leaves_with_the_others_and_names_the_first(tmp_path):
+    runs = [
+        subprocess.Popen([sys.executable, "-c", STANDS, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
+                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        runs[1].wait(60)
+        runs[0].send_signal(signal.SIGTERM)  # as torchrun does
+        told = [run.communicate(timeout=10)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [70, 1], told
+    assert told[0].splitlines()[-1] == "rank 0: stopped, because rank 1 failed first: LookupError: lost"
+
+
 def test_row_4_leaving_early_with_status_0_is_a_failure():
     together, before = leave_together(Mesh()), signal.getsignal(signal.SIGTERM)
     together.store = dist.HashStore()

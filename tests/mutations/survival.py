@@ -26,6 +26,8 @@ MUTATIONS = [
              TESTS),
     Mutation("2 a new attempt takes the dead one's name", "mpcore/mesh.py", "name, waiting, answered = mine,",
              'name, waiting, answered = "0",', TESTS),
+    Mutation("3 a rank that stands in C stays", FILE, "if not self.over.wait(2 * self.grace):", "if False:",
+             "tests/test_survival.py::test_row_3_a_rank_that_stands_in_c_leaves_with_the_others_and_names_the_first"),
     Mutation("on nccl a rank waits only where its host does", "mpcore/trace.py",
              'call.backend == "nccl"][:1]', 'call.backend == "nccl" and log.waiting][:1]', TRACE),
     Mutation("12 code below a link is not looked at", FILE, "followlinks=True", "followlinks=False", TESTS),
