@@ -448,9 +448,11 @@ class Stragglers:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Time what this rank does without communication."""
+        """Time what this rank does without communication, on its GPU too, and nothing that was queued there before."""
+        self._synchronize()
         began = time.perf_counter()
         yield
+        self._synchronize()
         self.times.setdefault(phase, []).append(time.perf_counter() - began)
 
     def probe(self) -> None:
@@ -461,6 +463,8 @@ class Stragglers:
     def _multiply(self) -> None:
         for _ in range(4):
             torch.mm(self.matrix, self.matrix)
+
+    def _synchronize(self) -> None:
         if self.mesh.device_type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
 

@@ -166,6 +166,32 @@ def test_the_probe_is_timed_and_a_threshold_must_be_one():
         Stragglers(Mesh(), threshold=1.0)
 
 
+def test_row_6_what_a_gpu_still_does_from_before_is_no_part_of_a_phase(monkeypatch):
+    """A device with a queue: the host goes on at once, and waits where it synchronizes."""
+    finder, queued = Stragglers(Mesh(), size=8), [0.1]
+
+    def synchronize(device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+        while queued:
+            time.sleep(queued.pop())
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with finder.timed("data"):
+        pass
+    assert queued == [0.1]  # on a CPU nothing is waited for
+    finder.mesh = Mesh(device_type="cuda")
+    with finder.timed("data"):
+        pass
+    assert not queued
+    with finder.timed("data"):
+        queued.append(0.1)
+    finder.probe()
+    assert finder.times["data"][1] < 0.05
+    assert finder.times["data"][2] > 0.09
+    assert finder.times["compute"][0] < 0.05
+
+
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ MUTATIONS = [
     Mutation("6 one slow check is enough", FILE, ">= self.patience", ">= 1", TESTS),
     Mutation("6 a rank is compared with itself too", FILE, "if place != rank and phase in other", "if phase in other",
              TESTS),
+    Mutation("6 a phase has what was queued before", FILE, "        self._synchronize()\n        began",
+             "        began", TESTS),
     Mutation("4 leaving with status 0 is no failure", FILE, 'return 1, "left before the end, with exit status 0"',
              'return 0, "left before the end, with exit status 0"',
              "tests/test_survival.py::test_row_1_3_4_when_a_rank_fails_the_others_name_it"),
