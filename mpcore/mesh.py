@@ -271,7 +271,7 @@ def build_mesh(
     device_type = choose_device(
         device_type,
         gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        local_rank=int(os.environ["LOCAL_RANK"]) if launched else -1,
+        local_rank=int(os.environ["LOCAL_RANK"]) if launched else 0,
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]) if launched else 1,
         backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
     )
@@ -332,15 +332,14 @@ def build_mesh(
 
 
 def choose_device(
-    asked: str | None, *, gpus: int, local_rank: int = -1, local_size: int = 1, backends: Mapping | None = None
+    asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
 ) -> str:
     """The type of device that a rank computes on: a pure function.
 
     Args:
         asked: "cuda" or "cpu"; None: as the machine and the world are.
         gpus: that this process sees.
-        local_rank: among torchrun's processes on this machine; -1: it is none of them.
-        local_size: how many they are.
+        local_rank, local_size: among torchrun's processes on this machine.
         backends: by type of device, of a world that runs already.
 
     Raises:
@@ -351,8 +350,8 @@ def choose_device(
         return "cuda" if nccl and gpus >= (local_size if backends is None else 1) else "cpu"
     if asked == "cuda" and nccl and local_rank >= gpus:
         raise ValueError(
-            f"{local_size} processes on this machine, which has GPUs for {gpus}: nccl takes one process a GPU, "
-            'device_type "cpu" any number'
+            f"GPUs here: {gpus}, processes: {local_size}. Each needs one for nccl: start fewer, or take "
+            'device_type="cpu"'
         )
     return asked
 

@@ -357,6 +357,7 @@ def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(device))
     monkeypatch.setattr(mesh_module, "check_same", stop)
@@ -386,8 +387,10 @@ def test_cuda_is_taken_where_each_rank_has_a_gpu_of_its_own():
     assert choose_device("cuda", gpus=1, local_rank=3, local_size=4, backends=GLOO) == "cuda"  # they share it
     assert choose_device("cuda", gpus=1, local_rank=0, local_size=4) == "cuda"  # with a GPU each that others don't see
     for backends in (None, NCCL):
-        with pytest.raises(ValueError, match="4 processes on this machine, which has GPUs for 2: nccl takes one"):
+        with pytest.raises(ValueError, match=r"GPUs here: 2, processes: 4\. Each needs one"):
             choose_device("cuda", gpus=2, local_rank=2, local_size=4, backends=backends)
+    with pytest.raises(ValueError, match="GPUs here: 0, processes: 1"):
+        choose_device("cuda", gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +410,7 @@ def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, 
     with pytest.raises(ValueError, match=f"it begins with {backend}$"):
         build_mesh(tp=2, device_type=asked)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="2 processes on this machine, which has GPUs for 1"):
+    with pytest.raises(ValueError, match="GPUs here: 1, processes: 2"):
         build_mesh(tp=2, device_type="cuda")
 
 
