@@ -32,6 +32,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
     ColumnParallelLinear,
     Mesh,
@@ -1056,12 +1057,21 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
     at = out / "checkpoints"
     for flags, message in (
         (["--save-every", "2"], "step-00000006 is there: --resume auto goes on from it, another --out begins anew"),
-        (["--resume", "auto", "--seed", "1"], r"the checkpoint's (corpus|seed) is .*, this run's is"),
-        (["--resume", "auto", "--dropout", "0.2"], "the checkpoint's model is .*'dropout': 0.1.*, this run's is"),
+        ([], "step-00000006 is there: --resume auto goes on from it, another --out begins anew"),
         (
-            ["--resume", "auto", "--d-ff", "32"],
-            r"model/blocks.0.mlp.up.weight: expected shape \(64, 16\), found \(48, 16\)",
+            ["--resume", "auto", "--seed", "1"],
+            "of another run: seed is 0 there, 1 here. --init-from .*step-00000006 with",
         ),
+        (
+            ["--resume", "auto", "--dropout", "0.2", "--seq-len", "8"],
+            "another run: model.seq_len is 16 there, 8 here; model.dropout is 0.1 there, 0.2 here.",
+        ),
+        (
+            ["--resume", str(step_path(at, 2)), "--d-ff", "32"],
+            "another run: model.d_ff is 24 there, 32 here. .*00000002",
+        ),
+        (["--resume", "auto", "--optimizer", "muon"], "run: optimizer is 'adamw' there, 'muon' here. "),
+        (["--resume", "auto", "--optimizer", "adamw-bf16"], "run: optimizer is 'adamw' there, 'adamw-bf16' here. "),
         (["--resume", str(at / "none")], "there is no checkpoint at .*none"),
         (["--save-every", "-1"], "--save-every -1 is smaller than 0"),
         (["--keep", "0"], "--keep 0 is smaller than 1"),
@@ -1075,6 +1085,28 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
     assert begun == [(2, 8)] * 2
 
 
+def check_flags_of_a_resumed_run(out: str) -> None:
+    check_run({}, out, "--exit-step", "2")
+    run = trainer(*FLAGS, "--out", out, "--resume", "auto", "--weight-decay", "0.5")
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.5, 0.0]
+    assert all(len(run.optimizer.state[p]) == 3 for p in run.model.parameters())
+    begin = ["--init-from", str(latest(Path(out) / "checkpoints")), "--seed", "1", "--optimizer", "muon"]
+    with pytest.raises(ValueError, match=r"--d-ff 32 is not the 24 of .*step-00000002"):
+        trainer("--out", f"{out}-new", *begin, "--d-ff", "32")
+    new = Trainer(parse(["--out", f"{out}-new", *begin, "--micro-batch", "1", "--dropout", "0"]), mesh())
+    assert new.config == replace(run.config, dropout=0.0)
+    assert (new.first_step, new.first_sample, len(new.optimizer.state)) == (0, 0, 0)
+    for p, q in zip(new.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    check_run({}, out, "--resume", "auto", "--global-batch", "8", "--check-speed", "0")
+    records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    assert [r["tokens"] for r in records if "tokens" in r] == [64, 128, 256, 384, 512, 640]
+
+
+def test_the_flags_of_a_resumed_run_hold_and_a_new_run_begins_with_its_weights(ranks, tmp_path):
+    ranks(1, check_flags_of_a_resumed_run, str(tmp_path / "out"))
+
+
 def check_full_disk_run(out: str) -> None:
     real, os.fsync = os.fsync, full_disk
     try:
@@ -1082,6 +1114,20 @@ def check_full_disk_run(out: str) -> None:
             check_run({"tp": 2}, out, "--save-every", "2", "--async-save", "--exit-step", "5")
     finally:
         os.fsync = real
+
+
+def check_full_disk_at_the_end(out: str) -> None:
+    real, os.fsync = os.fsync, full_disk
+    try:
+        for flags in ([], ["--async-save"]):
+            with pytest.raises(ValueError, match=r"No space left.*step-00000006|step-00000006.*No space left"):
+                check_run({}, out + "".join(flags), "--save-every", "5", "--eval-every", "0", *flags)
+    finally:
+        os.fsync = real
+
+
+def test_a_run_whose_last_checkpoint_is_not_written_fails(ranks, tmp_path):
+    ranks(1, check_full_disk_at_the_end, str(tmp_path / "out"))
 
 
 def test_training_goes_on_past_a_full_disk(ranks, tmp_path):

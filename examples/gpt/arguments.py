@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from examples.gpt.hf import read_config
+from examples.gpt.hf import FOLDER, open_checkpoint, read_config
 from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
+from mpcore.checkpoint.folders import resolve
 from mpcore.layers.context import KINDS, check_heads, check_kind
 from mpcore.layers.moe import DISPATCHES
 from mpcore.layers.router import AUX_LOSSES
@@ -153,6 +154,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json",
     )
+    add(
+        "--init-from",
+        metavar="PATH",
+        help="begin with the weights of a checkpoint of any layout: its shape and, where none is named, its tokenizer; "
+        "optimizer, data and step begin anew",
+    )
     add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
     add = parser.add_argument_group("faults").add_argument
     add("--timeout", type=float, default=600, help="seconds without progress that are a hang, which is explained")
@@ -164,8 +171,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """The one that is named, or that of the model to begin with, or bytes."""
-    own = Path(args.init_from_hf) / "tokenizer.json" if args.init_from_hf and not args.tokenizer else None
-    return load_tokenizer(own if own is not None and own.is_file() else args.tokenizer or "byte")
+    own = None
+    if args.init_from_hf or args.init_from:
+        own = Path(args.init_from_hf or resolve(args.init_from) / FOLDER) / "tokenizer.json"
+    return load_tokenizer(args.tokenizer or (own if own is not None and own.is_file() else "byte"))
 
 
 def inner_size(args: argparse.Namespace) -> int | None:
@@ -177,25 +186,24 @@ def inner_size(args: argparse.Namespace) -> int | None:
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
-    """The preset, or the Hugging Face model, with what the flags change of it.
+    """The preset, or the model to begin with, with what the flags change of it.
 
     Raises:
-        ValueError: if the Hugging Face model can't be read, or can't be as the flags say.
+        ValueError: if the model to begin with can't be read, or can't be as the flags say.
     """
     names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "seq_len")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.init_from_hf:
-        config = read_config(args.init_from_hf)
+    begin = args.init_from_hf or args.init_from
+    if args.init_from_hf and args.init_from:
+        raise ValueError(f"--init-from-hf {args.init_from_hf} and --init-from {args.init_from}: a run begins with one")
+    if begin:
+        config = read_config(begin) if args.init_from_hf else open_checkpoint(begin)[2]
         free = ("dropout",) if config.positions == "learned" else ("dropout", "seq_len")
         for name, value in changes.items():
             if name not in free and value != getattr(config, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {value} is not the {getattr(config, name)} of {args.init_from_hf}"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} {value} is not the {getattr(config, name)} of {begin}")
         if vocab_size > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {args.init_from_hf}"
-            )
+            raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {begin}")
         return dataclasses.replace(config, moe=moe_config(args, config.moe), **changes)
     preset = PRESETS[args.preset]
     return dataclasses.replace(preset, vocab_size=vocab_size, moe=moe_config(args, preset.moe), **changes)
@@ -257,9 +265,9 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             )
     else:
         GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit the experts
-    limit = PRESETS[args.preset].seq_len
-    if not args.init_from_hf and PRESETS[args.preset].positions == "learned" and config.seq_len > limit:
-        raise ValueError(f"--seq-len {config.seq_len} is longer than the {limit} positions of {args.preset}")
+    preset = None if args.init_from_hf or args.init_from else PRESETS[args.preset]
+    if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
+        raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")
     if config.heads < mesh.tp.size:
         raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")
     if config.layers < mesh.pp.size:

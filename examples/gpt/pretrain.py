@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
 from examples.gpt.plan import recompute_blocks
-from examples.gpt.records import draw_trace, plot_losses, read_records, write_whole
+from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
 from mpcore import (
     Mesh,
     build_mesh,
@@ -49,7 +49,7 @@ from mpcore import (
     shard_sequence,
     update_routers,
 )
-from mpcore.checkpoint import Saving, checkpoints, load, save, save_async, step_path
+from mpcore.checkpoint import Saving, checkpoints, inspect, load, save, save_async, step_path
 from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
@@ -120,6 +120,8 @@ class Trainer:
         self.model: nn.Module = model
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
+        if args.init_from:
+            load(args.init_from, model, mesh=mesh)
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
@@ -246,7 +248,27 @@ class Trainer:
 
     def about(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
-        return {"model": dataclasses.asdict(self.config), "corpus": self.corpus}
+        return {
+            "model": dataclasses.asdict(self.config),
+            "corpus": self.corpus,
+            "optimizer": self.args.optimizer,
+        }
+
+    def other_run(self, path: Path) -> ValueError | None:
+        """Why this run can't go on from a checkpoint; None too where it can't be read, of which `load` tells."""
+        try:
+            manifest = inspect(path)
+        except (ValueError, OSError):
+            return None
+        saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
+        saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
+        found = differing(saved, self.about() | {"seed": self.args.seed})
+        if not found:
+            return None
+        return ValueError(
+            f"{path} is of another run: {'; '.join(found)}. --init-from {path} with another --out begins a new one "
+            f"from its weights"
+        )
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps."""
@@ -290,12 +312,14 @@ class Trainer:
         found = self.own_checkpoints() if resume in ("auto", "none") else [Path(resume)]
         if resume == "none":
             error = None
-            if found and self.args.save_every:
+            if found:
                 error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
             raise_together(error)
             return
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
         while path := next(iter(self.common(found)), None):
+            raise_together(self.other_run(path))
             failed, manifest = torch.zeros((), device=self.mesh.device), None
             try:
                 manifest = load(path, self.model, self.optimizer, mesh=self.mesh)
@@ -323,11 +347,8 @@ class Trainer:
             for slots in self.optimizer.state.values():  # of a run with workers
                 for slot in OUTER_SLOTS:
                     slots.pop(slot, None)
-        saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
-        saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
-        for name, mine in (self.about() | {"seed": self.args.seed}).items():
-            if saved.get(name) != mine:
-                raise ValueError(f"the checkpoint's {name} is {saved.get(name)}, this run's is {mine}")
+        for group, mine in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(mine)  # as the flags are now: of the checkpoint's, the state alone counts
         self.first_step, self.first_sample = manifest.step, manifest.sample
         before = self.first_step * self.args.global_batch  # of one line for all, where the batch has changed
         ahead = torch.tensor(self.first_sample - before, device=self.mesh.device)
@@ -401,33 +422,44 @@ class Trainer:
         """Mean loss over the first held-out samples, the same for every layout."""
         self.set_training(False)
         each = self.mesh.dp.size
-        rounds = max(min(self.args.eval_samples, len(self.held_out)) // each, 1)
-        batches = [self.batch(self.held_out, i * each, each)[:2] for i in range(rounds)]
+        samples = max(min(self.args.eval_samples, len(self.held_out)), 1)
+        batches = []
+        for first in range(0, samples, each):
+            x, targets, indices = self.batch(self.held_out, first, each)
+            batches.append((x, targets.masked_fill((indices >= samples)[:, None], -100)))  # what fills the last round
         self.tokens_of_step = 1.0
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.autocast():
             for y, (_, targets) in zip(self.pipeline.forward([x for x, _ in batches]), batches, strict=True):
                 if self.stages[-1].last:
                     total += self.loss(y, targets) / self.scale
-        count = torch.tensor(sum(t.numel() for _, t in batches), device=self.mesh.device)
+        count = all_reduce(torch.stack([(t != -100).sum() for _, t in batches]).sum(), self.mesh.data)
         total = all_reduce(self.pipeline.from_last(total), self.mesh.data)
         self.set_training(True)
-        return float(total) / int(all_reduce(count, self.mesh.data))
+        return float(total) / int(count)
 
     def run(self) -> None:
         """All steps, with a progress bar, evaluations, metrics, a plot and a sample at the end."""
+        with ExitStack() as stack:
+            self.train_all(self.begin(stack))
+
+    def begin(self, stack: ExitStack) -> list[dict]:
+        """Make the folder ready, this run's alone until `stack` closes. Returns what is recorded of earlier steps."""
         args, lead, out = self.args, self.lead, self.out
         error = None
         records: list[dict] = []
         if lead:
             try:
                 out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(out))
                 config = {"model": dataclasses.asdict(self.config), "run": vars(args)}
                 write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
                 records = read_records(out / "metrics.jsonl", self.first_step)
                 write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
                 if args.save_every:
                     self.checkpoints.mkdir(exist_ok=True)  # fails now, or never
+            except ValueError as problem:
+                error = problem
             except OSError as problem:
                 error = ValueError(f"--out {out} can't be written: {problem}")
         raise_together(error)
@@ -437,6 +469,11 @@ class Trainer:
         except ValueError as problem:
             error = problem
         raise_together(error)
+        return records
+
+    def train_all(self, records: list[dict]) -> None:
+        """All steps, added to the records."""
+        args, lead, out = self.args, self.lead, self.out
         if self.shows:
             print(self.summary(), flush=True)
         faults = Faults(args, self.mesh, records, out)
@@ -457,7 +494,7 @@ class Trainer:
             took = time.perf_counter() - began
             self.beat()
             self.spans = self.pipeline.recorded() if args.trace else []
-            entry |= {"tokens": (step + 1) * tokens_a_step, "tokens_per_second": tokens_a_step / took}
+            entry |= {"tokens": self.sample(step + 1) * self.config.seq_len, "tokens_per_second": tokens_a_step / took}
             record(entry)
             values = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}"}
             values["tok/s"] = f"{entry['tokens_per_second']:.0f}"
@@ -490,13 +527,12 @@ class Trainer:
                     with suppress(RuntimeError):  # of workers that have reached their end
                         self.meet(True)
                 return
-            if args.save_every and (done % args.save_every == 0 or done == args.steps):
+            if args.save_every and done == args.steps:
+                self.save_last(done)
+            elif args.save_every and done % args.save_every == 0:
                 self._try(lambda done=done: self.save(done))
-                self.beat()
+            self.beat()
         bar.close()
-        if self.saving is not None:
-            self.saving.wait()
-            self.tell_saved(self.saving)
         self.set_training(False)
         text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
         self.set_training(True)
@@ -505,10 +541,17 @@ class Trainer:
         if lead:
             plot_losses(records, out / "loss.png")
         if self.shows:
-            print(f"--- a sample\n{text}\n---\nwrote {', '.join(sorted(str(p) for p in out.iterdir()))}")
+            written = sorted(str(p) for p in out.iterdir() if p.name != LOCK)
+            print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
 
     def finish(self, step: int) -> None:
-        """Save and leave. Here a save that fails is an error: nothing comes after it."""
+        """Save and leave."""
+        self.save_last(step)
+        if self.lead:
+            print(f"saved {step_path(self.checkpoints, step)} and left: --resume auto goes on from it", flush=True)
+
+    def save_last(self, step: int) -> None:
+        """Save, and see it written. Here a save that fails is an error: nothing comes after it."""
         if self.saving is not None:
             self._try(self.saving.wait)
             self.tell_saved(self.saving)
@@ -517,8 +560,6 @@ class Trainer:
         if self.saving is not None:
             self.saving.wait()
             self.tell_saved(self.saving)
-        if self.lead:
-            print(f"saved {step_path(self.checkpoints, step)} and left: --resume auto goes on from it", flush=True)
 
     def summary(self) -> str:
         """The mesh, the parameters and the memory they take, for people."""
@@ -545,6 +586,18 @@ class Trainer:
         name = torch.cuda.get_device_name()
         peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
         return flops * tokens_per_second / (peak * self.mesh.job.size)
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
+    """The fields in which two configs differ, each with both values."""
+    found = []
+    for name in dict.fromkeys([*here, *there]):
+        a, b = there.get(name), here.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing(a, b, f"{within}{name}.")
+        elif a != b:
+            found.append(f"{within}{name} is {a!r} there, {b!r} here")
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +14,8 @@ import matplotlib
 from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, Span
+
+LOCK = ".lock"
 
 
 def plot_losses(records: list[dict], path: Path) -> None:
@@ -54,6 +59,23 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
     shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
     draw(shown, out / "trace.png", title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
     write_chrome_trace(spans, out / "trace.json")
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold a run's folder against a second run, which would mix its files with ours.
+
+    Raises:
+        ValueError: if another process holds it.
+    """
+    with open(out / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out} is in use by another run: wait for its end, or take another") from None
+        except OSError:  # a file system without locks: nobody is held off
+            pass
+        yield
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -284,7 +284,8 @@ def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
     records = [read(tmp_path / f"worker-{worker}") for worker in range(2)]
     for worker, mine in enumerate(records):
         folder = tmp_path / f"worker-{worker}"
-        assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "config.json", "loss.png", "metrics.jsonl"]
+        names = sorted(p.name for p in folder.iterdir())
+        assert names == [".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl"]
         assert [r["step"] for r in mine if "loss" in r] == [0, 1, 2, 3]
         merges = [(r["step"], r["merge"]) for r in mine if "merge" in r]
         assert [step for step, _ in merges] == [1, 3]

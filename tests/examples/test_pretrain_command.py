@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_one_process_and_four_leave_the_same_files_and_the_same_losses(tmp_path)
     second = command(*flags, "--tp", "2", "--pp", "2", "--out", str(mesh4), ranks=4)
     assert second.returncode == 0, second.stderr
     for out, result in ((alone, first), (mesh4, second)):
-        assert sorted(p.name for p in out.iterdir()) == ["config.json", "loss.png", "metrics.jsonl"]
+        assert sorted(p.name for p in out.iterdir()) == [".lock", "config.json", "loss.png", "metrics.jsonl"]
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         steps, evaluations = read(out)
         assert [r["step"] for r in steps] == [0, 1, 2]
@@ -184,6 +185,20 @@ def check_out_is_a_file(out: str) -> None:
 def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
     (tmp_path / "out").write_text("here first")
     ranks(2, check_out_is_a_file, str(tmp_path / "out"), timeout=30)
+
+
+def check_out_in_use(out: str) -> None:
+    held, second = (trainer("--out", out, tp=2) for _ in range(2))
+    with ExitStack() as stack:
+        assert held.begin(stack) == []
+        with pytest.raises(ValueError, match=f"--out {out} is in use by another run"):
+            second.run()
+    with ExitStack() as stack:
+        second.begin(stack)
+
+
+def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
+    ranks(2, check_out_in_use, str(tmp_path / "out"), timeout=30)
 
 
 def check_half(dtype: str) -> list[float]:
