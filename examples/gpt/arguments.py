@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from examples.gpt.hf import FOLDER, open_checkpoint, read_config
+from examples.gpt.hf import (
+    FOLDER,
+    Carried,
+    carried_by_checkpoint,
+    carried_by_hf,
+    open_checkpoint,
+    read_config,
+    read_json,
+)
 from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
@@ -175,6 +183,19 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     if args.init_from_hf or args.init_from:
         own = Path(args.init_from_hf or resolve(args.init_from) / FOLDER) / "tokenizer.json"
     return load_tokenizer(args.tokenizer or (own if own is not None and own.is_file() else "byte"))
+
+
+def find_carried(args: argparse.Namespace) -> Carried:
+    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's."""
+    carried = Carried()
+    if args.init_from_hf:
+        folder = Path(args.init_from_hf)
+        carried = carried_by_hf(folder, read_json(folder / "config.json"))
+    elif args.init_from:
+        carried = carried_by_checkpoint(args.init_from)
+    if args.tokenizer is None:
+        return carried
+    return carried.with_tokenizer(None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes())
 
 
 def inner_size(args: argparse.Namespace) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.hf import FOLDER, open_checkpoint
+from examples.gpt.hf import FOLDER, carried_by_checkpoint, open_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh, materialize, sequence_index, shard_sequence
@@ -103,19 +103,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         manifest, _, config = open_checkpoint(args.checkpoint)
         own = Path(resolve(args.checkpoint)) / FOLDER / "tokenizer.json"
-        tokenizer = load_tokenizer(args.tokenizer or (own if own.is_file() else "byte"))
+        carried = "tokenizer.json" in carried_by_checkpoint(args.checkpoint).files
+        tokenizer = load_tokenizer(args.tokenizer or (own if carried else "byte"))
+        if not (args.tokenizer or carried) and config.vocab_size != tokenizer.vocab_size:
+            raise ValueError(
+                f"{args.checkpoint} carries no tokenizer, and its vocabulary of {config.vocab_size} is not the "
+                f"{tokenizer.vocab_size} of bytes: --tokenizer says which it was trained with"
+            )
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
         dtype = DTYPES[manifest.tensors["model/norm.weight"].dtype]
         model = GPT(config, device="meta", dtype=dtype)
         materialize(model, args.seed)
         load(args.checkpoint, model, mesh=Mesh())
+        pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
+        options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
+        text = generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
-    options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
-    print(generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options))
+    print(text)
     return 0
 
 

@@ -47,6 +47,7 @@ from mpcore.checkpoint.loading import copy_box, fill
 from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together, world_group
+from mpcore.checkpoint.saving import write_beside
 from mpcore.data_parallel import reshard
 from mpcore.layers.rope import rope_frequencies
 
@@ -668,10 +669,11 @@ def import_hf(
             f"model/{name}": Entry(entry.shape, dtype_name(dtype) if dtype else entry.dtype, tuple(chunks[name]))
             for name, entry in sorted(source.entries.items())
         }
-        carried = {k: v for k, v in source.values.items() if k in _TOKENS}
-        extra = {FOLDER: {"config": carried, "files": _carry(source.folder, temporary(path) / FOLDER)}}
-        config = {"model": dataclasses.asdict(source.config)}
-        write_manifest(temporary(path), Manifest(0, config=config, extra=extra, files=files, tensors=tensors))
+        carried = carried_by_hf(source.folder, source.values)
+        for name, data in carried.beside.items():
+            write_beside(temporary(path) / name, data)
+        about = Manifest(0, config={"model": dataclasses.asdict(source.config)}, extra=carried.extra)
+        write_manifest(temporary(path), dataclasses.replace(about, files=files, tensors=tensors))
         publish(path)
     except BaseException:
         discard(path)
@@ -720,7 +722,7 @@ def export_hf(
     for name in parts:
         if name.endswith(_BIAS):
             _check_bias(name, manifest.tensors[f"model/{name}"], files)
-    carried = manifest.extra.get(FOLDER, {})
+    carried = carried_by_checkpoint(path)
     new = temporary(folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -749,15 +751,13 @@ def export_hf(
             _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))})
         written = next(iter(pieces.values()))[2].dtype
         values = {
-            **carried.get("config", {}),
+            **carried.config,
             **config_to_hf(config),
             "torch_dtype": str(written).removeprefix("torch."),
         }
         _write_json(new / "config.json", values)
-        if tokenizer is None:
-            _carry(resolve(path) / FOLDER, new, carried.get("files", {}))
-        else:
-            _carry(Path(tokenizer), new)
+        for name, data in (carried.files if tokenizer is None else _read_files(Path(tokenizer))).items():
+            write_beside(new / name, data)
         sync_folder(new)
         if folder.exists():
             folder.rmdir()
@@ -831,20 +831,63 @@ def _check_bias(name: str, entry: Entry, files: Files) -> None:
         raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): neither mixtral nor qwen3_moe has one")
 
 
-def _carry(source: Path, to: Path, sums: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Copy the tokenizer's files, and give or check the CRC-32 of each."""
+@dataclass(frozen=True)
+class Carried:
+    """What goes along with a model besides its weights.
+
+    Attributes:
+        config: the token ids of its config.json.
+        files: by name, the tokenizer's and the like.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        sums = {name: zlib.crc32(data) for name, data in self.files.items()}
+        return {FOLDER: {"config": self.config, "files": sums}} if self.config or self.files else {}
+
+    @property
+    def beside(self) -> dict[str, bytes]:
+        """The files by their path in a checkpoint."""
+        return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
+
+    def with_tokenizer(self, content: bytes | None) -> Carried:
+        """This, where the tokenizer is its own one; else the other alone, or for None (bytes) nothing."""
+        if content is not None and content == self.files.get("tokenizer.json"):
+            return self
+        return Carried(files={} if content is None else {"tokenizer.json": content})
+
+
+def carried_by_hf(folder: Path, values: Mapping[str, Any]) -> Carried:
+    """What a folder of theirs, with these values in its config.json, has to go along."""
+    return Carried({name: value for name, value in values.items() if name in _TOKENS}, _read_files(folder))
+
+
+def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
+    """What a checkpoint of ours has.
+
+    Raises:
+        ValueError: if it can't be read, or a file is missing or damaged.
+    """
+    found = inspect(path).extra.get(FOLDER, {})
+    return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
+
+
+def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
+    """The tokenizer's files, each held against its CRC-32 where there are such."""
     found = {}
     for name in CARRIED:
-        if not (source / name).is_file():
+        if not (folder / name).is_file():
             if sums and name in sums:
-                raise ValueError(f"{source / name} is missing")
+                raise ValueError(f"{folder / name} is missing")
             continue
-        to.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, to / name)
-        found[name] = zlib.crc32((to / name).read_bytes())
-        if sums is not None and sums.get(name) != found[name]:
+        found[name] = (folder / name).read_bytes()
+        if sums is not None and sums.get(name) != zlib.crc32(found[name]):
             raise ValueError(
-                f"{source / name} is damaged: its CRC-32 is {found[name]:08x}, written was {sums.get(name)}"
+                f"{folder / name} is damaged: its CRC-32 is {zlib.crc32(found[name]):08x}, written was {sums.get(name)}"
             )
     return found
 

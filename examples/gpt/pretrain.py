@@ -23,6 +23,7 @@ from examples.gpt.arguments import (
     DTYPES,
     build_optimizer,
     check,
+    find_carried,
     find_tokenizer,
     inner_size,
     learning_rate,
@@ -79,7 +80,7 @@ class Trainer:
         check_same("code", code_versions(Path(__file__).parent))
         error = None
         try:
-            self.tokenizer = find_tokenizer(args)
+            self.tokenizer, self.carried = find_tokenizer(args), find_carried(args)
             prefix = args.data or default_corpus(tokenizer=self.tokenizer)
             data = IndexedDataset(prefix)
             files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
@@ -273,7 +274,8 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps."""
         state = {"step": step, "sample": self.sample(step), "seed": self.args.seed, "config": self.about()}
-        state |= {"extra": self.scaler.state_dict() if self.scaler else {}, "keep": self.args.keep}
+        state["extra"] = self.carried.extra | (self.scaler.state_dict() if self.scaler else {})
+        state |= {"keep": self.args.keep, "beside": self.carried.beside}
         for stage in self.stages:
             reshard(stage)  # an evaluation leaves them gathered
         path, held = step_path(self.checkpoints, step), (self.model, self.optimizer)

@@ -26,6 +26,7 @@ from mpcore.checkpoint.format import (
     dtype_name,
     in_threads,
     raw,
+    sync_folder,
     tiles,
     write_manifest,
     write_tensors,
@@ -125,6 +126,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
 
@@ -143,6 +145,7 @@ def save(
         extra: schedule, loss scaler and what else there is, as JSON takes it. The same on every rank; rank 0's counts.
         keep: afterwards leave only so many checkpoints beside `path`; None: all.
         keep_every: and those whose step is a multiple of it.
+        beside: small files that go along, such as a tokenizer's, by their path inside; rank 0's count.
 
     Returns:
         The path.
@@ -155,7 +158,7 @@ def save(
     group = world_group(mesh)
     about = _about(step, sample, seed, config, extra, mesh)
     snapshot = together(group, lambda: _snapshot(model, optimizer, mesh, about, copy=False))
-    _write(path, snapshot, group, mesh.world.rank, keep, keep_every)
+    _write(path, snapshot, group, mesh.world.rank, keep, keep_every, beside)
     return path
 
 
@@ -172,6 +175,7 @@ def save_async(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    beside: Mapping[str, bytes] | None = None,
     after: Saving | None = None,
 ) -> Saving:
     """As `save`, but copies everything to memory and returns; a thread writes, over a process group of its own.
@@ -180,7 +184,8 @@ def save_async(
     `wait` for the last one before the process group is destroyed; the interpreter doesn't exit before it has ended.
 
     Args:
-        path, model, optimizer, mesh, step, sample, seed, config, extra, keep, keep_every: as of `save`.
+        path, model, optimizer, mesh, step, sample, seed, config, extra, keep, keep_every, beside: as of
+            `save`.
         after: the save before this one: one is in flight at most, so it is waited for.
 
     Raises:
@@ -200,7 +205,7 @@ def save_async(
     def work() -> None:
         began = time.perf_counter()
         try:
-            saving.bytes = _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every)
+            saving.bytes = _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every, beside)
         except Exception as error:  # told by `wait`
             saving._error = error
         saving.seconds = time.perf_counter() - began
@@ -253,13 +258,14 @@ def _write(
     rank: int,
     keep: int | None,
     keep_every: int | None,
+    beside: Mapping[str, bytes] | None,
 ) -> int:
     lead = rank == 0
     began = time.perf_counter()
     together(group, lambda: prepare(path) if lead else None)
     try:
         parts = collect(group, lambda: _write_part(temporary(path), snapshot, rank))
-        together(group, lambda: _commit(path, snapshot.manifest, parts) if lead else None)
+        together(group, lambda: _commit(path, snapshot.manifest, parts, beside or {}) if lead else None)
     except ValueError:
         if lead:
             discard(path)
@@ -299,8 +305,8 @@ def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
-def _commit(path: Path, about: Manifest, parts: list[_Part]) -> None:
-    """On rank 0, when all files are on the disk: the manifest, then the checkpoint's own name."""
+def _commit(path: Path, about: Manifest, parts: list[_Part], beside: Mapping[str, bytes]) -> None:
+    """On rank 0, when all tensors are on the disk: what goes along, the manifest, then the checkpoint's own name."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for part in parts:
@@ -320,10 +326,22 @@ def _commit(path: Path, about: Manifest, parts: list[_Part]) -> None:
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)
+    for name, data in beside.items():
+        write_beside(temporary(path) / name, data)
     files = {name: record for part in parts for name, record in part.files.items()}
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
     write_manifest(temporary(path), replace(about, optimizer=groups, files=files, tensors=tensors))
     publish(path)
+
+
+def write_beside(file: Path, data: bytes) -> None:
+    """Write a file that goes along with a checkpoint, down to the disk; its folder is made."""
+    file.parent.mkdir(exist_ok=True)
+    with open(file, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    sync_folder(file.parent)
 
 
 def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:

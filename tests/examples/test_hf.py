@@ -24,8 +24,11 @@ from examples.gpt import hf
 from examples.gpt.generate import main as generate_main
 from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf, read_json
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.prepare import prepare
+from examples.gpt.pretrain import Trainer, parse
+from examples.gpt.tokenizer import train_tokenizer
 from mpcore import Mesh, materialize
-from mpcore.checkpoint import inspect, load, save, verify
+from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.pipeline import Pipeline
@@ -609,7 +612,7 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
-    t = trainer("--init-from-hf", folder, "--out", out, "--lr", "1e-3", *flags, **sizes)
+    t = trainer("--init-from-hf", folder, "--out", out if not sizes else out + "-mesh", "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
     losses = [t.step(i)["loss"] for i in range(2)]
     if not sizes:
@@ -651,7 +654,60 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     with torch.no_grad():
         assert (trained(sample).logits - ours(sample)).abs().max() < 1e-5
         assert not torch.allclose(trained(sample).logits, model.eval()(sample).logits, atol=1e-4)
-    assert generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "5"]) == 0
+    sample_of = ["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "5"]
+    assert generate_main([*sample_of, "--tokenizer", "byte"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+    assert generate_main(sample_of) == 2
+    assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
     assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
     assert "is no complete checkpoint" in capsys.readouterr().err
+
+
+def check_carried(folder: str, data: str, out: str) -> None:
+    """Saves 1 from their folder, in the background; 2 from that; 3 and 4 with another tokenizer."""
+    step = step_path(Path(out) / "checkpoints", 1)
+    other = f"{Path(folder).parent}/other.json"
+    again = ["--init-from", str(step)]
+    begins = (["--init-from-hf", folder, "--async-save"], again, [*again, "--tokenizer", other],
+              [*again, "--tokenizer", "byte"])  # fmt: skip
+    for i, begin in enumerate(begins):
+        flags = [*begin, "--data", data, "--seq-len", "8", "--out", f"{out}-{i}"]
+        t = Trainer(parse(flags), mesh())
+        t.out = Path(out)
+        t.save(i + 1)
+        if t.saving is not None:
+            t.saving.wait()
+
+
+def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_path, capsys):
+    """Token ids, tokenizer and generation config; of a run with another tokenizer that one alone."""
+    folder, out, data = tmp_path / "hf", tmp_path / "out", str(tmp_path / "corpus")
+    text = "".join(f"def f{i}(): return {i * i}\n" for i in range(200))
+    (tmp_path / "text").write_text(text)
+    tokenizer = train_tokenizer([text], 290, tmp_path / "tokenizer.json")
+    train_tokenizer([text], 280, tmp_path / "other.json")
+    prepare([tmp_path / "text"] * 4, data)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=64, bos_token_id=3, eos_token_id=[5, 7],
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shutil.move(tmp_path / "tokenizer.json", folder)
+    ranks(1, check_carried, str(folder), data, str(out))
+    steps = [step_path(out / "checkpoints", i + 1) for i in range(4)]
+    files = ["generation_config.json", "tokenizer.json"]
+    for i, (step, carried) in enumerate(zip(steps, (files, files, files[1:], []), strict=True)):
+        back = export_hf(step, tmp_path / f"back{i}")
+        assert sorted({p.name for p in back.iterdir()} - {"config.json", "model.safetensors"}) == carried
+        for name in carried:
+            source = folder / name if i < 2 else tmp_path / "other.json"
+            assert (back / name).read_bytes() == source.read_bytes()
+        ids = json.loads((back / "config.json").read_text())
+        assert (ids.get("bos_token_id"), ids.get("eos_token_id")) == ((3, [5, 7]) if i < 2 else (None, None))
+        sampled = generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "3"])
+        assert sampled == (0 if carried else 2)
+        assert capsys.readouterr().out.startswith("def " if carried else "")
+    at = steps[0] / hf.FOLDER / "tokenizer.json"
+    at.write_bytes(at.read_bytes() + b" ")
+    assert generate_main(["--checkpoint", str(steps[0])]) == 2
+    assert "tokenizer.json is damaged: its CRC-32" in capsys.readouterr().err
