@@ -62,13 +62,15 @@ FAULTS = [
     (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
     (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
-    (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "what it reads was right|cut|order"),
+    (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "cut otherwise than it computes|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
     (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
     (21, "init", "tp2", models.loss, "first values", "attention.qkv.weight", "its first values depend on the layout"),
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
+    (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
+    (0, "between", "tp2", models.loss, "forward", "scale", "or what the forward does between the module before and th"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip
 
@@ -121,6 +123,8 @@ def test_a_model_that_knows_nothing_of_cp_departs(ranks):
 
 
 def test_what_doesnt_run_is_said(ranks):
+    with pytest.raises(ValueError, match=r'the batch is a tuple, no dict such as {"x": \.\.\., "target": \.\.\.}'):
+        verify(models.Mixer, (torch.ones(2),), ["tp2"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='no "x"'):
         verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"])
     with pytest.raises(ValueError, match="the dense model doesn't run"):

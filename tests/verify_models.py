@@ -259,6 +259,10 @@ class Broken(nn.Module):
         """[B, T] -> [B, T, V/tp]."""
         if self.first:
             x = self.embedding(x)
+            if self.fault == "one rank" and self.mesh.tp.rank == 1:
+                x = 2 * x
+            if self.fault == "between" and self.mesh.tp.size > 1:
+                x = x.sin()
             x = x + self.dropout(self.attention(self.scale(x)))
         if not self.last:
             return x

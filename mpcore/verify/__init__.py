@@ -55,8 +55,10 @@ def verify(
         A verdict for each layout.
 
     Raises:
-        ValueError: if a layout's name is none, the batch has no "x", or the dense model itself doesn't run.
+        ValueError: if a layout's name is none, the batch is no mapping with "x", or the dense model doesn't run.
     """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f'the batch is a {type(batch).__name__}, no dict such as {{"x": ..., "target": ...}}')
     if "x" not in batch:
         raise ValueError(f'the batch has {sorted(batch)}, but no "x", the model\'s input')
     plans = [parse_layout(name) for name in layouts]

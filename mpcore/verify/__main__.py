@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mpcore.verify",
         description="Compare a model under each layout with itself on one process. The module has a function "
-        "batch() that returns the tensors, and may have loss(output, target, mesh), which returns a sum.",
+        'batch() that returns a dict of tensors such as {"x": ..., "target": ...}, and may have '
+        "loss(output, target, mesh), which returns a sum.",
     )
     parser.add_argument("model", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)")
     parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")

@@ -129,7 +129,8 @@ class Judge:
                 worst = max(worst, *(ulps for ulps, _ in offs))
                 if first is None and any(bad for _, bad in offs):
                     ulps = max(ulps for ulps, bad in offs if bad)
-                    first = Departure(stage, name, ulps, self._why(layout, stage, name, held, there, tensor))
+                    far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]
+                    first = Departure(stage, name, ulps, self._why(layout, stage, name, held, far, tensor))
         if which == "gradients" and first is None:
             zeros = layout.zero > 0  # are what a parameter that nobody used gets there
             extra = sorted(
@@ -139,9 +140,7 @@ class Judge:
                 first = Departure(stage, extra[0], math.inf, "the dense model gives it none: frozen there alone?")
         return worst, first
 
-    def _why(
-        self, layout: Layout, stage: str, name: str, held: Sequence[Seen], there: Sequence[Tensor], want: Tensor
-    ) -> str:
+    def _why(self, layout: Layout, stage: str, name: str, held: Sequence[Seen], got: Tensor, want: Tensor) -> str:
         if stage == "first values":
             return (
                 "its first values depend on the layout: draw the logical tensor and keep the shard (declare it, or "
@@ -161,7 +160,7 @@ class Judge:
                     f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
                     f"replicated but sees only this rank's part of the work (partial=({axis},) declares it)"
                 )
-        ratio = _ratio(there[0], want)
+        ratio = _ratio(got, want)
         local = [seen.local.get(name) for seen in held]
         for axis, size in _axes(layout):
             if size > 1 and _close(ratio, size):
@@ -213,7 +212,9 @@ class Judge:
             ]
             if any(bad and ulps < math.inf for ulps, bad in offs):
                 ulps = max(ulps for ulps, bad in offs if bad)
-                return Departure("forward", name or "the model", ulps, self._why_forward(layout, name, held, want))
+                order = sorted(range(len(held)), key=lambda i: offs[i][::-1], reverse=True)  # the farthest off first
+                cause = self._why_forward(layout, name, [held[i] for i in order], want)
+                return Departure("forward", name or "the model", ulps, cause)
         return Departure(
             "forward", "the model", worst, "no module's own output is off: look at the model's forward itself"
         )
@@ -247,7 +248,10 @@ class Judge:
             )
         if got.dim() > 1 and _same_columns(got, part):
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
-        return "what it reads was right: its own weights are cut otherwise than it computes, or it reads another rank's"
+        return (
+            "what modules before it return was right: its own weights are cut otherwise than it computes, it reads "
+            "another rank's, or what the forward does between the module before and this one"
+        )
 
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
