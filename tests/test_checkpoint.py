@@ -1048,7 +1048,7 @@ def test_virtual_stages_save_what_one_process_loads_and_the_other_way_round(rank
 
 def check_resume_refused(out: str, flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(*FLAGS, "--out", out, *flags, tp=2)
+        trainer(*FLAGS, "--out", out, *flags, tp=2).run()
 
 
 def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ranks, tmp_path):

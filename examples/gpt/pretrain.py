@@ -311,13 +311,9 @@ class Trainer:
         if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts on each node by itself
             own = self.common(self.own_checkpoints())
             resume = resume if resume != "none" and not own else "auto"
-        found = self.own_checkpoints() if resume in ("auto", "none") else [Path(resume)]
         if resume == "none":
-            error = None
-            if found:
-                error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
-            raise_together(error)
             return
+        found = self.own_checkpoints() if resume == "auto" else [Path(resume)]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
         while path := next(iter(self.common(found)), None):
@@ -449,6 +445,10 @@ class Trainer:
         """Make the folder ready, this run's alone until `stack` closes. Returns what is recorded of earlier steps."""
         args, lead, out = self.args, self.lead, self.out
         error = None
+        found = self.own_checkpoints() if args.resume == "none" and self.first_step == 0 else []
+        if found:
+            error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+        raise_together(error)
         records: list[dict] = []
         if lead:
             try:
