@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gpt.pretrain import parse
 from tests.examples.test_pretrain import TINY, trainer
 from tests.pool import mesh
 
@@ -250,3 +252,13 @@ def test_every_layout_writes_the_same_text(ranks):
         ({"pp": 2, "dp": 2}, ["--micro-batch", "1"]),
     ):
         assert ranks(4, check_generation, sizes, flags) == [want] * 4
+
+
+def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    rows = [row.split("|")[2] for row in (ROOT / "docs/megatron.md").read_text().splitlines() if row.startswith("|")]
+    named = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row) if set(flag) != {"-"}}
+    assert len(named) > 40
+    assert named <= known, named - known
