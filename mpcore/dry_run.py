@@ -145,10 +145,15 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
         arguments: what else it takes.
         rank: the rank.
         sizes: tp, cp, pp, ep, dp, etp of the mesh.
+
+    Raises:
+        ValueError: if the mesh has no such rank.
     """
     world = 1
     for name in ("tp", "cp", "pp", "dp"):
         world *= sizes.get(name, 1)
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not from 0 to {world - 1}, the ranks of the mesh")
     with pretend(world, rank):
         mesh = build_mesh(**sizes, device_type="cpu")
         return run_dry(build(mesh, list(arguments)), mesh)

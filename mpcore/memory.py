@@ -14,14 +14,13 @@ import sys
 
 from mpcore.dry_run import Found, dry_run, parse, sizes_of, target
 
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
-def table(found: Found, unit: int = 2**30, name: str = "GiB") -> str:
-    """What a dry run counted, a line for each kind.
 
-    Args:
-        found: the counts.
-        unit, name: what sizes are divided by, and how that is called.
-    """
+def table(found: Found) -> str:
+    """What a dry run counted, a line for each kind, in the largest unit of which there is a tenth in all."""
+    name = next((name for name, unit in UNITS.items() if found.total >= unit / 10), "KiB")
+    unit = UNITS[name]
     rows = {
         "parameters": found.parameters,
         "gradients": found.gradients,

@@ -13,6 +13,7 @@ and one of nccl's. It knows nothing of point-to-point messages on gloo; there th
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -398,16 +399,16 @@ class Watchdog:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command: explain the logs that a watchdog left in a folder."""
-    words = sys.argv[1:] if argv is None else argv
-    if len(words) != 1:
-        sys.exit("usage: python -m mpcore.trace FOLDER")
-    files = sorted(Path(words[0]).glob("rank*.json"))
+    parser = argparse.ArgumentParser(prog="python -m mpcore.trace", description="Say why a run hung.")
+    parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
+    folder = parser.parse_args(argv).folder
+    files = sorted(Path(folder).glob("rank*.json"))
     if not files:
-        sys.exit(f"error: {words[0]} has no rank*.json")
+        sys.exit(f"error: {folder} has no rank*.json")
     try:
         logs = [Log.from_json(file.read_text()) for file in files]
     except (ValueError, TypeError, KeyError, OSError) as problem:
-        sys.exit(f"error: {words[0]} holds a log that can't be read: {problem}")
+        sys.exit(f"error: {folder} holds a log that can't be read: {problem}")
     size = 1 + max(rank for log in logs for _, ranks in log.groups.values() for rank in ranks)
     print(explain(logs, size))
 

@@ -74,7 +74,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--preset",
         choices=sorted(PRESETS),
-        default="tiny",
         help="shape that the flags below change (default tiny)",
     )
     add("--layers", type=int)
@@ -217,6 +216,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     begin = args.init_from_hf or args.init_from
     if args.init_from_hf and args.init_from:
         raise ValueError(f"--init-from-hf {args.init_from_hf} and --init-from {args.init_from}: a run begins with one")
+    if begin and args.preset:
+        raise ValueError(f"--preset {args.preset} and a model to begin with: the shape is that of {begin}")
     if begin:
         config = read_config(begin) if args.init_from_hf else open_checkpoint(begin)[2]
         free = ("dropout",) if config.positions == "learned" else ("dropout", "seq_len")
@@ -226,7 +227,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         if vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {begin}")
         return dataclasses.replace(config, moe=moe_config(args, config.moe), **changes)
-    preset = PRESETS[args.preset]
+    preset = PRESETS[args.preset or "tiny"]
     return dataclasses.replace(preset, vocab_size=vocab_size, moe=moe_config(args, preset.moe), **changes)
 
 
@@ -269,7 +270,10 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         raise ValueError(f"--save-every {args.save_every} is smaller than 0")
     if not 0 < args.timeout < math.inf:
         raise ValueError(f"--timeout {args.timeout} s is not more than 0")
-    for name in ("max_skips", "check_replicas", "check_speed"):
+    for name in ("lr", "weight_decay"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is no number from 0")
+    for name in ("max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 0")
     for name in ("keep", "exit_step"):
@@ -286,7 +290,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             )
     else:
         GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit the experts
-    preset = None if args.init_from_hf or args.init_from else PRESETS[args.preset]
+    preset = None if args.init_from_hf or args.init_from else PRESETS[args.preset or "tiny"]
     if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")
     if config.heads < mesh.tp.size:

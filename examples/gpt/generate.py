@@ -6,6 +6,7 @@ As a command, from a checkpoint of any layout in one process: `python -m example
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
+        if not 0 <= args.temperature < math.inf:
+            raise ValueError(f"--temperature {args.temperature} is no number from 0")
         manifest, _, config = open_checkpoint(args.checkpoint)
         own = Path(resolve(args.checkpoint)) / FOLDER / "tokenizer.json"
         carried = "tokenizer.json" in carried_by_checkpoint(args.checkpoint).files

@@ -63,7 +63,7 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
 def build(mesh: Mesh, arguments: list[str]) -> Work:
     """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
     args = parse(arguments)
-    config = model_config(args, PRESETS[args.preset].vocab_size)
+    config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
     if args.workers < 1 or args.global_batch % args.workers:
         raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")
     args.global_batch //= args.workers  # the mesh is one worker's

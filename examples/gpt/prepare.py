@@ -18,6 +18,8 @@ from tqdm import tqdm
 from examples.gpt.data import IndexedDatasetWriter, encode_document, smallest_dtype
 from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_tokenizer
 
+_SHOWN = 10  # of what is skipped, by name
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -27,7 +29,8 @@ class Prepared:
         documents: number of documents.
         tokens: number of tokens, the ends of documents included.
         bytes: size of the text in UTF-8.
-        skipped: empty documents, and files met in a folder that are not UTF-8 text.
+        skipped: empty documents, and files met in a folder that are not UTF-8 text: how many.
+        first_skipped: where the first of them lie.
         files: paths of the output.
     """
 
@@ -35,6 +38,7 @@ class Prepared:
     tokens: int
     bytes: int
     skipped: int
+    first_skipped: tuple[str, ...]
     files: tuple[str, ...]
 
 
@@ -116,7 +120,7 @@ def prepare(
     finally:
         if os.path.exists(trained):
             os.unlink(trained)
-    return Prepared(documents, tokens, size, reader.skipped, outputs if train else outputs[:2])
+    return Prepared(documents, tokens, size, reader.skipped, tuple(reader.first), outputs if train else outputs[:2])
 
 
 def _find_sources(paths: Sequence[str], left_out: set[str]) -> list[_Source]:
@@ -143,7 +147,7 @@ class _Reader:
     def __init__(self, sources: list[_Source], json_key: str, progress: bool | None, title: str) -> None:
         self.sources, self.json_key, self.title = sources, json_key, title
         self.hide = None if progress is None else not progress
-        self.skipped = 0
+        self.skipped, self.first = 0, list[str]()
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         total = sum(os.path.getsize(source.path) for source in self.sources)
@@ -155,6 +159,8 @@ class _Reader:
                         yield where, text
                     else:
                         self.skipped += 1
+                        if len(self.first) < _SHOWN:
+                            self.first.append(where)
                     bar.update(len(content))
 
     def _contents(self, source: _Source) -> Iterator[tuple[str, bytes]]:
@@ -224,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     print(f"documents       {prepared.documents:,} ({prepared.skipped:,} empty or not text skipped)")
+    if prepared.skipped:
+        more = prepared.skipped - len(prepared.first_skipped)
+        print(f"skipped         {', '.join(prepared.first_skipped)}{f' and {more:,} more' if more else ''}")
     print(f"tokens          {prepared.tokens:,}")
     print(f"bytes           {prepared.bytes:,}")
     print(f"tokens per byte {prepared.tokens / prepared.bytes:.4f}")

@@ -478,6 +478,8 @@ class Trainer:
         args, lead, out = self.args, self.lead, self.out
         if self.shows:
             print(self.summary(), flush=True)
+        if self.first_step >= args.steps:
+            self.tell(f"nothing is left to train: {self.first_step} steps are done, --steps is {args.steps}")
         faults = Faults(args, self.mesh, records, out)
 
         def record(entry: dict) -> None:

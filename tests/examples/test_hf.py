@@ -622,6 +622,7 @@ def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tupl
 
 def check_training_refused(folder: str, out: str) -> None:
     for flags, message in (
+        (["--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
         (["--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
         (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
     ):
@@ -659,6 +660,8 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     assert capsys.readouterr().out.startswith("def ")
     assert generate_main(sample_of) == 2
     assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
+    assert generate_main([*sample_of, "--temperature", "-1"]) == 2
+    assert "--temperature -1.0 is no number from 0" in capsys.readouterr().err
     assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
     assert "is no complete checkpoint" in capsys.readouterr().err
 

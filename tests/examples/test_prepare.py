@@ -56,7 +56,8 @@ def test_folders_files_and_lines_become_documents(tmp_path, inputs):
     assert prepared.documents == 5
     assert prepared.bytes == len("béonetwoa = 1\nlast".encode())
     assert prepared.tokens == prepared.bytes + 5 == IndexedDataset(tmp_path / "out" / "c").num_tokens
-    assert prepared.skipped == 3  # empty.txt, picture.png and the empty line's text
+    assert prepared.skipped == 3
+    assert [Path(where).name for where in prepared.first_skipped] == ["c.jsonl:4", "empty.txt", "picture.png"]
     assert [Path(path).name for path in prepared.files] == output(tmp_path) == ["c.bin", "c.idx"]
 
 

@@ -114,6 +114,8 @@ def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None
         ({"cp": 4, "cp_inner": 3}, ["--cp-kind", "two-level"], r"cp_inner 3 does not divide cp 4"),
         ({"tp": 4}, ["--preset", "gpt2", "--seq-len", "2048"], r"--seq-len 2048 is longer than the 1024 positions"),
         ({"tp": 4}, ["--steps", "0"], r"--steps 0 is smaller than 1"),
+        ({"tp": 4}, ["--lr", "nan"], r"--lr nan is no number from 0"),
+        ({"tp": 4}, ["--eval-every", "-1"], r"--eval-every -1 is smaller than 0"),
         ({"tp": 4}, ["--local-steps", "4", "--fragments", "2"], r"--local-steps, --fragments with one worker"),
         (
             {"workers": 4},
