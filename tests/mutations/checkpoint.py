@@ -12,6 +12,8 @@ THREADS = f"{CHECKPOINT}::test_what_fails_in_a_thread_fails_here"
 OTHERS = f"{CHECKPOINT}::test_other_optimizers_and_frozen_parameters"
 LARGE = f"{CHECKPOINT}::test_pitfall_40_large_tensors_come_back_into_new_memory_and_into_old"
 HF = "tests/examples/test_hf.py"
+FLAGS = f"{CHECKPOINT}::test_the_flags_of_a_resumed_run_hold_and_a_new_run_begins_with_its_weights"
+OTHER_RUN = f"{CHECKPOINT}::test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over"
 
 MUTATIONS = [
     Mutation("15 replicas of KV heads are stored again", "mpcore/checkpoint/pieces.py",
@@ -25,6 +27,18 @@ MUTATIONS = [
     Mutation("38 39 the data begin anew", "examples/gpt/pretrain.py",
              "self.first_step, self.first_sample = manifest.step, manifest.sample",
              "self.first_step, self.first_sample = manifest.step, 0", RESUMES),
+    Mutation("38 a resumed run keeps the options of the checkpoint's command", "examples/gpt/pretrain.py",
+             "            group.update(mine)  #", "            pass  #", FLAGS),
+    Mutation("39 tokens are counted as if the batch had never changed", "examples/gpt/pretrain.py",
+             "self.sample(step + 1) * self.config.seq_len", "(step + 1) * tokens_a_step", FLAGS),
+    Mutation("38 another optimizer's state is taken", "examples/gpt/pretrain.py",
+             '            "optimizer": self.args.optimizer,\n', "", OTHER_RUN),
+    Mutation("a last checkpoint that isn't written passes", "examples/gpt/pretrain.py",
+             "                self.save_last(done)\n", "                self._try(lambda done=done: self.save(done))\n",
+             f"{CHECKPOINT}::test_a_run_whose_last_checkpoint_is_not_written_fails"),
+    Mutation("what goes along isn't written", "mpcore/checkpoint/saving.py",
+             "        write_beside(temporary(path) / name, data)\n", "        pass\n",
+             f"{HF}::test_what_goes_along_with_a_model_stays_with_it_through_training"),
     Mutation("40 the background saves what training goes on with", "mpcore/checkpoint/saving.py",
              "_snapshot(model, optimizer, mesh, about, copy=True)",
              "_snapshot(model, optimizer, mesh, about, copy=False)", MOMENT),

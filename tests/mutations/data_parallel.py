@@ -13,6 +13,9 @@ REFUSED = FILE + "test_what_cant_be_had_is_refused_on_every_rank_before_anything
 PIPELINES = FILE + "test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_the_dense_gradients"
 
 MUTATIONS = [
+    Mutation("39 what fills the last round of an evaluation counts", "examples/gpt/pretrain.py",
+             "targets.masked_fill((indices >= samples)[:, None], -100)", "targets",
+             "tests/examples/test_pretrain.py::test_every_layout_trains_as_one_process_does[tp1pp1dp2-untied-float64]"),
     Mutation("33 ranks that used other parameters post other sums", "mpcore/data_parallel.py",
              "sharded.set_reduce_scatter_unused_params(True)", "sharded.set_reduce_scatter_unused_params(False)", ODD),
     Mutation("30 replicas of a shard each count in the norm", "mpcore/gradients.py",
