@@ -49,7 +49,7 @@ from .cross_entropy import _tanh as tanh_and_slope
 Bounds = tuple[Tensor, Tensor]
 
 IMPLS = ("reference", "triton", "triton_ws", "gluon")
-HEAD_DIMS = (64, 80, 96, 128, 256)  # of keys and of values, that the kernels are tiled for
+WIDEST_HEAD = 256  # head dimension, of keys and of values, that the kernels are tiled for
 # For that GPU alone, in modules that are imported at the first launch.
 HOPPER = {"triton_ws": "_attention_ws", "gluon": "_attention_gluon"}
 HOPPER_HEAD_DIMS = (64, 128, 256)
@@ -87,9 +87,10 @@ def attention(
         scale: of the scores; `None`: K^(-1/2).
         softcap: c; `None`: none.
         out_dtype: of the output: what is merged with other blocks of keys is best not rounded; `None`: as `query`.
-        impl: `"triton"`, `"triton_ws"` (for Hopper in half precision, and K and Kv 64, 128 or 256), `"gluon"` (another
-            forward pass for it, for K = Kv, with the backward pass of `"triton"`), `"reference"`, or `None` to choose
-            by the device of `query`, the head dimensions and what was measured.
+        impl: `"triton"` (not float64, and K and Kv up to 256), `"triton_ws"` (for Hopper in half precision, and K and
+            Kv 64, 128 or 256), `"gluon"` (another forward pass for it, for K = Kv, with the backward pass of
+            `"triton"`), `"reference"`, or `None` to choose by the device of `query`, the head dimensions and what was
+            measured: what `"triton"` can't do takes the reference, thousands of small operators a layer.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and `[B, H, Tq]`, natural, in float32 (float64 for
@@ -269,9 +270,9 @@ def _chosen(impl: str | None, query: Tensor, value: Tensor, mask: str, out_dtype
     if impl not in (None, *IMPLS):
         raise ValueError(f"impl {impl!r} is none of None, {', '.join(map(repr, IMPLS))}")
     dims = query.shape[3], value.shape[3]
-    tiled = all(dim in HEAD_DIMS for dim in dims)
+    tiled = all(1 <= dim <= WIDEST_HEAD for dim in dims)
     if impl == "triton" and not tiled:
-        raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of {HEAD_DIMS}")
+        raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of 1 to {WIDEST_HEAD}")
     if impl in HOPPER:
         refusal = _refusal_of_hopper(impl, query, value, out_dtype)
         if refusal:
@@ -430,7 +431,7 @@ def _run_backward(
     lse, dlse = lse.contiguous(), _whole(dlse)
     do, o = _views(grad), _views(output)
     rows = lse.new_empty((2, B, H, T))  # log2 of the softmax's denominator, and delta
-    constants = (value.shape[3], next_power_of_2(value.shape[3]), 32)
+    constants = (value.shape[3], _padded(value.shape[3]), 32)
     scalars = (T, H, B * H * T, *do.strides, *o.strides)
     launch(_rows_kernel, (_programs(T, 32, B * H), 1, 1), (do.x, o.x, lse, dlse, rows), scalars, constants, num_warps=4)
 
@@ -469,7 +470,12 @@ def _whole(x: Tensor | None) -> Tensor | None:
 
 def _constants(query: Tensor, value: Tensor, low: Tensor | None, causal: bool, softcap: float) -> tuple:
     K, V = query.shape[3], value.shape[3]
-    return K, V, next_power_of_2(K), next_power_of_2(V), _mask(low, causal), softcap
+    return K, V, _padded(K), _padded(V), _mask(low, causal), softcap
+
+
+def _padded(dim: int) -> int:
+    """A head dimension as a matrix instruction takes it."""
+    return max(16, next_power_of_2(dim))
 
 
 def _programs(tokens: int, block: int, heads: int) -> int:
@@ -487,13 +493,14 @@ class _Tile(NamedTuple):
     warps: int
 
 
-# Blocks by head dimension, large without spilling registers: plain, and with bounds, a soft cap or padding. Not timed.
+# Blocks by head dimension, large without spilling registers: plain, and with bounds, a soft cap or padding, or of
+# heads below 64. Not timed.
 _LARGE = {  # 227 KiB of shared memory: H100, B200
     "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
     "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
     "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
 }
-_BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64))}}
+_BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64)), 256: ((64, 64), (32, 64))}}
 _SMALL = {  # 99 KiB and more: other GPUs of Nvidia
     "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
     "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
@@ -507,12 +514,13 @@ _AMD = {  # 64 KiB
 
 
 def _tile(kernel: str, query: Tensor, value: Tensor, low: Tensor | None, softcap: float) -> _Tile:
-    width = max(64, next_power_of_2(max(query.shape[3], value.shape[3])))
+    dims = query.shape[3], value.shape[3]
+    width = max(64, next_power_of_2(max(dims)))
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
         return _Tile((16, 16) if width > 128 else (32, 32), 1, 8)
     table = _SMALL if INTERPRETING else _tiles_of(_driver().get_current_device())
-    padded = width not in (query.shape[3], value.shape[3])
-    blocks = table[kernel][width][low is not None or softcap > 0 or padded]
+    odd = dims != tuple(map(_padded, dims)) or max(dims) < 64
+    blocks = table[kernel][width][low is not None or softcap > 0 or odd]
     return _Tile(blocks, 1, 4) if table is _AMD else _Tile(blocks, 2, 8)
 
 

@@ -130,12 +130,14 @@ def run_attention_gluon(
     ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, softcap, "gluon", out_dtype)
 
 
-def run_attention(K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0) -> None:
-    q, k, lse = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype), torch.empty(2, 8, 512)
+def run_attention(
+    K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0, V: int | None = None
+) -> None:
+    q, k, v = (torch.empty(2, 512, H, size, dtype=dtype) for H, size in ((8, K), (2, K), (2, V or K)))
     bound = torch.empty(512, dtype=torch.int32) if bounds else None
     options = (bound, bound, True, K**-0.5, softcap, "triton", None)
-    ops.attention_forward(q, k, k, *options)
-    ops.attention_backward(q, None, q, k, k, q, lse, *options)
+    output, lse = ops.attention_forward(q, k, v, *options)
+    ops.attention_backward(output, None, q, k, v, output, lse, *options)
 
 
 def run_moe_permute(D: int, K: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -221,6 +223,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention K=128 bf16 bounds": lambda: run_attention(128, bounds=True),
     "attention K=128 bf16 softcap": lambda: run_attention(128, softcap=30.0),
     "attention K=256 bf16": lambda: run_attention(256),
+    "attention K=32 bf16": lambda: run_attention(32),
+    "attention K=192 V=128 bf16": lambda: run_attention(192, V=128),
     "attention K=64 fp32": lambda: run_attention(64, torch.float32),
     "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
     "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),

@@ -251,7 +251,11 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
         ({}, {"bounds": (torch.zeros(8).int(),) * 2, "window": 2}, "bounds are the whole mask"),
         ({}, {"bounds": (torch.zeros(8).int(), torch.arange(8).flip(0).int())}, "bounds fall"),
         ({}, {"impl": "fast"}, "impl 'fast'"),
-        ({}, {"impl": "triton"}, r"no kernel of head dimensions \(6, 6\), only of \(64, 80"),
+        (
+            {"query": (1, 8, 4, 257), "key": (1, 8, 2, 257)},
+            {"impl": "triton"},
+            r"no kernel of head dimensions \(257, 6\), only of 1 to 256",
+        ),
         ({}, {"impl": "triton_ws"}, "has no torch.float32 kernel, only of torch.bfloat16 .*; use impl='triton'"),
     ],
 )
@@ -310,6 +314,29 @@ def test_what_was_measured_to_be_fastest_runs_where_it_can(monkeypatch):
     assert module._chosen(None, q, v, "full") == module._chosen(None, q, v, "causal", torch.float32) == "triton"
     assert module._chosen("triton", q, v, "causal") == "triton"
     assert module._chosen("reference", q, v, "causal") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "dtype", "chosen"),
+    [
+        *((K, V, torch.bfloat16, "triton") for K, V in ((1, 1), (32, 32), (48, 48), (192, 128), (256, 256))),
+        *((K, V, torch.float16, "reference") for K, V in ((257, 64), (64, 257))),
+        (64, 64, torch.float64, "reference"),
+    ],
+)
+def test_on_a_gpu_every_head_dimension_up_to_256_takes_the_kernels(K, V, dtype, chosen, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q, _, v = draw(2, K=K, V=V, dtype=dtype)
+    assert module._chosen(None, q, v, "causal") == chosen
+
+
+@pytest.mark.parametrize(("K", "V"), [(6, 40), (32, 32), (192, 128)])
+def test_a_launch_pads_head_dimensions_to_what_tensor_cores_multiply(K, V):
+    blocks = {6: 16, 32: 32, 192: 256, 40: 64, 128: 128}
+    forward, rows, keys, queries = launched(T=40, H=2, groups=1, K=K, V=V, B=1)
+    for launch in (forward, keys, queries):
+        assert [launch.arguments[n] for n in ("K", "V", "BLOCK_K", "BLOCK_V")] == [K, V, blocks[K], blocks[V]]
+    assert (rows.arguments["V"], rows.arguments["BLOCK_V"]) == (V, blocks[V])
 
 
 def test_on_the_meta_device_shapes_come_out():
@@ -481,7 +508,7 @@ def moved(mask):
 
 
 def runs_on_hopper(query):
-    refusal = module._refusal_of_hopper(query, query, None)
+    refusal = module._refusal_of_hopper("triton_ws", query, query, None)
     if refusal:
         pytest.skip(f"'triton_ws' {refusal}")
 

@@ -3,6 +3,7 @@
 from tests.mutations import Mutation
 
 KERNEL = "tests/kernels/test_attention.py"
+INTERPRETED = "tests/kernels/interpret/test_attention.py"
 LAYER = "tests/layers/test_attention.py"
 FILE = "kernels/attention.py"
 
@@ -36,4 +37,13 @@ MUTATIONS = [
              "self.kv_repeats = sizes if len(set(sizes)) > 1 else None", "self.kv_repeats = None", LAYER),
     Mutation("the layer's soft cap gets lost", "mpcore/layers/attention.py",
              "softcap=self.softcap, impl=self.impl", "softcap=None, impl=self.impl", LAYER),
+    Mutation("odd head dimensions take the reference on a GPU", FILE,
+             "tiled = all(1 <= dim <= WIDEST_HEAD for dim in dims)", "tiled = all(dim in (64, 128) for dim in dims)",
+             KERNEL),
+    Mutation("a head wider than the tiles takes the kernel", FILE,
+             "WIDEST_HEAD = 256", "WIDEST_HEAD = 512", KERNEL),
+    Mutation("narrow heads are too small for a matrix instruction", FILE,
+             "return max(16, next_power_of_2(dim))", "return next_power_of_2(dim)", KERNEL),
+    Mutation("the columns past a head are read", FILE,
+             "    if CHECK and D != BLOCK_D:\n", "    if CHECK and D > BLOCK_D:\n", INTERPRETED),
 ]  # fmt: skip

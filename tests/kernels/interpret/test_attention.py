@@ -59,9 +59,16 @@ def test_errors_of_grouped_heads_in_a_batch(H, groups, how):
         check(draw(37, H, groups, B=2, dtype=BF16), how=how, **mask(name, 37))
 
 
-@pytest.mark.parametrize(("K", "V"), [(80, 80), (96, 64), (64, 128), (128, 80), (256, 256)])
-def test_errors_of_every_head_dimension(K, V):
-    check(draw(37, K=K, V=V), **mask("window", 37))
+@pytest.mark.parametrize(
+    ("K", "V", "dtype"),
+    [
+        *((K, V, F32) for K, V in ((80, 80), (96, 64), (64, 128), (128, 80), (256, 256), (6, 40), (32, 32))),
+        *((K, V, BF16) for K, V in ((32, 32), (192, 128))),
+    ],
+)
+def test_errors_of_every_head_dimension(K, V, dtype):
+    heads = {"H": 8, "groups": 4} if K < 64 else {}  # of few numbers the reference's error is luck
+    check(draw(37, K=K, V=V, dtype=dtype, **heads), **mask("window", 37))
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 256)])
