@@ -1,5 +1,6 @@
 """What attention is tried on: inputs, masks, and results without what has no error."""
 
+import laws
 import torch
 
 
@@ -27,7 +28,7 @@ def draw(T, H=2, groups=1, K=64, *, keys=None, V=None, B=1, dtype=torch.float32)
         "key": (B, T if keys is None else keys, groups, K),
         "value": (B, T if keys is None else keys, groups, K if V is None else V),
     }
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {name: laws.drawn(torch.randn, shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
 def seen(function):

@@ -1,6 +1,7 @@
 """Kernels are tested in two processes, since Triton decides at import whether it compiles or interprets.
 
-The main one compiles and never runs a kernel; `test_interpreter.py` starts the other, which runs `interpret/`.
+The main one compiles, and runs a kernel only on a GPU: there `interpret/` is collected too, as tests of the marker
+`gpu`. `test_interpreter.py` starts the other, which runs `interpret/` alone.
 """
 
 import os
@@ -10,5 +11,4 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # laws.py and its like, from both processes
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = [] if INTERPRETING else ["interpret"]
 collect_ignore_glob = ["test_*.py"] if INTERPRETING else []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,11 @@ MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.12 on
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]
+
+
+def drawn(draw: Callable[..., Tensor], *size: Any, generator: torch.Generator) -> Tensor:
+    """What `draw` draws, the same numbers on every device: on the CPU, and moved to torch's default device."""
+    return draw(*size, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def check_errors(
@@ -76,7 +82,7 @@ def results(
     if not gradients:
         return named
     generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y) for y in outputs]
+    given = [drawn(torch.randn, y.shape, generator=generator).to(torch.bfloat16).to(y) for y in outputs]
     if place_gradient is not None:
         given = [place(dy, place_gradient, 8 * (i + 3)) for i, dy in enumerate(given)]
     torch.autograd.backward(outputs, given)
@@ -98,12 +104,23 @@ def place(x: Tensor, layout: str, extra: int) -> Tensor:
     for size in reversed(x.shape[1:]):
         strides.insert(0, strides[0] * size + (gap if len(strides) == 1 else 0))
     span = 2 * GUARD + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True) if size)
-    if layout == "far rows" and x.dim() > 1:
+    if layout == "far rows" and x.dim() > 1 and x.is_cuda:
+        need_memory(span * x.element_size())
+        sea = torch.zeros(span, dtype=x.dtype, device=x.device)
+    elif layout == "far rows" and x.dim() > 1:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         sea = torch.frombuffer(mmap.mmap(-1, span * x.element_size(), flags=flags), dtype=x.dtype)
     else:
-        sea = torch.full((span,), math.nan, dtype=x.dtype)
+        sea = torch.full((span,), math.nan, dtype=x.dtype, device=x.device)
     return sea.as_strided(x.shape, strides, GUARD).copy_(x)
+
+
+def need_memory(size: int) -> None:
+    """Skip the running test where the GPU has fewer bytes left than that."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < size:
+        pytest.skip(f"needs {size / 2**30:.0f} GiB of GPU memory, but {free / 2**30:.0f} GiB are free")
 
 
 def check_operator(op: Callable[..., Any], *args: Any) -> None:
@@ -126,25 +143,30 @@ def guarded_memory() -> Iterator[None]:
     seas: list[tuple[Tensor, int]] = []
     plain_new_empty = Tensor.new_empty
 
-    def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        sea = torch.full((2 * GUARD + shape.numel(),), math.nan if dtype.is_floating_point else HOLE, dtype=dtype)
+    def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        nothing = math.nan if dtype.is_floating_point else HOLE
+        sea = torch.full((2 * GUARD + shape.numel(),), nothing, dtype=dtype, device=device)
         seas.append((sea, shape.numel()))
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return torch.Tensor().to(dtype).set_(sea.untyped_storage(), GUARD, shape, strides)
+        return torch.tensor([], dtype=dtype, device=device).set_(sea.untyped_storage(), GUARD, shape, strides)
 
     def empty_like(x: Tensor, *, dtype: torch.dtype | None = None, memory_format: torch.memory_format) -> Tensor:
         assert memory_format == torch.contiguous_format
-        return empty(x.shape, dtype or x.dtype)
+        return empty(x.shape, dtype or x.dtype, x.device)
 
     def new_empty(x: Tensor, shape: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         if device is not None:  # the interpreter's own, not a kernel's
             return plain_new_empty(x, shape, dtype=dtype, device=device)
-        return empty(torch.Size([shape] if isinstance(shape, int) else shape), dtype or x.dtype)
+        return empty(torch.Size([shape] if isinstance(shape, int) else shape), dtype or x.dtype, x.device)
+
+    def plain_empty(*size: int, dtype: torch.dtype, device: str = "") -> Tensor:
+        assert device == "cuda", "use empty_like or new_empty; they are quicker"  # but for Triton's own memory
+        return torch.zeros(*size, dtype=dtype, device=device)
 
     with (
         mock.patch.object(torch, "empty_like", empty_like),
         mock.patch.object(Tensor, "new_empty", new_empty),
-        mock.patch.object(torch, "empty", side_effect=AssertionError("use empty_like or new_empty; they are quicker")),
+        mock.patch.object(torch, "empty", plain_empty),
     ):
         yield
     for sea, size in seas:

@@ -24,9 +24,9 @@ class Activation:
     def inputs(self, *shape, dtype=F32, bias=None):
         width = shape[-1] * (1 + self.gated)
         generator = torch.Generator().manual_seed(sum(shape))
-        made = {"x": (3 * torch.randn(*shape[:-1], width, generator=generator)).to(dtype)}
+        made = {"x": (3 * laws.drawn(torch.randn, *shape[:-1], width, generator=generator)).to(dtype)}
         if bias is not None:
-            made["bias"] = torch.randn(width, generator=generator).to(bias)
+            made["bias"] = laws.drawn(torch.randn, width, generator=generator).to(bias)
         return made
 
     def check(self, inputs, layout="contiguous"):

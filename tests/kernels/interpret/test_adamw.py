@@ -12,10 +12,11 @@ BETAS, KEY = (0.9, 0.95), 2**40 + 12345
 
 def inputs(n, param, moments, master):
     g = torch.Generator().manual_seed(n)
-    made = {"param": torch.randn(n, generator=g).to(param), "grad": torch.randn(n, generator=g).to(param)}
-    made |= {"exp_avg": torch.randn(n, generator=g).to(moments), "exp_avg_sq": torch.rand(n, generator=g).to(moments)}
+    made = {name: laws.drawn(torch.randn, n, generator=g).to(param) for name in ("param", "grad")}
+    made["exp_avg"] = laws.drawn(torch.randn, n, generator=g).to(moments)
+    made["exp_avg_sq"] = laws.drawn(torch.rand, n, generator=g).to(moments)
     if master:
-        made["master"] = made["param"].float() + 1e-3 * torch.randn(n, generator=g)
+        made["master"] = made["param"].float() + 1e-3 * laws.drawn(torch.randn, n, generator=g)
     return made
 
 
@@ -93,7 +94,7 @@ def test_float32_is_within_two_ulps_of_torchs_fused_step():
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("n", [1, 5000, 40001])
 def test_sums_of_squares(n, dtype, monkeypatch):
-    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    x = laws.drawn(torch.randn, n, generator=torch.Generator().manual_seed(n)).to(dtype)
     with laws.guarded_memory():
         found = sum_of_squares(laws.place(x, "contiguous", 0), impl="triton")
     assert found.dtype == torch.float64

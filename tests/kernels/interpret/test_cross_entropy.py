@@ -76,9 +76,9 @@ def truth(logits, target, cuts=None, label_smoothing=0.0, z_loss=0.0, softcap=0.
 
 def draw(*shape, dtype=F32, ignored=1):
     generator = torch.Generator().manual_seed(sum(shape))
-    target = torch.randint(0, shape[-1], shape[:-1], generator=generator)
+    target = laws.drawn(torch.randint, 0, shape[-1], shape[:-1], generator=generator)
     target.view(-1)[:ignored] = -100
-    return (3 * torch.randn(shape, generator=generator)).to(dtype), target
+    return (3 * laws.drawn(torch.randn, shape, generator=generator)).to(dtype), target
 
 
 def check(logits, target, layout="contiguous", **options):

@@ -16,7 +16,7 @@ DTYPES = [
 
 
 def draw(size, dtype):
-    bits = torch.randint(0, 256, (size * dtype.itemsize,), generator=torch.Generator().manual_seed(size))
+    bits = laws.drawn(torch.randint, 0, 256, (size * dtype.itemsize,), generator=torch.Generator().manual_seed(size))
     return (bits % 2).bool() if dtype == torch.bool else bits.to(torch.uint8).view(dtype)
 
 

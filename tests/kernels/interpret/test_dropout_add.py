@@ -17,11 +17,11 @@ kernel = functools.partial(dropout_add, impl="triton")
 
 def draw(*shape, dtype=F32, residual=None, bias=None):
     generator = torch.Generator().manual_seed(sum(shape))
-    made = {"x": torch.randn(shape, generator=generator).to(dtype)}
+    made = {"x": laws.drawn(torch.randn, shape, generator=generator).to(dtype)}
     if residual is not None:
-        made["residual"] = torch.randn(shape, generator=generator).to(residual)
+        made["residual"] = laws.drawn(torch.randn, shape, generator=generator).to(residual)
     if bias is not None:
-        made["bias"] = torch.randn(shape[-1], generator=generator).to(bias)
+        made["bias"] = laws.drawn(torch.randn, shape[-1], generator=generator).to(bias)
     return made
 
 

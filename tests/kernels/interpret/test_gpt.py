@@ -2,6 +2,7 @@
 
 import sys
 
+import laws
 import pytest
 import torch
 
@@ -26,12 +27,12 @@ KERNELS = {
 }
 
 
-def kernels_on(monkeypatch):
-    """Let `impl=None` take the kernels on the CPU too, as on a GPU; returns the set of files whose kernels then run."""
+def kernels(monkeypatch, on):
+    """Let `impl=None` take the kernels on every device, or on none; returns the set of files whose kernels then run."""
     seen = set()
 
     def runs(impl, x, any_dtype=False):
-        return impl != "reference" and (any_dtype or x.dtype in _dispatch.KERNEL_DTYPES)
+        return on and impl != "reference" and (any_dtype or x.dtype in _dispatch.KERNEL_DTYPES)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("mpcore.") and name != _dispatch.__name__ and hasattr(module, "runs_triton"):
@@ -42,11 +43,12 @@ def kernels_on(monkeypatch):
 
 def train(config, steps=3):
     """Losses of some steps of plain descent, and the last gradients."""
-    model, criterion = materialize(GPT(config, device="meta"), 5, "cpu"), VocabParallelCrossEntropy(config.vocab_size)
+    model = materialize(GPT(config, device="meta"), 5, torch.get_default_device())
+    criterion = VocabParallelCrossEntropy(config.vocab_size)
     generator = torch.Generator().manual_seed(2)
     losses = []
     for step in range(steps):
-        ids = torch.randint(0, config.vocab_size, (2, config.seq_len + 1), generator=generator)
+        ids = laws.drawn(torch.randint, 0, config.vocab_size, (2, config.seq_len + 1), generator=generator)
         loss = criterion(model(ids[:, :-1], samples=torch.arange(2) + 2 * step), ids[:, 1:])
         model.zero_grad()
         loss.backward()
@@ -59,9 +61,11 @@ def train(config, steps=3):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_gpt_step_is_the_same_with_kernels_on_and_off(kind, monkeypatch):
-    losses, gradients = train(CONFIGS[kind])
     with monkeypatch.context() as patch:
-        seen = kernels_on(patch)
+        kernels(patch, on=False)
+        losses, gradients = train(CONFIGS[kind])
+    with monkeypatch.context() as patch:
+        seen = kernels(patch, on=True)
         kernel_losses, kernel_gradients = train(CONFIGS[kind])
     assert KERNELS[kind] <= seen
     torch.testing.assert_close(kernel_losses, losses, rtol=1e-6, atol=1e-6)

@@ -12,10 +12,11 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
 
 def draw(N, D, V, dtype):
     generator = torch.Generator().manual_seed(N)
-    inputs = {"x": torch.randn(N, D, generator=generator), "weight": torch.randn(V, D, generator=generator)}
-    target = torch.randint(0, V, (N,), generator=generator)
+    shapes = {"x": (N, D), "weight": (V, D)}
+    inputs = {name: laws.drawn(torch.randn, shape, generator=generator) for name, shape in shapes.items()}
+    target = laws.drawn(torch.randint, 0, V, (N,), generator=generator)
     target[1] = -100
-    scale = torch.rand(N, generator=generator)
+    scale = laws.drawn(torch.rand, N, generator=generator)
     return {name: t.to(dtype) for name, t in inputs.items()}, {"target": target, "scale": scale}
 
 

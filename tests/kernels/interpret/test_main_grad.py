@@ -65,7 +65,7 @@ def test_pitfall_32_frozen_weights_add_nothing(norm):
 def test_a_main_gradient_of_a_wrong_shape_is_refused(norm):
     leaves = with_main_grads(norm.inputs(5, 24))
     leaves["weight"].main_grad = torch.ones(23)
-    with pytest.raises(ValueError, match=r"main_grad is torch.float32 \(23,\) on cpu; for a parameter \(24,\)"):
+    with pytest.raises(ValueError, match=r"main_grad is torch.float32 \(23,\) on \S+; for a parameter \(24,\)"):
         norm.kernel(**leaves).sum().backward()
 
 

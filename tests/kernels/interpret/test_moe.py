@@ -23,11 +23,11 @@ product = functools.partial(grouped_linear, impl="triton")
 
 
 def draw(*shape, dtype=F32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return laws.drawn(torch.randn, *shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def choices(T, K, E):
-    return torch.randint(-1, E + 1, (T, K), generator=torch.Generator().manual_seed(T))  # -1 and E are none
+    return laws.drawn(torch.randint, -1, E + 1, (T, K), generator=torch.Generator().manual_seed(T))  # -1 and E are none
 
 
 @pytest.mark.parametrize(("T", "K", "E"), [(7, 2, 5), (300, 3, 20), (1100, 1, 8), (40, 8, 300), (5, 2, 1), (0, 2, 4)])

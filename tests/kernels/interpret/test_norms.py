@@ -29,7 +29,7 @@ class Norm(NamedTuple):
         generator = torch.Generator().manual_seed(sum(shape))
 
         def draw(*shape):
-            return torch.randn(shape, generator=generator)
+            return laws.drawn(torch.randn, shape, generator=generator)
 
         made = {"x": (draw(*shape) + mean).to(dtype), "weight": draw(shape[-1]).to(weight or dtype)}
         if self.has_bias:

@@ -14,18 +14,18 @@ B, T = 2, 5
 
 
 def tables(rows, R, dtype=torch.float32):
-    angles = torch.rand(*rows, R // 2, generator=torch.Generator().manual_seed(R)) * 10
+    angles = laws.drawn(torch.rand, *rows, R // 2, generator=torch.Generator().manual_seed(R)) * 10
     return {"cos": (1.1 * angles.cos()).to(dtype), "sin": (1.1 * angles.sin()).to(dtype)}
 
 
 def draw(H, KV, K, norm=None, dtype=F32, rows=(B, T)):
     generator = torch.Generator().manual_seed(H + K)
     made = {
-        "q": torch.randn(*rows, H, K, generator=generator).to(dtype),
-        "k": torch.randn(*rows, KV, K, generator=generator).to(dtype),
+        "q": laws.drawn(torch.randn, *rows, H, K, generator=generator).to(dtype),
+        "k": laws.drawn(torch.randn, *rows, KV, K, generator=generator).to(dtype),
     }
     for name in ("q_weight", "k_weight") if norm else ():
-        made[name] = torch.randn(K, generator=generator).to(norm)
+        made[name] = laws.drawn(torch.randn, K, generator=generator).to(norm)
     return made
 
 
@@ -70,7 +70,7 @@ def test_errors_of_the_packed_projection(norm, interleaved):
     H, KV, K = 5, 2, 12
     for dtype in (F32, BF16):
         made = draw(H, KV, K, norm, dtype)
-        v = torch.randn(B, T, KV, K, generator=torch.Generator().manual_seed(9)).to(dtype)
+        v = laws.drawn(torch.randn, B, T, KV, K, generator=torch.Generator().manual_seed(9)).to(dtype)
         made = {"qkv": torch.cat([made.pop("q"), made.pop("k"), v], 2).flatten(2), **made}
         how = {"H": H, "KV": KV, **tables((T,), 8), "interleaved": interleaved, "zero_centered": True}
         if norm is None:
@@ -105,7 +105,7 @@ def test_transposed_tensors_and_gradients():
         leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
         outputs = kernel(**leaves, **tables((T,), 8))
         generator = torch.Generator().manual_seed(1)
-        gradients = [torch.randn(y.shape, generator=generator).to(BF16).to(F32) for y in outputs]
+        gradients = [laws.drawn(torch.randn, y.shape, generator=generator).to(BF16).to(F32) for y in outputs]
         gradients = [dy.transpose(1, 2).contiguous().transpose(1, 2) for dy in gradients]
         torch.autograd.backward(outputs, gradients)
         for name, leaf in leaves.items():
@@ -121,7 +121,7 @@ def test_transposed_tensors_and_gradients():
 def test_positions_and_tables_of_each_sample(shape, norm):
     """Documents begin anew, rows have their own positions: the same as a table gathered in torch."""
     table = tables((9,), 8)
-    positions = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(1))
+    positions = laws.drawn(torch.randint, 0, 9, shape, generator=torch.Generator().manual_seed(1))
     made = draw(3, 2, 8, norm, BF16)
     laws.check_errors(kernel, reference, made, positions=positions, **table)
     found = laws.results(kernel, made, positions=positions, **table)

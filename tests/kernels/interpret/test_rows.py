@@ -10,7 +10,7 @@ from mpcore.kernels._rows import sum_partials
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("P", "D"), [(1, 1), (64, 32), (65, 33), (300, 70)])
 def test_sums_of_partials(P, D, dtype):
-    partials = torch.randn(2, P, D, generator=torch.Generator().manual_seed(P))
+    partials = laws.drawn(torch.randn, 2, P, D, generator=torch.Generator().manual_seed(P))
     with laws.guarded_memory():
         first, second = partials.new_empty(D, dtype=dtype), partials.new_empty(D)
         sum_partials(laws.place(partials, "contiguous", 0), first, second)

@@ -1,0 +1,216 @@
+"""What of the kernels only a GPU shows: the same bits each time, CUDA graphs, and more than 2^31 elements.
+
+Their numbers are those of `interpret/`, which runs on a GPU too.
+"""
+
+import functools
+
+import laws
+import pytest
+import torch
+
+from mpcore.kernels.adamw import sum_of_squares
+from mpcore.kernels.attention import attention, attention_reference
+from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.kernels.dropout_add import dropout_add
+from mpcore.kernels.geglu import geglu
+from mpcore.kernels.gelu import gelu, gelu_reference
+from mpcore.kernels.grouped_linear import grouped_linear
+from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
+from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
+from mpcore.kernels.relu_squared import relu_squared
+from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
+from mpcore.kernels.rope import rope
+from mpcore.kernels.swiglu import swiglu, swiglu_reference
+from tests.kernels.interpret import test_cross_entropy as of_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+M, D, T, V = 3000, 1000, 500, 5000  # more rows than a GPU has programs at a time
+F32, BF16 = torch.float32, torch.bfloat16
+BEYOND = 2**31
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    with torch.device("cuda"):
+        yield
+
+
+def draw(*shape, dtype=BF16):
+    return laws.drawn(torch.randn, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def numbers(end, *shape):
+    return laws.drawn(torch.randint, 0, end, shape, generator=torch.Generator().manual_seed(end))
+
+
+def of(function, **fixed):
+    return functools.partial(function, impl="triton", **fixed)
+
+
+def experts(x, weight, w, chosen, impl, activation=None):
+    row, counts = moe_rows(chosen, len(w), impl=impl)
+    y = grouped_linear(moe_permute(x, row, chosen.numel(), impl=impl), w, counts, activation, impl=impl)
+    return moe_unpermute(y, row, weight, impl=impl)
+
+
+def cross_entropy(rows, V):
+    options = {"target": numbers(V, rows), **of_cross_entropy.ALL}
+    return functools.partial(of_cross_entropy.kernels, **options), {"logits": draw(rows, V)}
+
+
+def mixture(activation, F):
+    x = {"x": draw(M, 256), "weight": draw(M, 2, dtype=F32), "w": draw(8, F, 256)}
+    return of(experts, chosen=numbers(8, M, 2), activation=activation), x
+
+
+# What runs, and the tensors that it differentiates, if any.
+CASES = {
+    "rms_norm": lambda: (of(rms_norm), {"x": draw(M, D), "weight": draw(D)}),
+    "rms_norm of wide rows": lambda: (of(rms_norm), {"x": draw(300, 70000), "weight": draw(70000)}),
+    "layer_norm": lambda: (
+        of(layer_norm),
+        {"x": draw(M, D), "weight": draw(D), "bias": draw(D), "residual": draw(M, D)},
+    ),
+    "layer_norm of wide rows": lambda: (
+        of(layer_norm),
+        {"x": draw(300, 70000), "weight": draw(70000), "bias": draw(70000)},
+    ),
+    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D), "bias": draw(2 * D)}),
+    "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D), "bias": draw(2 * D)}),
+    "gelu": lambda: (of(gelu), {"x": draw(M, D), "bias": draw(D)}),
+    "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D), "bias": draw(D)}),
+    "cross_entropy": lambda: cross_entropy(M, V),
+    "cross_entropy of two long rows": lambda: cross_entropy(2, 128256),
+    "linear_cross_entropy": lambda: (
+        of(linear_cross_entropy, target=numbers(V, M), scale=torch.ones(M), chunk_rows=M // 2),
+        {"x": draw(M, 256), "weight": draw(V, 256)},
+    ),
+    "rope": lambda: (
+        of(rope, cos=draw(T, 32, dtype=F32), sin=draw(T, 32, dtype=F32)),
+        {"q": draw(2, T, 8, 64), "k": draw(2, T, 2, 64), "q_weight": draw(64), "k_weight": draw(64)},
+    ),
+    "dropout_add": lambda: (
+        of(dropout_add, p=0.1, key=2**40, samples=torch.arange(3)),
+        {"x": draw(3, M // 3, D), "residual": draw(3, M // 3, D), "bias": draw(D)},
+    ),
+    "moe_permute and grouped_linear": lambda: mixture(None, 300),
+    "moe_permute and grouped_linear with swiglu": lambda: mixture("swiglu", 600),
+    "attention": lambda: (
+        of(attention, window=T // 2),
+        {"query": draw(2, T, 8, 96), "key": draw(2, T, 2, 96), "value": draw(2, T, 2, 96)},
+    ),
+    "cross_replica_hash": lambda: (of(cross_replica_hash), {"x": draw(M, D)}),
+    "sum_of_squares": lambda: (torch.no_grad()(of(sum_of_squares)), {"x": draw(M, D)}),
+}
+
+
+def passes(function, inputs):
+    """Outputs, and gradients of half the sum of their squares."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = function(*leaves.values()) if len(leaves) == 1 else function(**leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    differentiable = [y for y in outputs if y.requires_grad]
+    if not differentiable:
+        return outputs
+    gradients = torch.autograd.grad(differentiable, list(leaves.values()), [y.detach() for y in differentiable])
+    return *outputs, *gradients
+
+
+def check_same(found, wanted):
+    assert len(found) == len(wanted)
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(ours, theirs), i
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_run_gives_the_same_bits(name):
+    function, inputs = CASES[name]()
+    wanted = passes(function, inputs)
+    for _ in range(3):
+        check_same(passes(function, inputs), wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cuda_graph_replays_both_passes(name):
+    """On what its inputs hold by then."""
+    function, inputs = CASES[name]()
+    passes(function, inputs)  # compiles, which a graph can't capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = passes(function, inputs)
+    for _ in range(2):
+        graph.replay()
+        check_same(found, passes(function, inputs))
+        for x in inputs.values():
+            x.copy_(x.flip(-1))
+
+
+def need(elements):
+    laws.need_memory(16 * elements)  # both ways in bfloat16, with copies, guards and what looks at them
+
+
+def rows_around(*widths):
+    """As many rows as have 2^31 elements of the narrowest width and some, and which of them are tried."""
+    rows = BEYOND // min(widths) + 5
+    need(rows * sum(widths))
+    edges = (0, *(BEYOND // width for width in widths), rows - 2)
+    return rows, torch.tensor(sorted({edge + i for edge in edges for i in (0, 1)}))
+
+
+def among(rows, where, function):
+    """`function` of a tensor of many rows, of which those at `where` are given: elsewhere it is 0, and so is what comes
+    out."""
+
+    def only_there(y):
+        assert y.count_nonzero() == y.index_select(0, where).count_nonzero()
+
+    def call(**arguments):
+        name, x = next(iter(arguments.items()))
+        whole = x.new_zeros((rows, *x.shape[1:])).index_copy(0, where, x)
+        whole.register_hook(only_there)
+        y = function(**arguments | {name: whole})
+        only_there(y.detach())
+        return y.index_select(0, where)
+
+    return call
+
+
+def many_tokens(rows, where):
+    def call(logits, target):
+        return of_cross_entropy.kernels(logits, torch.full((rows,), -100).index_copy(0, where, target))
+
+    return call
+
+
+def packed(function, **how):
+    return lambda x: function(*x.split(8, 2), **how)[0]
+
+
+# Kernel, reference, the shape of a row, the widths that matter, and what else there is.
+GIANTS = {
+    "rms_norm": (of(rms_norm), rms_norm_reference, (4096,), (4096,), {"weight": (4096,)}),
+    "layer_norm": (of(layer_norm, bias=None), functools.partial(layer_norm_reference, bias=None),
+                   (4096,), (4096,), {"weight": (4096,)}),
+    "swiglu": (of(swiglu), swiglu_reference, (2 * 4096,), (2 * 4096, 4096), {}),
+    "gelu": (of(gelu), gelu_reference, (4096,), (4096,), {}),
+    "attention": (packed(attention, impl="triton"), packed(attention_reference), (16, 24, 64), (16 * 24 * 64,), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIANTS)
+def test_errors_among_more_than_2_31_elements(name):
+    kernel, reference, row, widths, others = GIANTS[name]
+    rows, where = rows_around(*widths)
+    inputs = {"x": draw(len(where), *row)} | {name: draw(*shape) for name, shape in others.items()}
+    laws.check_errors(among(rows, where, kernel), reference, inputs)
+
+
+def test_errors_of_cross_entropy_among_more_than_2_31_logits():
+    width = 128256
+    rows, where = rows_around(width)
+    kernel = among(rows, where, many_tokens(rows, where))
+    inputs, target = {"logits": draw(len(where), width)}, numbers(width, len(where))
+    laws.check_errors(kernel, of_cross_entropy.truth, inputs, target=target)
