@@ -13,7 +13,9 @@ What is exchanged over data a step, in units of a rank's parameters, with M micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.utils._pytree import tree_leaves
 
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.sharding import Sharding, add_partial, is_dtensor, owners, sharding_of
@@ -40,11 +43,13 @@ class DataParallel:
         zero: what is sharded, see `shard_data_parallel`.
         replicate: over how many groups of ranks the shards are replicated.
         shared: units of the parameters that several stages of this rank share.
+        gathered: whether a forward without gradients leaves parameters gathered, see `gathered`.
     """
 
     zero: int
     replicate: int = 1
     shared: tuple[SharedUnit, ...] = ()
+    gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ def shard_data_parallel(
     Parameters sharded over experts are replicated, and so dealt out, over `mesh.edp`; all others over `mesh.data`.
     Afterwards call `reduce_gradients(model)` after each step's last backward, as ever. Where micro-batches are run
     without `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last.
+
+    A forward without gradients (an evaluation, a teacher) may run at any time. It gathers and shards again; `gathered`
+    saves that where many follow each other.
 
     Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
     no gradient with `zero=0`, and one of zeros else; frozen parameters have none. Every rank must run every block.
@@ -135,7 +143,9 @@ def shard_data_parallel(
         for block in blocks:
             if block in within:
                 wrap(block, whole)
+                block.register_forward_hook(partial(_after_forward, stage))
         wrap(stage, whole)
+        stage.register_forward_hook(partial(_after_forward, stage))
         units = tuple(unit for unit in shared if unit.owners & within)
         stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
         for unit in units:
@@ -337,8 +347,38 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
         unit.finish()
 
 
+@torch._disable_dynamo
+def _after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
+    """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
+    found = [x for x in tree_leaves(out) if isinstance(x, Tensor)] if unit is stage else []
+    evaluated = not torch.is_grad_enabled() or (found and not any(x.requires_grad for x in found))
+    state: Any = stage.data_parallel
+    if evaluated and not state.gathered:
+        reshard(unit)
+
+
+@contextmanager
+def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
+    """Forwards without gradients in here gather parameters once, not each anew; sharded again at the end.
+
+    Args:
+        model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
+    """
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    held = [(stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")]
+    for stage, state in held:
+        stage.data_parallel = replace(state, gathered=True)  # type: ignore[arg-type, assignment]
+    try:
+        yield
+    finally:
+        for stage, state in held:
+            stage.data_parallel = state
+            if not state.gathered:
+                reshard(stage)
+
+
 def reshard(model: nn.Module) -> None:
-    """Have the modules hold their shards, which a forward without backward leaves gathered.
+    """Have the modules hold their shards, which a forward with gradients but no backward leaves gathered.
 
     `save` and `load` do it for the modules of the model they are given. Where a rank's stages are sharded each for
     itself and joined, call it for each stage before.

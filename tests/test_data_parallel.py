@@ -27,7 +27,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import placements, reshard, shard_data_parallel, sync_gradients
+from mpcore.data_parallel import placements, shard_data_parallel, sync_gradients
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
@@ -98,11 +98,11 @@ class Run:
         reduce_gradients(self.model)
         return all_reduce(loss, data)
 
-    def evaluate(self) -> None:
-        """A forward alone leaves parameters gathered."""
+    def evaluate(self, batches: int = 1) -> None:
+        """Forwards alone."""
         for stage in self.stages:
             stage.eval()
-        list(self.pipeline.forward([batch()[0][:2]]))
+        list(self.pipeline.forward([batch()[0][:2]] * batches))
         for stage in self.stages:
             stage.train()
 
@@ -144,8 +144,6 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
         close(grad_norm(run.model, run.on), torch.tensor(0.5, dtype=torch.float64), "clipped norm", TOLERANCE)
         run.model.zero_grad()
         run.evaluate()
-        for stage in run.stages:
-            reshard(stage)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +228,11 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
         assert sent == expected, f"sent {dict(sent)}, the theory says {expected}"
     for stage in run.stages:
         assert all(is_dtensor(p) == (zero > 0) for p in stage.parameters())
+    if zero in (1, 2):
+        with counted() as sent:
+            run.evaluate(3)
+        assert sent == {"gathers": units, "gathered": parameters}, "an evaluation of many batches gathers once"
+        assert all(is_dtensor(p) for stage in run.stages for p in stage.parameters())
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -391,6 +394,51 @@ def check_odd(zero: int, replicate: int) -> None:
 )
 def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
     ranks(4, check_odd, zero, replicate)
+
+
+def check_evaluations(zero: int) -> None:
+    """A teacher before backward, a validation between micro-batches, before the step and after it: nothing shows."""
+    on = mesh(dp=2)
+    whole, model = Parts(), Parts()
+    shard_data_parallel(model, on, model.blocks, zero=zero)
+    use = {"plain", "other", "tiny", "scalar", "frozen"}
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (whole, model)]
+    x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    wanted, declared = dict(whole.named_parameters()), shardings(model)
+
+    @torch.no_grad()
+    def evaluated() -> Tensor:
+        y = model(x[0], use)
+        close(y, whole(x[0], use), "evaluation")
+        close(model.blocks[0](x[1], use), whole.blocks[0](x[1], use), "evaluation of a block alone")
+        for p in model.parameters():
+            assert is_dtensor(p) == (zero > 0 and p.dim() > 0 and p.numel() > 0)
+        return y
+
+    for _ in range(3):
+        for micro in range(2):
+            sync_gradients(model, micro == 1)
+            mine, every = model(x[on.data.rank], use), [whole(each, use) for each in x]
+            teacher = 1.5 * evaluated()
+            (mine - teacher).square().sum().backward()
+            sum((y - teacher).square().sum() for y in every).backward()  # type: ignore[union-attr]
+            evaluated()
+        reduce_gradients(model)
+        for m, sizes in ((model, on), (whole, Mesh())):
+            clip_gradients(m, 0.5, grad_norm(m, sizes))
+        evaluated()
+        close(grad_norm(model, on), grad_norm(whole, Mesh()), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            close(over_data(p, on, declared[name]), wanted[name].detach(), name)
+        evaluated()
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_forward_without_gradients_may_run_at_any_time(ranks, zero):
+    ranks(2, check_evaluations, zero)
 
 
 class Experts(ParallelModule):

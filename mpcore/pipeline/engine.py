@@ -23,6 +23,7 @@ from mpcore.collectives import all_reduce
 from mpcore.data_parallel import (
     finish_gradients,
     gather,
+    gathered,
     reduce_held,
     reduce_once,
     reduces_each_micro_batch,
@@ -196,15 +197,16 @@ class Pipeline:
             For each batch the model's output on the rank of the last stage, the output of its own last stage on the
             others.
         """
-        for x in batches:
-            # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
-            for index, stage in self.mine.items():
-                if index > 0 and index - 1 not in self.mine:
-                    x = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
-                x = stage(x, **arguments)
-                if index + 1 < self.plan.stages and index + 1 not in self.mine:
-                    _send(x, self.pp, self.plan.rank_of[index + 1])
-            yield x
+        with gathered(self.stages):
+            for x in batches:
+                # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
+                for index, stage in self.mine.items():
+                    if index > 0 and index - 1 not in self.mine:
+                        x = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
+                    x = stage(x, **arguments)
+                    if index + 1 < self.plan.stages and index + 1 not in self.mine:
+                        _send(x, self.pp, self.plan.rank_of[index + 1])
+                yield x
 
     def from_last(self, x: Tensor) -> Tensor:
         """What the rank of the last stage holds, on every rank: `x` of the others gives only the shape and dtype."""

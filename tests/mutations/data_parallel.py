@@ -41,5 +41,8 @@ MUTATIONS = [
              "reduce_held(self.submod, last_backward)", "pass", PIPELINES + "[zb-2-tied]"),
     Mutation("14 a table that two stages share is not summed", "mpcore/data_parallel.py",
              "        unit.finish()\n", "        pass\n", PIPELINES + "[zbv-1-tied]"),
+    Mutation("a validation leaves copies of parameters that nobody steps", "mpcore/data_parallel.py",
+             "if evaluated and not state.gathered:", "if False:",
+             FILE + "test_a_forward_without_gradients_may_run_at_any_time"),
     Mutation("a fifth stage of ZeRO", "mpcore/data_parallel.py", "if zero not in (0, 1, 2, 3):", "if False:", REFUSED),
 ]  # fmt: skip
