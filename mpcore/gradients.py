@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
@@ -20,6 +21,9 @@ from mpcore.sharding import Shard, data_run, is_dtensor, local_tensor, owners, s
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
+BUCKET = 2**26
+
 
 def main_gradients(model: nn.Module) -> nn.Module:
     """Have gradients accumulated in float32, whatever the parameters and the products are computed in.
@@ -28,6 +32,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
     of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+    `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its
@@ -37,8 +42,10 @@ def main_gradients(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: if a parameter is sharded over data.
+        ValueError: if a parameter is sharded over data, or the model is wrapped in `DistributedDataParallel`.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("DistributedDataParallel sums no main gradients: take its module and reduce_gradients")
     for name, _, _, parameter in owners(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
@@ -53,7 +60,16 @@ def main_gradients(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`."""
+    """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`.
+
+    Raises:
+        ValueError: for one that data parallelism replaced: it would never have one.
+    """
+    if hasattr(parameter, "replaced_by_shards"):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: make "
+            f"the optimizer after shard_data_parallel"
+        )
     main = getattr(parameter, "main_grad", None)
     if main is None:
         return parameter.grad
@@ -92,13 +108,17 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
     parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
-    axis, in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no gradient on some rank
-    counts as zero there; one that got none on any rank keeps None.
+    axis and `BUCKET` elements, in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no
+    gradient on some rank counts as zero there; one that got none on any rank keeps None.
 
     Args:
         model: the model, or this rank's stage of it.
         over: axes over which every parameter is replicated with other data on each rank, and which nothing else
-            reduces; a mesh stands for each parameter's own (`Sharding.data_axis`): plain data parallelism.
+            reduces; a mesh stands for each parameter's own (`Sharding.data_axis`): plain data parallelism, where
+            `shard_data_parallel` didn't do it.
+
+    Raises:
+        ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already.
     """
     pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
     for name, module, leaf, parameter in owners(model):
@@ -106,16 +126,50 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
             continue
         sharding = sharding_of(module, leaf, parameter)
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
-        wanted = [(axis, None) for axis in (*sharding.partial, *axes) if axis.size > 1]
+        for axis in axes:
+            _check_unsummed(name, parameter, axis)
+        once = {axis.group: axis for axis in (*sharding.partial, *axes) if axis.size > 1}
+        wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
     for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].name):  # the same order on every rank
-        _reduce_pending(axis, sorted(entries, key=lambda entry: entry[0]))
+        wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
+        for bucket in _buckets(sorted(entries, key=lambda entry: entry[0])):
+            _reduce_pending(axis, bucket, wide)
 
 
-def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]]) -> None:
-    wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
+def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:
+    if axis.size > 1 and is_dtensor(parameter):
+        assert axis.group is not None
+        summed = {*parameter.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(axis.group)}
+        if len(summed) > 1:
+            raise ValueError(
+                f"{name} is sharded by shard_data_parallel, which sums its gradient over {len(summed)} of the "
+                f"{axis.size} ranks of {axis.name}: call reduce_gradients(model); reduce_gradients(model, mesh) is for "
+                f"plain data parallelism without it"
+            )
+
+
+def _buckets(
+    entries: list[tuple[str, nn.Parameter, Shard | None]],
+) -> Iterator[list[tuple[str, nn.Parameter, Shard | None]]]:
+    """Of at most `BUCKET` elements, or of one parameter: cut by what is sent, which is the same on every rank."""
+    bucket, size = [], 0
+    for name, parameter, shard in entries:
+        length = local_tensor(parameter).numel()
+        if shard is not None:  # of which ranks hold more or less
+            others = (*parameter.shape[: shard.dim], *parameter.shape[shard.dim + 1 :])
+            length = len(shard.replicated) * math.prod(others)
+        if bucket and size + length > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter, shard))
+        size += length
+    yield bucket
+
+
+def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]], wide: torch.dtype) -> None:
     here = [gradient_of(p) is not None for _, p, _ in entries]
     present, complete = torch.tensor(here, dtype=wide), all(here)
     for (_, parameter, _), there in zip(entries, here, strict=True):
@@ -139,10 +193,10 @@ def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
         return local_tensor(grad)
     # Replicas may lie in different data shards on different ranks, so they are summed whole.
     whole = grad.full_tensor() if is_dtensor(grad) else grad
-    mine, slots = _replica_slots(shard)
     front = whole.movedim(shard.dim, 0)
     part = front.new_zeros(len(shard.replicated), *front.shape[1:])
-    part[slots] = front[mine]
+    for index, slot, length in shard.replica_runs:  # runs, not indices, for which a GPU would wait
+        part[slot : slot + length] = front[index : index + length]
     return part
 
 
@@ -152,19 +206,13 @@ def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> 
     if shard is None:
         local_tensor(grad).copy_(total)
         return
-    mine, slots = _replica_slots(shard)
     whole = grad.full_tensor() if is_dtensor(grad) else grad
-    whole.movedim(shard.dim, 0)[mine] = total[slots].to(whole.dtype)
+    front = whole.movedim(shard.dim, 0)
+    for index, slot, length in shard.replica_runs:
+        front[index : index + length] = total[slot : slot + length]
     if is_dtensor(grad):
         start, end = data_run(grad)
         grad.to_local().copy_(whole[start:end])
-
-
-def _replica_slots(shard: Shard) -> tuple[list[int], list[int]]:
-    slot = {index: i for i, index in enumerate(shard.replicated)}
-    held = [index for start, end in shard.mine for index in range(start, end)]
-    mine = [i for i, index in enumerate(held) if index in slot]
-    return mine, [slot[held[i]] for i in mine]
 
 
 def _is_first_replica(x: DTensor) -> bool:
@@ -191,6 +239,8 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 
 def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")
     norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
@@ -219,10 +269,10 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
         grad = local_tensor(found)
         for shard in sharding.shards:
             if shard.replicated:
-                start, end = data_run(found) if is_dtensor(found) else (0, len(grad))
-                owned = torch.tensor(shard.owned, device=grad.device)
-                owned = owned[start:end] if shard.dim == 0 else owned
-                grad = grad.movedim(shard.dim, 0)[owned]
+                front = grad.movedim(shard.dim, 0)
+                begin = data_run(found)[0] if is_dtensor(found) and shard.dim == 0 else 0
+                runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
+                grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
         yield grad
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -64,6 +65,26 @@ class Shard:
         """For each index this rank holds: whether no lower rank holds it too."""
         lower = {i for runs in self.runs[: self.axis.rank] for start, end in runs for i in range(start, end)}
         return tuple(i not in lower for start, end in self.mine for i in range(start, end))
+
+    @cached_property
+    def owned_runs(self) -> tuple[Run, ...]:
+        """The runs of what this rank holds, counted from its first index, that no lower rank holds too."""
+        kept = [i if mine else None for i, mine in enumerate(self.owned)]
+        return tuple((start, start + length) for start, _, length in _runs(kept))
+
+    @cached_property
+    def replica_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """The replicas that this rank holds in runs: where in what it holds, where in `replicated`, how many."""
+        slot = {index: i for i, index in enumerate(self.replicated)}
+        return tuple(_runs([slot.get(index) for start, end in self.mine for index in range(start, end)]))
+
+
+def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
+    """The index, the place and the length of each run of places that follow each other."""
+    for _, found in groupby(enumerate(places), lambda pair: None if pair[1] is None else pair[1] - pair[0]):
+        (index, place), *more = found
+        if place is not None:
+            yield index, place, 1 + len(more)
 
 
 @dataclass(frozen=True)
@@ -162,8 +183,20 @@ def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """For each parameter, tied ones once: its full name, the module that holds it, its name there, the parameter."""
+    """For each parameter, tied ones once: its full name, the module that holds it, its name there, the parameter.
+
+    Raises:
+        ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
+    """
     modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        for leaf in getattr(module, "shardings", ()):
+            if leaf not in module._parameters:
+                raise ValueError(
+                    f"{prefix}.{leaf} is no parameter any more, and {type(module).__name__} declares how it is cut and "
+                    f"summed: in place of parametrize or weight_norm write a ParallelModule that declares the factors, "
+                    f"or merge them (remove_parametrizations)".lstrip(".")
+                )
     for name, parameter in model.named_parameters():
         prefix, _, leaf = name.rpartition(".")
         yield name, modules[prefix], leaf, parameter
@@ -240,7 +273,7 @@ def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter in its logical shape, by full name, gathered to every rank: a collective on all ranks.
 
-    Tied parameters are there once. A model cut in pipeline stages gives its own stage's parameters.
+    Tied parameters are there once. A model cut in pipeline stages gives its own stage's parameters. All are copies.
 
     Raises:
         ValueError: before anything is sent, naming a parameter that is offloaded.
@@ -248,7 +281,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     declared = shardings(model)
     for name, parameter in model.named_parameters():
         check_present(name, parameter)
-    return {name: full_tensor(p, declared[name]) for name, p in model.named_parameters()}
+    state = {}
+    for name, parameter in model.named_parameters():
+        full = full_tensor(parameter, declared[name])
+        own = full.data_ptr() == local_tensor(parameter).data_ptr()  # what no other rank holds a part of
+        state[name] = full.clone() if own else full
+    return state
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from mpcore import (
     shardings,
 )
 from mpcore import collectives as c
+from mpcore import gradients as of_gradients
+from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.sharding import Shard, add_partial, cut
 from tests.equality import close, full_gradients
@@ -71,11 +74,12 @@ def give_gradients(model, tp):
     return want
 
 
-def check_kinds(dtype):
+def check_kinds(dtype, bucket=of_gradients.BUCKET):
     tp = mesh(tp=4).tp
     model = Kinds(tp, dtype)
     want = give_gradients(model, tp)
-    reduce_gradients(model)
+    with mock.patch.object(of_gradients, "BUCKET", bucket):
+        reduce_gradients(model)
     for name, p in model.named_parameters():
         assert p.grad.dtype == dtype
         # half-precision terms are added in float32 and rounded once
@@ -160,6 +164,58 @@ def check_data():
 
 def test_replicas_on_other_data_are_summed_with_the_pending_ones(ranks):
     ranks(4, check_data)
+
+
+def check_buckets():
+    """Whole numbers, whose sums are exact in any order: the same bits however they are cut, and no parameter twice."""
+    m = mesh(tp=2, dp=2)
+    found, calls = [], []
+    for bucket in (2**26, 20, 1):
+        torch.manual_seed(4)
+        model = Model(sequence=1, tp=m.tp).double()
+        shard_data_parallel(model, m, zero=0)  # declares what the mesh says once more
+        for i, p in enumerate(model.parameters()):
+            p.grad = draw(10 * i + m.world.rank, *p.shape).mul(9).round() if i != 1 or m.world.rank == 1 else None
+        with (
+            mock.patch.object(of_gradients, "BUCKET", bucket),
+            mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
+        ):
+            reduce_gradients(model, m)
+        found.append([p.grad for p in model.parameters()])
+        calls.append([call.args[0].numel() for call in sent.call_args_list])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert len(calls[0]) == 2 < len(calls[1]) < len(calls[2])
+    largest = max(p.numel() for p in model.parameters())
+    assert max(calls[1]) < max(20, largest) + 20
+    assert max(calls[2]) == largest + 1, "one parameter and whether it is there"
+
+
+def test_sums_are_cut_in_buckets_and_stay_the_same(ranks):
+    ranks(4, check_buckets)
+    for bucket in (1, 9, 16):  # ranks hold unlike numbers of replicas
+        ranks(4, check_kinds, torch.float64, bucket)
+
+
+def check_summed_already():
+    m = mesh(tp=2, dp=2)
+    for over in (m, m.data, m.world):
+        model = Model(sequence=1, tp=m.tp).double()
+        shard_data_parallel(model, m)
+        ids = torch.arange(24).reshape(2, 12) % 21
+        model(ids, ids.flip(1)).backward()
+        with (
+            mock.patch.object(of_gradients, "all_reduce", side_effect=AssertionError("sent")),
+            pytest.raises(
+                ValueError, match=r"sums its gradient over 2 of the [24] ranks of \w+: call reduce_gradients"
+            ),
+        ):
+            reduce_gradients(model, over)
+        reduce_gradients(model, Axis(name="ends"))
+
+
+def test_what_is_sharded_over_data_is_not_summed_over_it_again(ranks):
+    ranks(4, check_summed_already)
 
 
 class OwnExperts(ParallelModule):
@@ -402,6 +458,11 @@ def test_zero_gradients_are_clipped_to_zero():
         p.grad = torch.zeros_like(p)
     clip_gradients(model, 1.0, torch.zeros((), dtype=torch.float64))
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_an_axis_is_no_mesh():
+    with pytest.raises(TypeError, match="expected the mesh that the model lies on, found Axis"):
+        grad_norm(nn.Linear(2, 2), Axis())  # type: ignore[arg-type]
 
 
 def test_on_no_axis_nothing_happens():

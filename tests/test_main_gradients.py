@@ -217,6 +217,9 @@ def check_refused():
     model = shard_data_parallel(ColumnParallelLinear(4, 4), m)
     with pytest.raises(ValueError, match="weight is sharded over data: its gradients accumulate in fully_shard's"):
         main_gradients(model)
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=m.data.group)
+    with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
+        main_gradients(wrapped)
 
 
 def test_what_fully_shard_accumulates_is_left_to_it(ranks):

@@ -3,15 +3,19 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from mpcore import (
     Axis,
+    ColumnParallelLinear,
     GateUpParallelLinear,
     QKVParallelLinear,
     VocabParallelEmbedding,
     full_state_dict,
     load_full_state_dict,
     materialize,
+    reduce_gradients,
     shardings,
 )
 from mpcore import collectives as c
@@ -58,6 +62,9 @@ def check_round_trip():
         assert set(everyone) == set(index), f"{name}: some index is nowhere"
         assert shard.replicated == tuple(i for i in index if everyone.count(i) > 1), name
         owned = [i for i, mine in zip(held, shard.owned, strict=True) if mine]
+        assert [i for start, end in shard.owned_runs for i in held[start:end]] == owned, name
+        copied = {slot + i: held[index + i] for index, slot, length in shard.replica_runs for i in range(length)}
+        assert copied == {slot: i for slot, i in enumerate(shard.replicated) if i in held}, name
         owners_of = c.all_reduce(torch.bincount(torch.tensor(owned, dtype=torch.int64), minlength=len(index)), axis)
         assert owners_of.eq(1).all(), f"{name}: an index without one owner"
 
@@ -165,6 +172,45 @@ def check_load_errors():
 
 def test_states_that_do_not_fit_are_refused_before_anything_changes(ranks):
     ranks(2, check_load_errors)
+
+
+def check_copies():
+    model = Model(sequence=1, tp=mesh(tp=2).tp).double()
+    state = full_state_dict(model)
+    before = {name: value.clone() for name, value in state.items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(state[name], before[name]), f"{name} moved with the model"
+        assert torch.equal(value, before[name] + 1), name
+
+
+def test_a_state_dict_is_what_the_model_was(ranks):
+    ranks(2, check_copies)
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize(
+    "how", [parametrizations.weight_norm, lambda m: register_parametrization(m, "weight", Scaled())]
+)
+def test_a_parameter_that_was_parametrized_is_refused_by_name(how):
+    tp = Axis(2, 1, None, "tp")
+    model = nn.Sequential(nn.Linear(3, 4), ColumnParallelLinear(4, 6, tp=tp))
+    how(model[0])
+    list(owners(model))
+    how(model[1])
+    for use in (full_state_dict, reduce_gradients, shardings, lambda model: load_full_state_dict(model, {})):
+        with pytest.raises(ValueError, match=r"^1\.weight is no parameter any more, and Parametrized.*remove_param"):
+            use(model)
+    with pytest.raises(ValueError, match=r"^weight is no parameter any more"):
+        shardings(model[1])
+    remove_parametrizations(model[1], "weight")
+    assert shardings(model)["1.weight"].local_shape == (3, 4)
 
 
 def test_undeclared_parameters_are_replicated():
