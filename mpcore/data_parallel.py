@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_leaves
 
+from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.sharding import Sharding, add_partial, is_dtensor, owners, sharding_of
 
@@ -87,6 +89,8 @@ def shard_data_parallel(
     A forward without gradients (an evaluation, a teacher) may run at any time. It gathers and shards again; `gathered`
     saves that where many follow each other.
 
+    Make the optimizer afterwards: 1 to 3 put other parameters in place of the model's. They have no second derivative.
+
     Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
     no gradient with `zero=0`, and one of zeros else; frozen parameters have none. Every rank must run every block.
 
@@ -94,7 +98,8 @@ def shard_data_parallel(
         model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
             which may share parameters. Changed in place.
         mesh: the mesh it lies on. With one data rank the model stays as it is.
-        blocks: submodules that are gathered and summed one after the other, in the order of forward.
+        blocks: submodules that are gathered and summed one after the other, in the order of forward; one within another
+            is a unit of its own.
         zero: 0 keeps everything whole on each rank, and gradients are all-reduced by `reduce_gradients`. 1 shards the
             optimizer's state: gradients are reduce-scattered with the last micro-batch, and parameters are gathered
             once a step. 2 shards gradients too: each micro-batch's are reduce-scattered. 3 shards parameters too: a
@@ -110,12 +115,14 @@ def shard_data_parallel(
 
     Raises:
         ValueError: on every rank and before anything is changed, if `zero` or `replicate` can't be had, a block lies
-            outside the model, something is sharded already, trained parameters of one unit differ in dtype, or ranks
-            ask for different things.
+            outside the model, units share a parameter, something is sharded already, trained parameters of one unit
+            differ in dtype, or ranks ask for different things.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
     """
-    stages, blocks = [model] if isinstance(model, nn.Module) else list(model), list(blocks)
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    given = dict.fromkeys(block for block in blocks if block not in stages)
+    blocks = sorted(given, key=lambda block: sum(module in given for module in block.modules()))  # inner ones first
     _check(stages, blocks, mesh, zero, replicate, param_dtype, reduce_dtype)
     asked = {"zero": zero, "replicate": replicate, "blocks": len(blocks), "dtypes": (param_dtype, reduce_dtype)}
     check_same("data parallelism", asked, mesh.data)
@@ -190,6 +197,8 @@ def _check(
         for name, parameter in stage.named_parameters():
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
+    if zero:
+        _check_units(stages, blocks)
     inside = {p for block in blocks for p in block.parameters()}
     for unit in (*blocks, *stages):
         mine = [p for p in unit.parameters() if p.requires_grad and (unit in blocks or p not in inside)]
@@ -199,6 +208,23 @@ def _check(
                 f"trained parameters of one {type(unit).__name__} are of {' and '.join(dtypes)}: give each dtype "
                 f"blocks of its own, or use zero=0"
             )
+
+
+def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
+    """Each parameter is to lie in one unit, however it is reached; those that stages share get one of their own."""
+    seen: dict[nn.Parameter, tuple[str, nn.Module, nn.Module]] = {}
+    units = set(blocks)
+    for stage in stages:
+        modules = dict(stage.named_modules(remove_duplicate=False))
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            path = [modules[prefix] for prefix in accumulate(name.split(".")[:-1], "{}.{}".format)]
+            unit = next((module for module in reversed(path) if module in units), stage)
+            first, other, within = seen.setdefault(parameter, (name, unit, stage))
+            if parameter.dim() and within is stage and other is not unit:
+                raise ValueError(
+                    f"{first} and {name} are one parameter in two units, of {type(other).__name__} and "
+                    f"{type(unit).__name__}: give what holds both as a block, or neither of them"
+                )
 
 
 def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: int) -> bool:
@@ -251,6 +277,8 @@ class _Wrap:
         if self.experts is not None:
             options["shard_placement_fn"] = self._placed
         sharded = fully_shard(module, ignored_params=ignored, **options)
+        for p in mine:
+            p.replaced_by_shards = True  # type: ignore[attr-defined]  # an optimizer made before holds it still
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different ones
@@ -355,6 +383,9 @@ def _after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> No
     state: Any = stage.data_parallel
     if evaluated and not state.gathered:
         reshard(unit)
+    for x in found:
+        if x.requires_grad:  # its backward frees what the graph of a second one holds
+            x.register_hook(lambda _: refuse_second_derivative(f"a model sharded over data (zero {state.zero})"))
 
 
 @contextmanager
@@ -365,9 +396,11 @@ def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
         model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    held = [(stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")]
+    held: list[tuple[nn.Module, Any]] = [
+        (stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")
+    ]
     for stage, state in held:
-        stage.data_parallel = replace(state, gathered=True)  # type: ignore[arg-type, assignment]
+        stage.data_parallel = replace(state, gathered=True)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore.gradients import gradient_of
+from mpcore.layers.module import refuse_second_derivative
 from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
@@ -87,8 +89,12 @@ def offload_optimizer(
         raise ValueError(
             f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"
         )
-    copies = _Copies(pin_memory)
-    optimizer.step = MethodType(_Step(copies, bucket_bytes), optimizer)  # type: ignore[method-assign]
+    stepped = _Step(_Copies(pin_memory), bucket_bytes)
+
+    def step(optimizer: torch.optim.Optimizer, closure: None = None) -> None:  # schedules wrap a plain function alone
+        stepped(optimizer, closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -344,7 +350,7 @@ def offload_parameters(
 
     Gradients stay here, and so do the biases and fractions of routers. In between a parameter has a shape and no
     memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces
-    itself to no block.
+    itself to no block, and without a second derivative.
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares.
@@ -371,6 +377,11 @@ def offload_parameters(
         seen |= mine
     swaps = [_Swap(block, copies) for block in blocks]
     offload = ParameterOffload(swaps, keep)
+
+    def backward(swap: _Swap, grad: Tensor) -> None:
+        refuse_second_derivative("a block whose parameters are offloaded")
+        offload.use(swap)
+
     for block, swap in zip(blocks, swaps, strict=True):
 
         def before(module: nn.Module, args: tuple, swap: _Swap = swap) -> None:
@@ -379,7 +390,7 @@ def offload_parameters(
         def after(module: nn.Module, args: tuple, out: Any, swap: _Swap = swap) -> None:
             for x in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(lambda grad, swap=swap: offload.use(swap))
+                    x.register_hook(partial(backward, swap))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)

@@ -29,7 +29,9 @@ from mpcore.sharding import Sharding, data_run, full_tensor, is_dtensor, local_t
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def decay_groups(model: nn.Module, weight_decay: float, exclude: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, exclude: Iterable[nn.Parameter | nn.Module] = ()
+) -> list[dict[str, Any]]:
     """Two parameter groups for any optimizer: matrices decay, vectors (biases, gains of norms) and scalars don't.
 
     Both are there even if empty, so that all pipeline stages have the same groups.
@@ -37,14 +39,31 @@ def decay_groups(model: nn.Module, weight_decay: float, exclude: Iterable[nn.Par
     Args:
         model: the model, or this rank's stage of it; sharded over data before.
         weight_decay: of the matrices.
-        exclude: parameters that belong to other groups.
+        exclude: parameters, or modules with all of theirs, that belong to other groups.
+
+    Raises:
+        TypeError: if something else is excluded, such as a name.
     """
-    left = {id(p) for p in exclude}
+    left = _excluded(exclude)
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
+
+
+def _excluded(exclude: Iterable[nn.Parameter | nn.Module]) -> set[int]:
+    found = set()
+    for each in exclude:
+        if not isinstance(each, Tensor | nn.Module):
+            raise TypeError(f"exclude holds {each!r}, neither a parameter nor a module: model.get_submodule finds it")
+        found |= {id(p) for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+    return found
 
 
 class AdamW(torch.optim.Optimizer):
@@ -80,6 +99,7 @@ class AdamW(torch.optim.Optimizer):
         masters: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_model(model)
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype {state_dtype} is neither float32 nor bfloat16")
         if min(*betas, eps, float(lr), weight_decay) < 0 or max(betas) >= 1:
@@ -200,7 +220,7 @@ class Muon(AdamW):
         model: the model, or this rank's stage of it; sharded over data before.
         lr, weight_decay: of both kinds; with `adjust_lr_fn="match_rms_adamw"` those that suit AdamW suit Muon.
         mesh: the mesh the model lies on; the work is shared over its tp and data axes.
-        exclude: modules whose parameters are AdamW's.
+        exclude: modules whose parameters are AdamW's, or parameters.
         momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as of `torch.optim.Muon`, but the last is
             `"match_rms_adamw"` (Liu et al. 2025, section 2.2) unless it is said to be `"original"`.
         ns_dtype: in which Newton-Schulz computes; None: float32 (float64 for float64), where layouts agree to rounding.
@@ -218,7 +238,7 @@ class Muon(AdamW):
         weight_decay: float = 0.1,
         *,
         mesh: Mesh = Mesh(),
-        exclude: Iterable[nn.Module] = (),
+        exclude: Iterable[nn.Parameter | nn.Module] = (),
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
@@ -231,9 +251,9 @@ class Muon(AdamW):
     ) -> None:
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
+        _check_model(model)
         tables = (nn.Embedding, VocabParallelEmbedding, PositionEmbedding)
-        left = [m for m in model.modules() if isinstance(m, tables)] + list(exclude)
-        named = {id(p) for module in left for p in module.parameters()}
+        named = _excluded([*(m for m in model.modules() if isinstance(m, tables)), *exclude])
         matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}

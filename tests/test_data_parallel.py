@@ -441,6 +441,67 @@ def test_a_forward_without_gradients_may_run_at_any_time(ranks, zero):
     ranks(2, check_evaluations, zero)
 
 
+class Outer(nn.Module):
+    """A part of its own, and twice one that others may hold too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.part = inner, Part()
+
+    def forward(self, x: Tensor, use: set[str]) -> Tensor:
+        return self.part(self.inner(self.inner(x, use), use), use)
+
+
+class Nested(nn.Module):
+    """Units that hold one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Parts()
+        self.units = nn.ModuleList([Outer(inner), Outer(inner)])
+
+    def forward(self, x: Tensor, use: set[str]) -> Tensor:
+        for unit in self.units:
+            x = unit(x, use)
+        return x
+
+
+def check_blocks(zero: int) -> None:
+    on = mesh(dp=2)
+    whole, model = Nested(), Nested()
+    inner = model.units[0].inner
+    units = [*model.units, inner.blocks[1]]
+    shard_data_parallel(model, on, [model, *units, inner, *units], zero=zero)  # outer ones first, and twice
+    for rank in range(2):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        use = {"plain", "other", "tiny", "scalar"}
+        whole(x, use).sum().backward()
+        if rank == on.data.rank:
+            model(x, use).sum().backward()
+    reduce_gradients(model)
+    declared, wanted = shardings(model), dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        if wanted[name].grad is not None:
+            assert p.grad is not None
+            close(over_data(p.grad, on, declared[name]), wanted[name].grad, name)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_blocks_may_be_nested_repeated_and_in_any_order(ranks, zero):
+    ranks(2, check_blocks, zero)
+
+
+def check_second_derivative() -> None:
+    model = shard_data_parallel(nn.Linear(3, 3), mesh(dp=2))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"a model sharded over data \(zero 1\) has no second derivative"):
+        torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)  # type: ignore[operator]
+
+
+def test_a_second_derivative_is_refused(ranks):
+    ranks(2, check_second_derivative)
+
+
 class Experts(ParallelModule):
     """Four experts over ep, of which each rank runs its own on its tokens, and what all ranks hold."""
 
@@ -547,6 +608,15 @@ def check_refused() -> None:
         with pytest.raises(ValueError, match=message):
             shard_data_parallel(model, on, **{"blocks": model.blocks, **options})
         assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    for shared in ("blocks.1", "root"):
+        model = Parts()
+        other = model.get_submodule(shared)
+        other.plain, owner = model.blocks[0].plain, type(model if shared == "root" else other).__name__
+        message = rf"blocks\.0\.plain and {shared}\.plain are one parameter in two units, of Part and {owner}: give"
+        with pytest.raises(ValueError, match=message):
+            shard_data_parallel(model, on, model.blocks)
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+        shard_data_parallel(model, on, model.blocks[1:] if shared == "root" else ())
     model = Parts()
     model.blocks[0].tiny.data = model.blocks[0].tiny.data.float()
     with pytest.raises(ValueError, match=r"trained parameters of one Part are of torch.float32 and torch.float64"):

@@ -191,6 +191,26 @@ def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):
             call()
 
 
+def test_torchs_schedules_take_an_offloaded_optimizer():
+    model = nn.Linear(2, 2)
+    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+    assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
+
+
+def test_a_second_derivative_of_an_offloaded_block_is_refused():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    offload_parameters(list(model))
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a block whose parameters are offloaded has no second derivative"):
+        torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+
+
 def test_what_cant_be_had_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

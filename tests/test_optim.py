@@ -16,6 +16,7 @@ from mpcore import AdamW, Axis, Mesh, Muon, VocabParallelEmbedding, decay_groups
 from mpcore.checkpoint.pieces import like
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
+from mpcore.offload import offload_optimizer
 from mpcore.optim import SCHEDULES, cosine, linear, logical_indices, orthogonalize, wsd
 from mpcore.sharding import Shard, Sharding, data_run, is_dtensor, local_tensor
 from tests.equality import close
@@ -426,6 +427,37 @@ def test_what_is_refused():
         AdamW(small(), groups=decay_groups(small(), 0.1))
     with pytest.raises(ValueError, match=r"adjust_lr_fn 'best' is neither"):
         Muon(small(), adjust_lr_fn="best")
+    for call in (lambda: decay_groups(small(), 0.1, ["0.weight"]), lambda: Muon(small(), exclude=["0"])):
+        with pytest.raises(TypeError, match=r"exclude holds '0.*', neither a parameter nor a module"):
+            call()
+    for kind in (AdamW, Muon):
+        with pytest.raises(TypeError, match="it takes the model, which says where its parameters lie, not generator"):
+            kind(small().parameters())
+
+
+def test_parameters_and_modules_may_be_excluded():
+    model = small()
+    for exclude in ([model[0]], list(model[0].parameters())):
+        first, second = decay_groups(model, 0.3, exclude)
+        held = {id(p) for p in (*first["params"], *second["params"])}
+        assert held == {id(p) for p in model.parameters()} - {id(p) for p in model[0].parameters()}
+        muon = Muon(model, exclude=exclude).param_groups[0]["params"]
+        assert {id(p) for p in muon} == {id(p) for p in first["params"]}
+
+
+def check_replaced() -> None:
+    on = mesh(dp=2)
+    for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):
+        model = small()
+        optimizer = kind(model)
+        shard_data_parallel(model, on)
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(ValueError, match=r"shape \(7, 5\) is no longer the model's.* make the optimizer after"):
+            optimizer.step()
+
+
+def test_an_optimizer_of_parameters_that_shards_replaced_is_refused(ranks):
+    ranks(2, check_replaced)
 
 
 def test_a_closure_is_called_with_gradients_on():

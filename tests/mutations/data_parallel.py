@@ -44,5 +44,8 @@ MUTATIONS = [
     Mutation("a validation leaves copies of parameters that nobody steps", "mpcore/data_parallel.py",
              "if evaluated and not state.gathered:", "if False:",
              FILE + "test_a_forward_without_gradients_may_run_at_any_time"),
+    Mutation("outer blocks take the parameters of inner ones", "mpcore/data_parallel.py",
+             "key=lambda block: sum(module in given for module in block.modules())", "key=lambda block: 0",
+             FILE + "test_blocks_may_be_nested_repeated_and_in_any_order"),
     Mutation("a fifth stage of ZeRO", "mpcore/data_parallel.py", "if zero not in (0, 1, 2, 3):", "if False:", REFUSED),
 ]  # fmt: skip
