@@ -186,6 +186,8 @@ class ParallelAttention(torch.nn.Module):
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
         if mask is not None:
+            if mask.dtype != torch.bool:
+                raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
             if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
                 raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
             return masked_attention(q, k, v, mask, self.context, self.cp)

@@ -5,6 +5,8 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,9 +30,13 @@ class VocabParallelEmbedding(ParallelModule):
         tp: the axis.
         sequence_parallel: return this rank's equal shard of the sequence instead of the whole.
         sequence_dim: the dimension of `ids` that is the sequence.
-        padding_idx: the id whose row gets no gradient, as of `torch.nn.Embedding`.
+        padding_idx: the id whose row begins as zeros and gets no gradient, as of `torch.nn.Embedding`; a negative one
+            counts from the end.
         init: fills the logical table; None: normal with deviation 1, as `torch.nn.Embedding`.
         device, dtype: of the parameters.
+
+    Raises:
+        ValueError: if padding_idx lies outside the table.
     """
 
     weight: Tensor
@@ -54,13 +60,16 @@ class VocabParallelEmbedding(ParallelModule):
         check_size("num_embeddings", num_embeddings, tp)
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
+        self.local_padding_idx, init = None, init or normal(1.0)
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
+            padding_idx %= num_embeddings
+            init = partial(_padded, init=init, padding_idx=padding_idx)
+            if self.start <= padding_idx < self.end:
+                self.local_padding_idx = padding_idx - self.start
         self.padding_idx = padding_idx
-        self.local_padding_idx = None
-        if padding_idx is not None and self.start <= padding_idx < self.end:
-            self.local_padding_idx = padding_idx - self.start
-        self.declare(
-            "weight", (num_embeddings, embedding_dim), init or normal(1.0), shard=shard, device=device, dtype=dtype
-        )
+        self.declare("weight", (num_embeddings, embedding_dim), init, shard=shard, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] integer ids -> [B, T, D], or the sequence's shard of it.
@@ -83,6 +92,13 @@ class VocabParallelEmbedding(ParallelModule):
     def extra_repr(self) -> str:
         """Global sizes, as users wrote them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
+
+
+@torch.no_grad()
+def _padded(tensor: Tensor, generator: torch.Generator | None = None, *, init: Init, padding_idx: int) -> Tensor:
+    tensor = init(tensor) if generator is None else init(tensor, generator=generator)
+    tensor[padding_idx] = 0
+    return tensor
 
 
 def _can_read(ids: Tensor) -> bool:

@@ -27,11 +27,11 @@ def uniform(bound: float) -> Init:
 
 def constant(value: float) -> Init:
     """The same value everywhere."""
+    return partial(_fill, value=value)
 
-    def fill(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return nn.init.constant_(tensor, value)
 
-    return fill
+def _fill(tensor: Tensor, generator: torch.Generator | None = None, *, value: float) -> Tensor:
+    return nn.init.constant_(tensor, value)
 
 
 def refuse_second_derivative(what: str) -> None:

@@ -359,6 +359,8 @@ def test_what_does_not_fit_is_refused():
     attention = ParallelAttention(8, 4)
     with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):
+        attention(torch.zeros(1, 4, 8), mask=torch.ones(4, 4).tril())
     for bad in ([0, 3], [1, 4], [0, 3, 2, 4]):
         with pytest.raises(ValueError, match=f"from 0 to the sequence length 4, but runs from {bad[0]} to {bad[-1]}"):
             attention(torch.zeros(1, 4, 8), cu_seqlens=torch.tensor(bad))

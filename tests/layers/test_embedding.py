@@ -12,6 +12,7 @@ from mpcore import (
     VocabParallelEmbedding,
     full_state_dict,
     load_full_state_dict,
+    materialize,
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
@@ -50,6 +51,35 @@ def test_dense_begins_as_torch_embedding():
     torchs = nn.Embedding(10, D)
     torch.manual_seed(5)
     assert torch.equal(VocabParallelEmbedding(10, D).weight, torchs.weight)
+
+
+def check_padding(padding):
+    def run(table):
+        ids = draw_ids(1, 10, B, T)
+        ids[:, 0] = padding % 10
+        (table(ids) * draw(2, B, T, D)).sum().backward()
+        return {"y": table(ids).detach()}
+
+    tp = tp_axis()
+    same_model(lambda **a: VocabParallelEmbedding(10, D, padding_idx=padding, **a), run, tp=tp)
+    torch.manual_seed(5)
+    torchs = nn.Embedding(10, D, padding_idx=padding)
+    torch.manual_seed(5)
+    ours = VocabParallelEmbedding(10, D, padding_idx=padding, tp=tp)
+    for table in (torchs, ours):
+        table(torch.arange(10)).sum().backward()
+    assert torch.equal(full_state_dict(ours)["weight"], torchs.weight)
+    assert torch.equal(full_gradients(ours)["weight"], torchs.weight.grad)
+    assert torch.equal(full_state_dict(materialize(ours, 3))["weight"].eq(0).all(1), torchs.weight.eq(0).all(1))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_padding_row_begins_as_zeros_and_stays_as_torchs(ranks, size):
+    for padding in (0, 4, 9, -1, -10):
+        ranks(size, check_padding, padding)
+    for bad in (10, -11):
+        with pytest.raises(ValueError, match=f"padding_idx {bad} is outside the table of 10 rows"):
+            VocabParallelEmbedding(10, D, padding_idx=bad)
 
 
 def check_embedding(vocab, sequence, shape):

@@ -1,5 +1,7 @@
 """The norms: dense equals torch's, and under sequence parallel their gradients are sums over the sequence's shards."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,12 @@ KINDS = {"rms": RMSNorm, "layer": LayerNorm, "layer without bias": lambda d, **k
 
 def draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_is_pickled(kind):
+    norm = pickle.loads(pickle.dumps(KINDS[kind](D)))
+    assert torch.equal(norm.inits["weight"](torch.zeros(D)), torch.ones(D))
 
 
 @pytest.mark.parametrize("shape", [(B, T, D), (1, D), (D,), (0, T, D)], ids=str)

@@ -117,4 +117,6 @@ MUTATIONS = [
              "    return _unsafe_view(flat,", "    return flat.view(", LINEAR),
     Mutation("the loss scales a softmax that is used again", "mpcore/layers/loss.py",
              "dlogits = kept * scale if _graph_is_kept() else kept.mul_(scale)", "dlogits = kept.mul_(scale)", LOSS),
+    Mutation("the padding's row is drawn", "mpcore/layers/embedding.py",
+             "    tensor[padding_idx] = 0\n", "", EMBEDDING),
 ]  # fmt: skip
