@@ -144,6 +144,7 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
         close(grad_norm(run.model, run.on), torch.tensor(0.5, dtype=torch.float64), "clipped norm", TOLERANCE)
         run.model.zero_grad()
         run.evaluate()
+        assert all(is_dtensor(p) == (zero > 0) for p in run.model.parameters())
 
 
 @pytest.mark.parametrize(
