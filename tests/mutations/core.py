@@ -101,7 +101,7 @@ MUTATIONS = [
              "return all_reduce(x if self.pp.rank == self.last_rank else",
              "return all_reduce(x if self.pp.rank == 0 else", PIPELINE),
     Mutation("ranks cut their sums in buckets of their own", "mpcore/gradients.py",
-             "        if shard is not None:  # of which ranks hold", "        if False:  # of which ranks hold", GRADIENTS),
+             "if shard is not None:  # of which", "if False:  # of which", GRADIENTS),
     Mutation("shards of different rows are summed over data", "mpcore/gradients.py",
              "            _check_unsummed(name, parameter, axis)\n", "            pass\n", GRADIENTS),
     Mutation("a state dict moves with the model", "mpcore/sharding.py",
