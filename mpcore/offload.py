@@ -355,7 +355,7 @@ def offload_parameters(
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares.
         optimizer: has all parameters here during its step.
-        keep: how many blocks' parameters are here: 2 lets the copy of one run beside the other.
+        keep: how many blocks' parameters are here.
         pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
 
     Returns:

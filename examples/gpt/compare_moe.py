@@ -36,7 +36,7 @@ def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
     """
     run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128"]
     args = parse([*SHAPE, *flags, *run])
-    trainer = Trainer(args, build_mesh())
+    trainer = Trainer(args, build_mesh(device_type=args.device))
     sizes = {"parameters": count_parameters(trainer.config), "active": count_active_parameters(trainer.config)}
     curve: dict[str, list] = {"tokens": [], "held_out": [], "loads": []}
     counts: list[torch.Tensor] = []

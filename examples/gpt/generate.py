@@ -23,6 +23,7 @@ from mpcore.checkpoint import load
 from mpcore.checkpoint.folders import resolve
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
+from mpcore.data_parallel import gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
 
@@ -58,16 +59,17 @@ def generate(
     model.eval()
     draws = generator(seed, "generate")
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
-    for _ in range(new_tokens):
-        window = ids[-model.config.seq_len :]
-        x = torch.tensor([window], device=mesh.device)
-        # What stands behind the last token can't be seen from it.
-        x = F.pad(x, (0, -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))))
-        (y,) = pipeline.forward([shard_sequence(x, mesh.cp, model.context)])
-        logits = _last_logits(y, len(window) - 1, model, mesh)
-        ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
-        if ids[-1] == tokenizer.end_of_document:
-            break
+    with gathered(pipeline.stages):
+        for _ in range(new_tokens):
+            window = ids[-model.config.seq_len :]
+            x = torch.tensor([window], device=mesh.device)
+            # What stands behind the last token can't be seen from it.
+            x = F.pad(x, (0, -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))))
+            (y,) = pipeline.forward([shard_sequence(x, mesh.cp, model.context)])
+            logits = _last_logits(y, len(window) - 1, model, mesh)
+            ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
+            if ids[-1] == tokenizer.end_of_document:
+                break
     model.train(training)
     return tokenizer.decode(ids)
 

@@ -446,7 +446,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
-    """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing."""
+    """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing; and no axis."""
+    if not isinstance(tp, Axis):
+        raise TypeError(f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), not {type(tp).__name__} {tp!r}")
     if size % unit:
         raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")
     units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"
