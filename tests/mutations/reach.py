@@ -45,7 +45,8 @@ BEYOND = {
         "6 exponentials without the maximum", "19 sites share a mask", "positions run on over documents",
         "llama3's bands change places", "the layer's soft cap gets lost", "weights of experts aren't normalised",
         "29 ties go to the higher expert", "27 padding is routed", "weights aren't scaled",
-        "27 padding counts in the balance loss", "the loss scales a softmax that is used again",
+        "27 padding counts in the balance loss", "the padding's row is drawn",
+        "the loss scales a softmax that is used again",
     ),
     COST: (
         "cp: keys go on round where nobody reads them", "DTensor is imported with the library",
@@ -57,7 +58,8 @@ BEYOND = {
     ),
     REFUSAL: (
         "10 gathered logits are taken", "41 ranks ask for different meshes", "a fifth stage of ZeRO",
-        "the product of tokens is a view",
+        "the product of tokens is a view", "shards of different rows are summed over data",
+        "outer blocks take the parameters of inner ones",
         "hf a checkpoint's mixture stays a dict", "parameters that are elsewhere are read past their end",
     ),
     MAIN: (
@@ -82,12 +84,15 @@ BEYOND = {
     ),
     "its experts are cut over tp": ("30 the norm leaves out experts on tp ranks",),
     "it sums over data by shard_data_parallel": ("25 data ranks aren't summed",),
+    "its model fits one bucket": ("ranks cut their sums in buckets of their own",),
+    "it reads a state dict at once": ("a state dict moves with the model",),
     "it has one worker": ("workers share the first one's groups",),
     "its ranks have no GPUs": ("ranks share a GPU by default", "a world on GPUs has no backend on the host"),
     "it starts once": ("2 a new attempt takes the dead one's name",),
     "it meets no NaN": ("30 a NaN is lost in the maximum", "a shard masked with -inf gives NaN"),
     "it takes one step, in training": (
-        "27 evaluation counts", "22 recomputed tokens are counted again", "26 the dry run of a pipeline counts tokens",
+        "27 evaluation counts", "a validation leaves copies of parameters that nobody steps",
+        "22 recomputed tokens are counted again", "26 the dry run of a pipeline counts tokens",
         "22 recomputation counts as a call",
     ),
 }  # fmt: skip
