@@ -169,8 +169,12 @@ def _compute(machine: Machine, found: Found, kept: Kept) -> float:
     return found.plan.micro_batches * (kept.forward_flops + kept.backward_flops) / machine.flops
 
 
+def _stage(machine: Machine, found: Found, kept: Kept) -> float:
+    return _compute(machine, found, kept) + _inside(machine, found, kept)
+
+
 def _busy(machine: Machine, found: Found) -> float:
-    return sum(_compute(machine, found, kept) + _inside(machine, found, kept) for kept in found.stages)
+    return sum(_stage(machine, found, kept) for kept in found.stages)
 
 
 def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, float, float]:
@@ -182,9 +186,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
         for r, found in enumerate(ranks)
         for i, kept in zip(plan.stages_of(r), found.stages, strict=True)
     }
-    each = [
-        (_compute(machine, *stages[i]) + _inside(machine, *stages[i])) / plan.micro_batches for i in range(plan.stages)
-    ]
+    each = [_stage(machine, *stages[i]) / plan.micro_batches for i in range(plan.stages)]
     forward = sum(kept.forward_flops for _, kept in stages.values())
     backward = sum(kept.backward_flops for _, kept in stages.values())
     share = forward / max(forward + backward, 1)

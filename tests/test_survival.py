@@ -343,17 +343,22 @@ FAULTS = {
 }
 
 
+def start(code, size, tmp_path):
+    """A process for each rank, which is told its rank and where the store of all is."""
+    return [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
+                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for rank in range(size)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "fault", [f if f in ("raises", "exits 0") else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS]
 )
 def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
     line, status, cause = FAULTS[fault]
     code = LEAVE.format(fault=textwrap.indent(line, " " * 8))
-    runs = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
-                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for rank in range(3)
-    ]  # fmt: skip
+    runs = start(code, 3, tmp_path)
     try:
         told = [run.communicate(timeout=60)[1] for run in runs]
     finally:
@@ -390,11 +395,7 @@ with leave_together(mesh, grace=0.5), StopSignals():
 
 
 def test_row_3_a_rank_that_stands_in_c_leaves_with_the_others_and_names_the_first(tmp_path):
-    runs = [
-        subprocess.Popen([sys.executable, "-c", STANDS, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
-                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for rank in range(2)
-    ]  # fmt: skip
+    runs = start(STANDS, 2, tmp_path)
     try:
         runs[1].wait(60)
         runs[0].send_signal(signal.SIGTERM)  # as torchrun does

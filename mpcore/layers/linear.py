@@ -39,10 +39,10 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split:
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    main, dtype = None if split else _main_gradients(weight, bias), _autocast_dtype(x)
-    x = _cast(x, dtype)
+    main, dtype = None if split else _main_gradients(weight, bias), autocast_dtype(x)
+    x = cast(x, dtype)
     if split:
-        return F.linear(collectives.copy(x, tp), _cast(weight, dtype), _cast(bias, dtype))
+        return F.linear(collectives.copy(x, tp), cast(weight, dtype), cast(bias, dtype))
     if tp.size == 1 and main is None and dtype in (None, weight.dtype):
         return F.linear(x, weight, bias)
     return _CopyLinear.apply(x, weight, bias, tp, main, dtype)
@@ -67,28 +67,29 @@ def all_gather_linear(
     """
     if tp.size == 1:
         return copy_linear(x, weight, bias, tp, split)
-    main, dtype = _main_gradients(weight, bias), _autocast_dtype(x)
-    x = _cast(x, dtype)
+    main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
+    x = cast(x, dtype)
     if split:
-        return F.linear(collectives.all_gather(x, tp, dim), _cast(weight, dtype), _cast(bias, dtype))
+        return F.linear(collectives.all_gather(x, tp, dim), cast(weight, dtype), cast(bias, dtype))
     return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast has the product computed in; None where it is off."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor, or None, in `dtype`; None: as it is."""
     return x if x is None or dtype is None else x.to(dtype)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """The product in `dtype`. Backward casts the weight again and keeps the parameter itself: copies, one for each
     micro-batch in flight and of what ZeRO-3 and offload have let go, would be the model over again."""
-    weight, bias = _cast(weight, dtype), _cast(bias, dtype)
+    weight, bias = cast(weight, dtype), cast(bias, dtype)
     if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
     flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)

@@ -32,7 +32,7 @@ from mpcore import collectives
 from mpcore.collectives import all_gather, all_to_all_rows, reduce_scatter
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
-from mpcore.layers.linear import check_last, check_size
+from mpcore.layers.linear import autocast_dtype, cast, check_last, check_size
 from mpcore.layers.mlp import ACTIVATIONS, GATED, ParallelMLP
 from mpcore.layers.module import Init, ParallelModule, uniform
 from mpcore.layers.router import Places, Router, Routing
@@ -78,9 +78,7 @@ class GroupedLinear(ParallelModule):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return grouped_linear(x, self.weight, counts)
+        return grouped_linear(cast(x, autocast_dtype(x)), self.weight, counts)
 
     def extra_repr(self) -> str:
         """Global sizes."""

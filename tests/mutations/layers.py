@@ -110,7 +110,7 @@ MUTATIONS = [
              "(1 - smooth) * f / factor + smooth * f", "smooth * f / factor + (1 - smooth) * f", ROPE),
     Mutation("each micro-batch keeps a copy of the weight", "mpcore/layers/linear.py",
              "    return _CopyLinear.apply(x, weight, bias,",
-             "    return _CopyLinear.apply(x, _cast(weight, dtype), bias,", FIRST),
+             "    return _CopyLinear.apply(x, cast(weight, dtype), bias,", FIRST),
     Mutation("autocast doesn't reach the product", "mpcore/layers/linear.py",
              "    return torch.get_autocast_dtype(x.device.type)\n", "    return None\n", FIRST),
     Mutation("the product of tokens is a view", "mpcore/layers/linear.py",
