@@ -29,7 +29,7 @@ def fp8_matmul(
         a: `[M, K]` of `quantize_fp8`, in blocks along K, or square ones.
         b: `[N, K]`, likewise.
         dtype: of the result; the reference sums in float64 for float64.
-        out: `[M, N]` float32 to add the result to, instead; then that is what comes back.
+        out: `[M, N]` float32 (the reference: float64 too) to add the result to, instead; then that is what comes back.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `a`.
 
     Returns:
@@ -43,7 +43,7 @@ def fp8_matmul(
     (M, K), (N, other) = a.values.shape, b.values.shape
     if other != K:
         raise ValueError(f"a {(M, K)} and b {(N, other)} don't share their last dimension, which is summed over")
-    if out is not None and (out.shape != (M, N) or out.dtype != torch.float32):
+    if out is not None and (out.shape != (M, N) or out.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, but the result needs float32 {(M, N)}")
     return fp8_matmul_reference(a, b, dtype, out)
 
@@ -61,6 +61,6 @@ def fp8_matmul_reference(
     a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
     """`fp8_matmul` in plain torch: what the values stand for, multiplied."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.float64 if torch.float64 in (dtype, out.dtype if out is not None else None) else torch.float32
     y = dequantize_fp8(a, wide) @ dequantize_fp8(b, wide).t()
     return y.to(dtype) if out is None else out.add_(y)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mpcore import collectives
 from mpcore.layers.embedding import VocabParallelEmbedding, check_ids
-from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_last, copy_linear
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh import Axis, check_same
 from mpcore.sharding import Shard, Sharding, add_partial, cut_blocks, is_dtensor, sharding_of
 
@@ -363,11 +363,9 @@ class ColumnParallelConv1D(FusedColumnParallelLinear):
         super().__init__(*sizes, **others)
         self.shardings["weight"] = _transposed(self.shardings["weight"])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
-        check_last(x, self.in_features, "in_features")
-        y = copy_linear(x, self.weight.t(), self.bias, self.tp, self.split_backward)
-        return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
+    def matrix(self) -> Tensor:
+        """The weight turned."""
+        return self.weight.t()
 
 
 class RowParallelConv1D(RowParallelLinear):
@@ -377,15 +375,9 @@ class RowParallelConv1D(RowParallelLinear):
         super().__init__(*sizes, **others)
         self.shardings["weight"] = _transposed(self.shardings["weight"])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features/tp] -> [..., out_features]."""
-        if not self.input_is_parallel:
-            x = collectives.split(x, self.tp, -1)
-        check_last(x, self.local_in_features, f"this rank's share of in_features {self.in_features}")
-        if self.tp.size == 1:
-            return nn.functional.linear(x, self.weight.t(), self.bias)
-        y = collectives.reduce(nn.functional.linear(x, self.weight.t()), self.tp)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def matrix(self) -> Tensor:
+        """The weight turned."""
+        return self.weight.t()
 
 
 def _transposed(sharding: Sharding) -> Sharding:

@@ -7,190 +7,17 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.kernels._main_grad import will_accumulate
-from mpcore.layers.module import Init, ParallelModule, constant, refuse_second_derivative, uniform
+from mpcore.layers.module import Init, ParallelModule, constant, uniform
+from mpcore.layers.products import all_gather_linear, copy_linear
 from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks
 
 _ALONE = Axis()
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
-
-def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False) -> Tensor:
-    """`linear(copy(x))`: the sum of the input's gradient runs while the weight's gradient is computed.
-
-    Args:
-        x: [..., D], the same on every rank.
-        weight: [F/tp, D], this rank's rows.
-        bias: [F/tp] or None.
-        tp: the axis.
-        split: the two gradients are asked for apart, so the product must be torch's own: nothing overlaps.
-
-    Returns:
-        [..., F/tp], in the dtype of `torch.autocast` where that is on.
-    """
-    main, dtype = None if split else _main_gradients(weight, bias), autocast_dtype(x)
-    x = cast(x, dtype)
-    if split:
-        return F.linear(collectives.copy(x, tp), cast(weight, dtype), cast(bias, dtype))
-    if tp.size == 1 and main is None and dtype in (None, weight.dtype):
-        return F.linear(x, weight, bias)
-    return _CopyLinear.apply(x, weight, bias, tp, main, dtype)
-
-
-def all_gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool = False, split: bool = False
-) -> Tensor:
-    """`linear(all_gather(x, dim))`: in backward the reduce-scatter runs while the weight's gradient is computed.
-
-    Args:
-        x: [..., T/tp, ..., D], this rank's equal shard of dimension `dim`.
-        weight: [F/tp, D], this rank's rows.
-        bias: [F/tp] or None.
-        tp: the axis.
-        dim: the sequence dimension of `x`.
-        regather: keep the shard for backward and gather it again there: a gather more, 1/tp of the memory.
-        split: the two gradients are asked for apart, so the product must be torch's own, which keeps the whole input.
-
-    Returns:
-        [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
-    """
-    if tp.size == 1:
-        return copy_linear(x, weight, bias, tp, split)
-    main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
-    x = cast(x, dtype)
-    if split:
-        return F.linear(collectives.all_gather(x, tp, dim), cast(weight, dtype), cast(bias, dtype))
-    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has the product computed in; None where it is off."""
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
-
-
-def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor, or None, in `dtype`; None: as it is."""
-    return x if x is None or dtype is None else x.to(dtype)
-
-
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The product in `dtype`. Backward casts the weight again and keeps the parameter itself: copies, one for each
-    micro-batch in flight and of what ZeRO-3 and offload have let go, would be the model over again."""
-    weight, bias = cast(weight, dtype), cast(bias, dtype)
-    if bias is None or x.dim() == 2:
-        return F.linear(x, weight, bias)
-    flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-    return _unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # a view could not be written to in place
-
-
-Main = tuple[Tensor, Tensor | None]
-
-
-def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
-    """The parameters themselves, where backward shall add to their main gradients (`mpcore.main_gradients`)."""
-    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
-        return None
-    return weight, bias
-
-
-def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy = dy.reshape(-1, dy.shape[-1])
-    weight, bias = ctx.main or (None, None)
-    dweight = _give(weight, _weight_product, dy, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-    dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
-    return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
-
-
-def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
-    """The gradient, for autograd; or added to the parameter's main gradient, and nothing left to give."""
-    main = getattr(parameter, "main_grad", None)
-    if parameter is None or main is None:
-        return gradient(None, *of)
-    wanted = will_accumulate(parameter)
-    if wanted is None:
-        return gradient(None, *of)
-    if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
-        gradient(main, *of)
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return None
-
-
-def _weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-    if main is None:
-        return dy.t() @ x
-    if dy.dtype == main.dtype:
-        return main.addmm_(dy.t(), x)
-    if dy.is_cuda:
-        return main.add_(torch.mm(dy.t(), x, out_dtype=main.dtype))
-    return main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
-
-
-def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
-    return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
-
-
-_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients (but with its split_backward = True)"
-
-
-class _CopyLinear(Function):
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, main: Main | None, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.main, ctx.dtype = tp, main, weight.dtype
-        return _forward(x, weight, bias, dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        if ctx.tp.size > 1 or ctx.main is not None:
-            refuse_second_derivative(_NO_SECOND)
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        summed = None if dx is None or ctx.tp.size == 1 else start_all_reduce(dx, ctx.tp)
-        dweight, dbias = _weight_gradients(ctx, dy, x)
-        return dx if summed is None else wait(summed), dweight, dbias, None, None, None
-
-
-class _AllGatherLinear(Function):
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool, main: Main | None,
-        dtype: torch.dtype | None,
-    ) -> Tensor:  # fmt: skip
-        whole = _unmove(wait(start_all_gather(x.movedim(dim, 0), tp)), dim)
-        ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.dim, ctx.regather, ctx.main, ctx.dtype = tp, dim, regather, main, weight.dtype
-        return _forward(whole, weight, bias, dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        refuse_second_derivative(_NO_SECOND)
-        x, weight = ctx.saved_tensors
-        tp, dim = ctx.tp, ctx.dim
-        gathering = start_all_gather(x.movedim(dim, 0), tp) if ctx.regather and ctx.needs_input_grad[1] else None
-        dx = start_reduce_scatter((dy @ weight.to(dy.dtype)).movedim(dim, 0), tp) if ctx.needs_input_grad[0] else None
-        if gathering is not None:
-            x = _unmove(wait(gathering), dim)
-        dweight, dbias = _weight_gradients(ctx, dy, x)
-        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None, None, None
-
-
-def _unmove(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(0, dim).contiguous()
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -211,6 +38,7 @@ class ColumnParallelLinear(ParallelModule):
     Attributes:
         split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do
             (`Pipeline` sets it). Then the product is torch's own, which autograd can split; it keeps its whole input.
+        fp8: the three products are computed in eight bits (`mpcore.precision.convert_to_fp8` sets it).
 
     Raises:
         ValueError: if there are fewer units of output features than ranks.
@@ -219,6 +47,7 @@ class ColumnParallelLinear(ParallelModule):
     weight: Tensor
     bias: Tensor | None
     split_backward = False
+    fp8 = False
 
     def __init__(
         self,
@@ -263,14 +92,18 @@ class ColumnParallelLinear(ParallelModule):
         """The output features of each projection, where there are several in one."""
         return ()
 
+    def matrix(self) -> Tensor:
+        """[F/tp, D], by whose transpose the input is multiplied."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         check_last(x, self.in_features, "in_features")
-        held, split = (self.weight, self.bias, self.tp), self.split_backward
+        held, how = (self.matrix(), self.bias, self.tp), (self.split_backward, self.fp8)
         if self.sequence_parallel:
-            y = all_gather_linear(x, *held, self.sequence_dim, self.regather, split)
+            y = all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
         else:
-            y = copy_linear(x, *held, split)
+            y = copy_linear(x, *held, *how)
         return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -295,7 +128,7 @@ class RowParallelLinear(ParallelModule):
         device, dtype: of the parameters.
 
     Attributes:
-        split_backward: as of `ColumnParallelLinear`.
+        split_backward, fp8: as of `ColumnParallelLinear`.
 
     Raises:
         ValueError: if there are fewer units of input features than ranks.
@@ -304,6 +137,7 @@ class RowParallelLinear(ParallelModule):
     weight: Tensor
     bias: Tensor | None
     split_backward = False
+    fp8 = False
 
     def __init__(
         self,
@@ -337,6 +171,10 @@ class RowParallelLinear(ParallelModule):
         else:
             self.register_parameter("bias", None)
 
+    def matrix(self) -> Tensor:
+        """[F, D/tp], by whose transpose the input is multiplied."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features/tp] -> [..., out_features], or the sequence's shard of it."""
         if self.sequence_parallel:
@@ -346,8 +184,8 @@ class RowParallelLinear(ParallelModule):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
-            return copy_linear(x, self.weight, self.bias, _ALONE, self.split_backward)
-        y = copy_linear(x, self.weight, None, _ALONE, self.split_backward)
+            return copy_linear(x, self.matrix(), self.bias, _ALONE, self.split_backward, self.fp8)
+        y = copy_linear(x, self.matrix(), None, _ALONE, self.split_backward, self.fp8)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:

@@ -32,9 +32,10 @@ from mpcore import collectives
 from mpcore.collectives import all_gather, all_to_all_rows, reduce_scatter
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
-from mpcore.layers.linear import autocast_dtype, cast, check_last, check_size
+from mpcore.layers.linear import check_last, check_size
 from mpcore.layers.mlp import ACTIVATIONS, GATED, ParallelMLP
 from mpcore.layers.module import Init, ParallelModule, uniform
+from mpcore.layers.products import autocast_dtype, cast
 from mpcore.layers.router import Places, Router, Routing
 from mpcore.mesh import Axis
 from mpcore.sharding import Shard, cut, cut_blocks

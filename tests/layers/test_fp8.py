@@ -1,0 +1,287 @@
+"""Linear layers in eight bits: the formula of their three products, and every layout computes the same ones."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    TransformerBlock,
+    main_gradients,
+    parallelize,
+)
+from mpcore import collectives as c
+from mpcore.layers import products
+from mpcore.precision import autocast, convert_to_fp8
+from mpcore.recompute import recompute
+from tests.equality import close, same_model
+from tests.pool import mesh
+
+B, T, D, F = 1, 192, 384, 768
+NONE = Axis(name="tp")
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def eight_bits(x, rows):
+    """What is left of x `[M, K]` in blocks of `rows` x 128, by floating-point arithmetic and one block at a time."""
+    out = torch.empty_like(x)
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], 128)):
+        block = x[i : i + rows, j : j + 128]
+        scale = 2.0 ** torch.ceil(torch.log2(block.abs().max() / 448))
+        out[i : i + rows, j : j + 128] = (block / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+    return out
+
+
+# --- one rank: the formula ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("shape", [(130, 200), (2, 33, 200), (1, 1, 200)], ids=str)
+def test_the_three_products_are_those_of_quantized_factors(kind, bias, shape):
+    layer = convert_to_fp8(kind(200, 150, bias).double())
+    x = draw(1, *shape).requires_grad_()
+    y = layer(x)
+    dy = draw(2, *y.shape)
+    y.backward(dy)
+    flat, w, g = x.detach().flatten(0, -2), layer.weight.detach(), dy.flatten(0, -2)
+    want = eight_bits(flat, 1) @ eight_bits(w, 128).t()
+    want = want if layer.bias is None else want + layer.bias.detach()
+    close(y.detach().flatten(0, -2), want, "y")
+    close(x.grad.flatten(0, -2), eight_bits(g, 1) @ eight_bits(w, 128), "dx")
+    close(layer.weight.grad, eight_bits(g.t(), 1) @ eight_bits(flat.t(), 1).t(), "dweight")
+    if bias:
+        close(layer.bias.grad, g.sum(0), "dbias")
+
+
+def test_eight_bits_err_by_some_percent_and_no_more():
+    layer = ColumnParallelLinear(512, 384, bias=False).double()
+    x = draw(1, 256, 512).requires_grad_()
+    found = []
+    for _ in range(2):
+        x.grad = layer.weight.grad = None
+        y = layer(x)
+        y.backward(draw(2, *y.shape))
+        found.append((y.detach(), x.grad, layer.weight.grad))
+        convert_to_fp8(layer)
+    for exact, got in zip(*found, strict=True):
+        error = ((got - exact).norm() / exact.norm()).item()
+        # each factor's rounding is uniform within 1/16 to 1/32 of an element: 2.6 % of it, root of mean square
+        assert 0.02 < error < 0.05
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias"), ("x",)], ids="-".join)
+def test_pitfall_43_what_is_frozen_gets_nothing_and_stops_nothing(frozen):
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150).double())
+    x, names = draw(1, 130, 200), {"weight", "bias", "x"}
+    found = []
+    for off in ((), frozen):
+        layer.zero_grad()
+        x = x.detach().requires_grad_("x" not in off)
+        for name, p in layer.named_parameters():
+            p.requires_grad_(name not in off)
+        layer(x).backward(draw(2, 130, 150))
+        found.append({"weight": layer.weight.grad, "bias": layer.bias.grad, "x": x.grad})
+    for name in names:
+        want, got = found[0][name], found[1][name]
+        assert (got is None) == (name in frozen)
+        assert got is None or torch.equal(got, want)
+
+
+def test_what_is_kept_of_the_input_has_eight_bits():
+    layer = ColumnParallelLinear(512, 384, bias=False, dtype=torch.bfloat16)
+    x = draw(1, 256, 512, dtype=torch.bfloat16).requires_grad_()
+    kept = []
+
+    def keep(t):
+        if t.data_ptr() != layer.weight.data_ptr():
+            kept[-1] += t.untyped_storage().nbytes()
+        return t
+
+    for _ in range(2):
+        kept.append(0)
+        with saved_tensors_hooks(keep, lambda t: t):
+            layer(x)
+        convert_to_fp8(layer)
+    assert kept == [2 * x.numel(), x.numel() + 4 * x.numel() // 128]
+
+
+def test_weights_stay_in_float32_under_autocast_and_the_product_is_in_half():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    x = draw(1, 130, 200, dtype=torch.float32)
+    with autocast(torch.bfloat16, "cpu"):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+    half = x.bfloat16().double()
+    want = eight_bits(half, 1) @ eight_bits(layer.weight.detach().double(), 128).t() + layer.bias.detach().double()
+    close(y.detach().double(), want, "y", 2**-7)
+
+
+def test_main_gradients_take_the_sum_over_micro_batches_in_float32():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150, dtype=torch.bfloat16))
+    main_gradients(layer)
+    terms = []
+    for seed in range(3):
+        x, dy = draw(seed, 130, 200, dtype=torch.bfloat16), draw(9 + seed, 130, 150, dtype=torch.bfloat16)
+        layer(x).backward(dy)
+        terms.append(eight_bits(dy.double().t(), 1) @ eight_bits(x.double().t(), 1).t())
+    assert layer.weight.grad is None
+    close(layer.weight.main_grad.double(), torch.stack(terms).sum(0), "main gradient", 1e-6)
+
+
+def test_an_empty_micro_batch_has_gradients_of_zero():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    x = torch.empty(0, 5, 200, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 5, 150)
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any()
+
+
+def test_an_overflow_is_not_hidden_by_saturation():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    for bad in (torch.inf, torch.nan):
+        x = torch.ones(3, 200)
+        x[1, 7] = bad
+        y = layer(x)
+        assert y[1].isnan().all()
+        assert y[[0, 2]].isfinite().all()
+
+
+def test_views_and_strides_change_nothing():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150).double())
+    x = draw(1, 200, 260).t()[::2]
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_there_is_no_second_derivative():
+    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    x = torch.ones(3, 200, requires_grad=True)
+    with pytest.raises(RuntimeError, match="eight bits has no second derivative"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+def test_compiled_recomputed_and_split_it_is_bitwise_the_same(monkeypatch):
+    want, calls, multiply = None, [], products.fp8_matmul
+    for how in ("eager", "compiled", "recomputed", "split"):
+        torch.manual_seed(1)
+        model = convert_to_fp8(nn.Sequential(ColumnParallelLinear(200, 300), nn.GELU(), RowParallelLinear(300, 150)))
+        x = draw(1, 130, 200, dtype=torch.float32).requires_grad_()
+        run = model
+        if how == "compiled":
+            torch.compiler.reset()
+            run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        elif how == "recomputed":
+            recompute([model], "full")
+        y = run(x)
+        dy = draw(2, *y.shape, dtype=torch.float32)
+        if how == "split":  # as a zero-bubble pipeline: the input's gradient first, the weights' later
+            for layer in (model[0], model[2]):
+                layer.split_backward = True
+            parameters = list(model.parameters())
+            y = model(x)
+            monkeypatch.setattr(products, "fp8_matmul", lambda *a, **k: calls.append(1) or multiply(*a, **k))
+            (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            assert len(calls) == 2
+            grads = torch.autograd.grad(y, parameters, dy)
+            assert len(calls) == 2 + 3  # both weights', and the gradient between the layers
+        else:
+            y.backward(dy)
+            dx, grads = x.grad, [p.grad for p in model.parameters()]
+        got = [y.detach(), dx, *grads]
+        want = want or got
+        assert all(map(torch.equal, got, want)), how
+
+
+# --- sharded equals dense -----------------------------------------------------------------------------------------
+
+
+def build_block(tp=NONE, sequence=None, regather=False, kv_heads=2):
+    sp = {"tp": tp, "sequence_parallel": sequence is not None, "sequence_dim": 1 if sequence is None else sequence}
+    attention = ParallelAttention(D, 6, kv_heads, 128, rope=RotaryEmbedding(128), **sp)
+    mlp = ParallelMLP(D, F, "swiglu", bias=True, **sp)
+    norm = {"tp": tp, "sequence_parallel": sequence is not None}
+    block = TransformerBlock(attention, mlp, RMSNorm(D, **norm), RMSNorm(D, **norm), **sp)
+    for layer in block.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.regather = regather
+    return convert_to_fp8(block)
+
+
+def check_block(sequence, regather):
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+
+    def run(block):
+        here = block.attention.qkv.tp
+        x = draw(1, *((B, T, D) if sequence != 0 else (T, B, D))).requires_grad_()
+        y = block(x if sequence is None else c.split(x, here, sequence))
+        y = y if sequence is None else c.gather(y, here, sequence, T)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    options = {"sequence": sequence, "regather": regather, "kv_heads": tp.size}
+    same_model(lambda **axes: build_block(**options, **axes), run, tp=tp)
+
+
+def check_blocks():
+    for sequence, regather in [(None, False), (1, False), (1, True), (0, True)]:
+        check_block(sequence, regather)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_tp_size_computes_the_same_products(ranks, size):
+    ranks(size, check_block, 1, size == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_tp_size_and_order_computes_the_same_products(ranks, size):
+    ranks(size, check_blocks)
+
+
+# --- what is converted --------------------------------------------------------------------------------------------
+
+
+def test_the_head_and_what_is_skipped_stay():
+    model = nn.ModuleDict({n: ColumnParallelLinear(4, 6) for n in ("up", "down", "lm_head")})
+    assert convert_to_fp8(model, skip=("*head", "do*")) is model
+    assert {name: layer.fp8 for name, layer in model.items()} == {"up": True, "down": False, "lm_head": False}
+
+
+def test_plain_linears_are_refused_and_parallelized_ones_not():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(ValueError, match=re.escape("the model has 2 nn.Linear, such as '0', and no parallel linear")):
+        convert_to_fp8(model)
+    parallelize(model, {"0": "colwise", "2": "rowwise"}, tp=NONE)
+    assert convert_to_fp8(model)[0].fp8
+    assert len(convert_to_fp8(nn.ModuleList([nn.Embedding(3, 4)]))) == 1  # a stage without any
+
+
+def check_refused():
+    tp = mesh(tp=2).tp
+    model = nn.ModuleDict({"down": RowParallelLinear(200, 6, tp=tp), "up": ColumnParallelLinear(4, 256, tp=tp)})
+    with pytest.raises(ValueError, match=re.escape("down is cut over tp 2 at feature 100, which is no multiple of 128")):
+        convert_to_fp8(model)
+    assert not any(layer.fp8 for layer in model.values())
+    convert_to_fp8(model, skip=("down",))
+    convert_to_fp8(nn.ModuleList([ColumnParallelLinear(4, 384 - 56, tp=mesh(tp=1).tp)]))
+
+
+def test_cuts_within_a_block_are_refused_by_name(ranks):
+    ranks(2, check_refused)
