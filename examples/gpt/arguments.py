@@ -32,6 +32,7 @@ from mpcore.optim import SCHEDULES, AdamW, Muon
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, Schedule, find_schedule
+from mpcore.precision import convert_to_fp8
 from mpcore.recompute import KINDS as RECOMPUTE_KINDS
 
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
@@ -142,6 +143,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=DTYPES,
         default="float32",
         help="bfloat16, float16: fp32 weights, matrix products in it",
+    )
+    add(
+        "--fp8",
+        action="store_true",
+        help="the blocks' linear layers, but experts, multiply eight-bit floats, scaled in blocks of 128; all else "
+        "stays in --dtype",
     )
     add("--eval-every", type=int, default=50)
     add("--eval-samples", type=int, default=32, help="held-out samples an evaluation")
@@ -290,6 +297,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             )
     else:
         GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit the experts
+    if args.fp8:
+        convert_to_fp8(GPT(config, mesh, device="meta", blocks=range(1)))  # refuses what tp cuts within a block
     preset = None if args.init_from_hf or args.init_from else PRESETS[args.preset or "tiny"]
     if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")

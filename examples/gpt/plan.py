@@ -27,6 +27,7 @@ from mpcore.data_parallel import shard_data_parallel
 from mpcore.dry_run import Work
 from mpcore.ledger import block_bytes
 from mpcore.local_updates import OUTER_SLOTS
+from mpcore.precision import convert_to_fp8
 from mpcore.recompute import recompute
 
 
@@ -76,6 +77,8 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     stages = build_stages(config, mesh, blocks, ranks, **options)
     for stage in stages:
         seed_dropout(stage, args.seed)
+        if args.fp8:
+            convert_to_fp8(stage)
         recompute_blocks(stage, args, mesh)
     layers = [block for stage in stages for block in stage.blocks.values()]
     shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)

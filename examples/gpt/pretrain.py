@@ -61,7 +61,7 @@ from mpcore.offload import ParameterOffload, offload_activations, offload_optimi
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
-from mpcore.precision import LossScaler, autocast
+from mpcore.precision import LossScaler, autocast, convert_to_fp8
 from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.survival import EXIT_STOPPED, StopSignals, Stragglers, code_versions, file_versions, leave_together
 from mpcore.trace import Watchdog, record
@@ -112,6 +112,8 @@ class Trainer:
         materialize(model, args.seed, mesh.device)
         try:
             for stage in self.stages:
+                if args.fp8:
+                    convert_to_fp8(stage)
                 recompute_blocks(stage, args, mesh)
         except ValueError as problem:  # of these blocks alone, such as a budget that is out of their reach
             error = problem

@@ -276,7 +276,9 @@ def test_plain_linears_are_refused_and_parallelized_ones_not():
 def check_refused():
     tp = mesh(tp=2).tp
     model = nn.ModuleDict({"down": RowParallelLinear(200, 6, tp=tp), "up": ColumnParallelLinear(4, 256, tp=tp)})
-    with pytest.raises(ValueError, match=re.escape("down is cut over tp 2 at feature 100, which is no multiple of 128")):
+    with pytest.raises(
+        ValueError, match=re.escape("down is cut over tp 2 at feature 100, which is no multiple of 128")
+    ):
         convert_to_fp8(model)
     assert not any(layer.fp8 for layer in model.values())
     convert_to_fp8(model, skip=("down",))
