@@ -12,7 +12,7 @@ SCHEDULES = "tests/pipeline/test_schedules.py"
 MUTATIONS = [
     Mutation("a split product runs whole, twice", "mpcore/pipeline/engine.py",
              "module.split_backward = plan.splits_backward", "module.split_backward = False", PRODUCTS),
-    Mutation("a split product doesn't sum its input's gradient", "mpcore/layers/linear.py",
+    Mutation("a split product doesn't sum its input's gradient", "mpcore/layers/products.py",
              "return F.linear(collectives.copy(x, tp), ", "return F.linear(x, ", SPLIT),
     Mutation("32 deferred weight gradients stay in .grad", "mpcore/pipeline/engine.py",
              "            add_to_main_gradients(self.submod)", "            pass", MAIN),
