@@ -29,7 +29,7 @@ FILES = {
     "mpcore/pipeline/partition.py": "where the stages are cut is no number of the step",
     "mpcore/pipeline/schedules.py": "its schedule is 1f1b, and read from no file",
     "mpcore/optim.py": "it steps with plain SGD",
-    "mpcore/precision.py": "it scales no loss",
+    "mpcore/precision.py": "it scales no loss, and converts no layer",
     "tests/": "what tests run on",
     "kernels/_launch.py": "nothing is launched without a GPU",
     "kernels/_main_grad.py": "it keeps no main gradients",
@@ -37,8 +37,16 @@ FILES = {
 }
 ALIKE, COST, REFUSAL = "wrong on one process too", "a cost, no number", "an error that is not raised"
 MAIN, DERIVATIVE = "it keeps no main gradients", "it takes no second derivative"
+EIGHT = "no layer of its model is in eight bits"
 SPLIT, NODES = "its schedule is 1f1b", "its layouts replicate no shards over nodes"
 BEYOND = {
+    EIGHT: (
+        "eight bits: the input's gradient isn't summed", "eight bits: tokens gathered again come in another order",
+        "eight bits: the weight's gradient from blocks along features",
+        "eight bits: the weight isn't quantized in squares", "eight bits: the whole input is kept",
+        "eight bits: both passes of a split backward compute both products",
+        "eight bits: micro-batches are added in half precision",
+    ),
     ALIKE: (
         "20 keys are sums", "7 mean over ignored tokens too", "7 mean of nothing", "8 ignored targets have a loss",
         "8 ignored targets have a gradient", "9 the gradient goes through bf16", "5 z-loss gradient without its factor",
