@@ -33,7 +33,7 @@ from mpcore.layers import (
 from mpcore.mesh import Axis, Mesh, build_mesh
 from mpcore.optim import AdamW, Muon, decay_groups
 from mpcore.parallelize import parallelize
-from mpcore.precision import LossScaler
+from mpcore.precision import LossScaler, convert_to_fp8
 from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
 
 __version__ = "0.1.0"
@@ -62,6 +62,7 @@ __all__ = [
     "apply_rope",
     "build_mesh",
     "clip_gradients",
+    "convert_to_fp8",
     "decay_groups",
     "full_state_dict",
     "grad_norm",
