@@ -137,7 +137,7 @@ class Trainer:
         self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
         self.spans: list[Span] = []
         self.scaler = LossScaler(mesh) if args.dtype == "float16" else None
-        self.tokens_of_step = 1.0
+        self.tokens_of_step = torch.ones((), dtype=torch.float64, device=mesh.device)
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
         self.told: Saving | None = None
@@ -157,7 +157,7 @@ class Trainer:
         total = vocab_parallel_cross_entropy(
             logits, target, tp=self.mesh.tp, vocab_size=self.config.vocab_size, reduction="sum"
         )
-        return total * (self.scale / self.tokens_of_step)
+        return total * (self.scale / self.tokens_of_step).to(total.dtype)
 
     @property
     def scale(self) -> float:
@@ -181,29 +181,33 @@ class Trainer:
         return tokens, targets, torch.tensor(list(indices), device=self.mesh.device)
 
     def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step. Returns the loss before it, the gradient norm, the learning rate, the experts' loads."""
+        """One optimizer step. Returns the loss before it, the gradient norm, the learning rate, the experts' loads.
+
+        The host waits for the device once, for the loss and the norm, by which a step is taken or not.
+        """
         lr = learning_rate(self.args, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.stragglers.timed("data") if self.args.check_speed else nullcontext():
             tokens, targets, samples = self.batch(self.train, *self.share(step))
-        self.tokens_of_step = float(all_reduce((targets != -100).sum(), self.mesh.data))
+        self.tokens_of_step = all_reduce((targets != -100).sum(), self.mesh.data).double()
         arguments = {"samples": samples}
         if self.config.moe is not None:
-            arguments["loss_scale"] = torch.full_like(samples, self.scale / self.tokens_of_step, dtype=torch.float64)
+            arguments["loss_scale"] = (self.scale / self.tokens_of_step).repeat(len(samples))
         with self.autocast(), offload_activations() if "activations" in self.args.offload else nullcontext():
             total = self.pipeline.forward_backward(tokens, targets, **arguments)
         reduce_gradients(self.model)
         if self.scaler:
             self.scaler.unscale(self.model)
-        loss = float(all_reduce(total, self.mesh.data)) / self.scale
         norm = grad_norm(self.model, self.mesh)
-        finite = bool(norm.isfinite()) and math.isfinite(loss)  # both are sums over all ranks: all decide alike
+        loss, length = torch.stack([all_reduce(total, self.mesh.data).to(norm), norm]).tolist()
+        loss /= self.scale
+        finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
         if self.scaler.update(finite) if self.scaler else finite:
             clip_gradients(self.model, self.args.clip, norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "grad_norm": float(norm), "lr": lr, **self.balance()}
+        return {"loss": loss, "grad_norm": length, "lr": lr, **self.balance()}
 
     def balance(self) -> dict[str, Any]:
         """Move the routers' biases, and say what the experts' loads were: of each layer with experts, lowest first."""
@@ -390,7 +394,7 @@ class Trainer:
         """
         failed = self.saving is not None and self.saving.failed
         asked = self.asked_to_stop or (self.signals is not None and self.signals.asked)
-        flags = torch.tensor([int(asked), int(failed)], device=self.mesh.device)
+        flags = torch.tensor([int(asked), int(failed)])  # of the host, which doesn't wait for the device then
         stop, failed = (bool(flag) for flag in all_reduce(flags, self.mesh.world, "max").tolist())
         if failed and self.saving is not None:
             saving, self.saving = self.saving, None
@@ -427,7 +431,7 @@ class Trainer:
         for first in range(0, samples, each):
             x, targets, indices = self.batch(self.held_out, first, each)
             batches.append((x, targets.masked_fill((indices >= samples)[:, None], -100)))  # what fills the last round
-        self.tokens_of_step = 1.0
+        self.tokens_of_step = torch.ones_like(self.tokens_of_step)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.autocast():
             for y, (_, targets) in zip(self.pipeline.forward([x for x, _ in batches]), batches, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcore import full_state_dict, shardings
 from mpcore.data_parallel import reshard
@@ -152,3 +153,28 @@ def test_pitfall_34_every_optimizer_trains_on_a_layout_as_in_one_process(ranks, 
     for got in ranks(math.prod(layout), run, names(layout), *flags):
         for key in ("losses", "norms"):
             assert got[key] == pytest.approx(want[key], rel=1e-9, abs=0), key
+
+
+class Reads(TorchDispatchMode):
+    """Counts what a GPU would be waited for: values that the host reads, and sizes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--preset tiny-moe", "--optimizer muon --zero 0"])
+def test_a_step_waits_for_the_device_once(flags, monkeypatch):
+    t, lists, tolist = trainer(*flags.split()), [], torch.Tensor.tolist
+    t.step(0)
+    for module in ("mpcore.layers.embedding", "mpcore.layers.loss"):
+        monkeypatch.setattr(f"{module}.check_ids", lambda *_: None)  # of a GPU's tokens it looks at none
+    monkeypatch.setattr(t, "balance", dict)  # the experts' loads come after the step
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x) or tolist(x))
+    with Reads() as reads:
+        t.step(1)
+    assert reads.count == 0
+    assert sum(x.is_floating_point() for x in lists) == 1  # integers, the experts' counts, only references read

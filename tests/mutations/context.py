@@ -12,7 +12,7 @@ MUTATIONS = [
              "all_reduce((targets != -100).sum(), self.mesh.data)", "all_reduce((targets != -100).sum(), self.mesh.dp)",
              MODEL),
     Mutation("24 cp: each rank divides by its own tokens", "examples/gpt/pretrain.py",
-             "return total * (self.scale / self.tokens_of_step)",
+             "return total * (self.scale / self.tokens_of_step).to(total.dtype)",
              "return total * (self.scale / max(int((target != -100).sum()), 1)) / self.mesh.cp.size", MODEL),
     Mutation("36 cp: positions begin anew on each rank", "mpcore/layers/attention.py",
              "document_positions(cu_seqlens, whole, x.device)[index]",
