@@ -10,9 +10,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ._rows import ceil_div
-from .quantize_fp8 import BLOCK, Quantized, dequantize_fp8
+from ._dispatch import define, launches, runs_triton, tl, triton
+from ._flops import flops
+from ._launch import launch, multiprocessors
+from ._rows import as_rows, ceil_div
+from .quantize_fp8 import BLOCK, Quantized, dequantize_fp8, require_fp8
+
+# Rows and columns of a program's tile, stages of its loop and warps: the first that keeps every multiprocessor busy.
+TILES = ((128, 128, 4, 8), (64, 128, 4, 4), (64, 64, 4, 4), (64, 32, 4, 4))
+GROUP = 8  # tiles of rows that share their columns in the L2 cache
 
 
 def fp8_matmul(
@@ -36,7 +44,8 @@ def fp8_matmul(
         `[M, N]` in `dtype`, or `out`.
 
     Raises:
-        ValueError: shapes or dtypes don't go together, or `impl` can't run here.
+        ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or the GPU has no eight-bit
+            floats.
     """
     _check("a", a)
     _check("b", b)
@@ -45,7 +54,16 @@ def fp8_matmul(
         raise ValueError(f"a {(M, K)} and b {(N, other)} don't share their last dimension, which is summed over")
     if out is not None and (out.shape != (M, N) or out.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, but the result needs float32 {(M, N)}")
-    return fp8_matmul_reference(a, b, dtype, out)
+    for name, x in (("b", b.values), ("a's scales", a.scales), ("b's scales", b.scales), ("out", out)):
+        if x is not None and x.device != a.values.device:
+            raise ValueError(f"{name} is on {x.device}, but a is on {a.values.device}")
+    like = a.scales if out is not None else a.scales.new_empty(0, dtype=dtype)
+    if not (runs_triton(impl, like) or a.values.is_meta or isinstance(a.values, FakeTensor)):
+        return fp8_matmul_reference(a, b, dtype, out)
+    if out is None:
+        return _matmul_op(*a, *b, dtype)
+    _add_op(*a, *b, out)
+    return out
 
 
 def _check(name: str, x: Quantized) -> None:
@@ -64,3 +82,111 @@ def fp8_matmul_reference(
     wide = torch.float64 if torch.float64 in (dtype, out.dtype if out is not None else None) else torch.float32
     y = dequantize_fp8(a, wide) @ dequantize_fp8(b, wide).t()
     return y.to(dtype) if out is None else out.add_(y)
+
+
+def _empty(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _empty_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
+    return None
+
+
+_FACTORS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
+_matmul_op = define(f"fp8_matmul({_FACTORS}, ScalarType dtype) -> Tensor y", _empty)
+_add_op = define(f"fp8_matmul_add({_FACTORS}, Tensor(a!) out) -> ()", _empty_add)
+
+
+@flops(torch.ops.mpcore.fp8_matmul)
+@flops(torch.ops.mpcore.fp8_matmul_add)
+def _flops(a: list[int], a_scales: list[int], b: list[int], *_, **__) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
+@launches(_matmul_op)
+def _launch(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    y = _empty(a, a_scales, b, b_scales, dtype)
+    if a.shape[1] == 0:
+        return y.zero_()
+    _run(a, a_scales, b, b_scales, y, False)
+    return y
+
+
+@launches(_add_op)
+def _launch_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
+    if a.shape[1] > 0:
+        _run(a, a_scales, b, b_scales, out, True)
+
+
+def _tile(M: int, N: int, programs: int) -> tuple[int, int, int, int]:
+    """One of `TILES`, by how many programs at a time the device runs."""
+    for tile in TILES[:-1]:
+        if ceil_div(M, tile[0]) * ceil_div(N, tile[1]) >= programs:
+            return tile
+    return TILES[-1]
+
+
+def _run(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, y: Tensor, add: bool) -> None:
+    require_fp8(a.device)
+    if y.numel() == 0:
+        return
+    (M, K), N = a.shape, b.shape[0]
+    square = (a_scales.shape[0] != M, b_scales.shape[0] != N)
+    (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
+    block_m, block_n, stages, num_warps = _tile(M, N, multiprocessors(a.device))
+    grid = (ceil_div(M, block_m) * ceil_div(N, block_n), 1, 1)
+    strides = (a_stride, b_stride, *a_scales.stride(), *b_scales.stride(), *y.stride())
+    constants = (*square, add, block_m, block_n, BLOCK, GROUP, stages)
+    launch(_matmul_kernel, grid, (a, a_scales, b, b_scales, y), (M, N, K, *strides), constants, num_warps)
+
+
+@triton.jit
+def _matmul_kernel(
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, y_ptr, M, N, K,
+    A_STRIDE, B_STRIDE, A_SCALE_M, A_SCALE_K, B_SCALE_N, B_SCALE_K, Y_M, Y_N,
+    A_SQUARE: tl.constexpr, B_SQUARE: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # GROUP tiles of rows go through all columns before the next ones begin
+    across = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (GROUP * across) * GROUP
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    within = tl.program_id(0) % (GROUP * across)
+    row = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    term = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + row.to(tl.int64)[:, None] * A_STRIDE + term[None, :]
+    b_ptrs = b_ptr + col.to(tl.int64)[:, None] * B_STRIDE + term[None, :]
+    # a tile lies in one block of a square factor
+    a_scale = (tl.min(row) // BLOCK_K if A_SQUARE else row).to(tl.int64)
+    b_scale = (tl.min(col) // BLOCK_K if B_SQUARE else col).to(tl.int64)
+    a_scale_ptrs, b_scale_ptrs = a_scales_ptr + a_scale * A_SCALE_M, b_scales_ptr + b_scale * B_SCALE_N
+    rows, cols = row < M, col < N
+    whole = K // BLOCK_K
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in tl.range(0, whole, num_stages=STAGES):
+        a = tl.load(a_ptrs + block * BLOCK_K, mask=rows[:, None], other=0.0)
+        b = tl.load(b_ptrs + block * BLOCK_K, mask=cols[:, None], other=0.0)
+        sizes = _scales(a_scale_ptrs, b_scale_ptrs, block, rows, cols, A_SCALE_K, B_SCALE_K, A_SQUARE, B_SQUARE)
+        total += tl.dot(a, tl.trans(b)) * sizes  # each block's sum begins at zero
+    if whole * BLOCK_K < K:
+        left = (term < K - whole * BLOCK_K)[None, :]
+        a = tl.load(a_ptrs + whole * BLOCK_K, mask=rows[:, None] & left, other=0.0)
+        b = tl.load(b_ptrs + whole * BLOCK_K, mask=cols[:, None] & left, other=0.0)
+        sizes = _scales(a_scale_ptrs, b_scale_ptrs, whole, rows, cols, A_SCALE_K, B_SCALE_K, A_SQUARE, B_SQUARE)
+        total += tl.dot(a, tl.trans(b)) * sizes
+    y_ptrs = y_ptr + row.to(tl.int64)[:, None] * Y_M + col.to(tl.int64)[None, :] * Y_N
+    mask = rows[:, None] & cols[None, :]
+    if ADD:
+        total += tl.load(y_ptrs, mask=mask, other=0.0)
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scales(a_ptrs, b_ptrs, block, rows, cols, A_K, B_K, A_SQUARE: tl.constexpr, B_SQUARE: tl.constexpr):
+    """What a block's sums are multiplied by: one for all, a column, a row, or a matrix."""
+    a_ptrs += tl.cast(A_K, tl.int64) * block
+    b_ptrs += tl.cast(B_K, tl.int64) * block
+    a = tl.load(a_ptrs) if A_SQUARE else tl.load(a_ptrs, mask=rows, other=0.0)[:, None]
+    b = tl.load(b_ptrs) if B_SQUARE else tl.load(b_ptrs, mask=cols, other=0.0)[None, :]
+    return a * b

@@ -14,17 +14,21 @@ Blocks: DeepSeek-V3 (2024), arXiv:2412.19437, section 3.3.2; e4m3: Micikevicius 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ._dispatch import REFERENCE_DTYPES
-from ._rows import ceil_div
+from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton, tl, triton
+from ._launch import launch
+from ._rows import as_rows, ceil_div
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
+ROWS = 32  # of a program that needs none of the blocks along M
 
 
 class Quantized(NamedTuple):
@@ -52,13 +56,17 @@ def quantize_fp8(
         `[M, K]` in blocks along K, and `[K, M]` in blocks along M; None for what isn't wanted.
 
     Raises:
-        ValueError: x is no matrix, has another dtype, or `impl` can't run here.
+        ValueError: x is no matrix, has another dtype, `impl` can't run here, or the GPU has no eight-bit floats.
     """
     if x.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} is no matrix [M, K], which blocks are cut from: flatten the others")
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
-    return quantize_fp8_reference(x.detach(), square, rows, columns)
+    x = x.detach()
+    if runs_triton(impl, x) or x.is_meta or isinstance(x, FakeTensor):  # the last two hold what a GPU would
+        values, scales, turned, turned_scales = _quantize_op(x, square, rows, columns)
+        return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
+    return quantize_fp8_reference(x, square, rows, columns)
 
 
 def quantize_fp8_reference(
@@ -94,3 +102,96 @@ def dequantize_fp8(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     if scales.shape[0] != M:
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
     return values.to(dtype) * scales
+
+
+@functools.cache
+def require_fp8(device: torch.device) -> None:
+    """Raise `ValueError` unless the GPU multiplies e4m3; a CPU interprets."""
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_properties(device)
+    if (found.major, found.minor) < (8, 9) or torch.version.hip is not None:
+        there = f"{found.name} of compute capability {found.major}.{found.minor}"
+        raise ValueError(
+            f"e4m3 is for GPUs of compute capability 8.9 and above of NVIDIA, not for {there}; keep the layer in "
+            "bfloat16, or use impl='reference'"
+        )
+
+
+def _empty(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What isn't wanted has no elements. Along dimension 0 scales are contiguous, which is how cuBLAS reads them."""
+    M, K = x.shape
+    return *_empty_quantized(x, M, K, square, rows), *_empty_quantized(x, K, M, square, columns)
+
+
+def _empty_quantized(x: Tensor, M: int, K: int, square: bool, wanted: bool) -> tuple[Tensor, Tensor]:
+    if not wanted:
+        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
+    values = x.new_empty((M, ceil_div(K, 16) * 16), dtype=torch.float8_e4m3fn)[:, :K]  # rows at multiples of 16 bytes
+    scales = x.new_empty((ceil_div(K, BLOCK), ceil_div(M, BLOCK) if square else M), dtype=torch.float32)
+    return values, scales.t()
+
+
+_quantize_op = define(
+    "quantize_fp8(Tensor x, bool square, bool rows, bool columns) "
+    "-> (Tensor values, Tensor scales, Tensor turned, Tensor turned_scales)",
+    _empty,
+)
+
+
+@launches(_quantize_op)
+def _launch(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    require_fp8(x.device)
+    outs = _empty(x, square, rows, columns)
+    if x.numel() == 0 or not (rows or columns):
+        return outs
+    (M, K), (x, stride) = x.shape, as_rows(x)
+    block_m = BLOCK if square or columns else ROWS
+    wanted = [out if out.numel() else None for out in outs]
+    grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
+    launch(_quantize_kernel, grid, (x, *wanted), (M, K, stride, outs[0].stride(0), outs[2].stride(0)), (square, block_m, BLOCK), block_m // 16)
+    return outs
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, values_ptr, scales_ptr, turned_ptr, turned_scales_ptr, M, K, X_STRIDE, ROW_STRIDE, COLUMN_STRIDE,
+    SQUARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(K, BLOCK_K)
+    down = tl.cdiv(M, BLOCK_M)
+    block_m = tl.program_id(0) // across
+    block_k = tl.program_id(0) % across
+    row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = block_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (row < M)[:, None] & (col < K)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * X_STRIDE + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, inf is above what is finite, and NaN above inf
+    whole = tl.max(size)
+    if values_ptr is not None:
+        scale, inverse = _scales(whole if SQUARE else tl.max(size, 1, keep_dims=True))
+        values = (x * inverse).to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row.to(tl.int64)[:, None] * ROW_STRIDE + col[None, :], values, mask=mask)
+        if SQUARE:
+            tl.store(scales_ptr + block_k.to(tl.int64) * down + block_m, scale)
+        else:
+            tl.store(scales_ptr + block_k.to(tl.int64) * M + row[:, None], scale, mask=(row < M)[:, None])
+    if turned_ptr is not None:
+        scale, inverse = _scales(whole if SQUARE else tl.max(size, 0, keep_dims=True))
+        values = tl.trans((x * inverse).to(turned_ptr.dtype.element_ty))
+        out = turned_ptr + col.to(tl.int64)[:, None] * COLUMN_STRIDE + row[None, :]
+        tl.store(out, values, mask=(col < K)[:, None] & (row < M)[None, :])
+        if SQUARE:
+            tl.store(turned_scales_ptr + block_m.to(tl.int64) * across + block_k, scale)
+        else:
+            tl.store(turned_scales_ptr + block_m.to(tl.int64) * K + col[None, :], scale, mask=(col < K)[None, :])
+
+
+@triton.jit
+def _scales(largest):
+    """The scale of a block by the bits of its largest, and what elements are multiplied by; both exact."""
+    exponent = tl.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+    finite = largest < 0x7F800000
+    scale = tl.where(finite, exponent << 23, 0x7FC00000)
+    inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000)
+    return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)

@@ -9,11 +9,13 @@ Without this the interpreter, in the versions named below,
 6. copies every tensor of a launch onto itself;
 7. lets NaN through `tl.maximum` and `tl.minimum`, where a GPU takes the other operand;
 8. reads and writes any address, where a GPU may stop with an illegal memory access;
-9. rounds the product in `tl.fma`, where a GPU rounds the sum alone.
+9. rounds the product in `tl.fma`, where a GPU rounds the sum alone;
+10. casts to e4m3 with wrong binades, and reads its NaN as 480.
 
 The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
 must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing;
-7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors; 9 computes in float64.
+7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors; 9 computes in float64;
+10 casts as torch does, and what is larger than the largest to that, as a GPU does.
 `interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
 """
 
@@ -69,6 +71,14 @@ def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, roundin
         return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded).reshape(data.shape)
     if source == tl.bfloat16 and target == tl.float32:
         return (np.ascontiguousarray(data).astype(np.uint32) << np.uint32(16)).reshape(data.shape)
+    if source == tl.float32 and target == tl.float8e4nv:
+        x = torch.from_numpy(np.array(data, order="C"))
+        bits = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.where(x.isnan(), 0x7F, bits).numpy()
+    if source == tl.float8e4nv and target in (tl.float16, tl.float32):
+        x = torch.from_numpy(np.array(data, dtype=np.uint8, order="C")).view(torch.float8_e4m3fn)
+        bits = (np.float16, np.uint16) if target == tl.float16 else (np.float32, np.uint32)
+        return x.float().numpy().astype(bits[0]).view(bits[1])
     return _stock_convert(data, source, target, rounding)
 
 

@@ -109,3 +109,32 @@ def test_fma_rounds_once():
     y = torch.empty(16)
     _fma_kernel[(1,)](x, y, BLOCK=16)
     assert y.eq(2**-11 + 2**-24).all()
+
+
+@triton.jit
+def _scaled_kernel(x_ptr, y_ptr, z_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK)).to(tl.float8e4nv)
+    tl.store(y_ptr + tl.arange(0, BLOCK), x)
+    tl.store(z_ptr + tl.arange(0, BLOCK), x.to(tl.float32))
+
+
+def test_float32_rounds_to_the_nearest_e4m3_and_stops_at_the_largest():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (every[:-1] + every[1:])[:254] / 2
+    special = torch.tensor([500.0, -1e30, torch.inf, -torch.inf, torch.nan, 1e-45, -0.0])
+    x = torch.cat([every, between, special, between.new_zeros(1024 - 256 - 254 - 7)])
+    y, z = torch.empty(1024, dtype=torch.float8_e4m3fn), torch.empty(1024)
+    _scaled_kernel[(1,)](x, y, z, BLOCK=1024)
+    wanted = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(y.view(torch.uint8)[~x.isnan()], wanted.view(torch.uint8)[~x.isnan()])
+    torch.testing.assert_close(z, wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_dot_of_e4m3():
+    a, b = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    c = torch.empty(16, 16)
+    _dot_kernel[(1,)](a, b, c, SIZE=16)
+    torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+    a[0, 0] = torch.nan
+    _dot_kernel[(1,)](a, b, c, SIZE=16)
+    assert torch.equal(c.isnan().any(1), torch.arange(16) == 0)
