@@ -28,11 +28,13 @@ from mpcore.kernels import (  # noqa: F401, they define operators
     cross_entropy,
     cross_replica_hash,
     dropout_add,
+    fp8_matmul,
     geglu,
     gelu,
     grouped_linear,
     layer_norm,
     moe_permute,
+    quantize_fp8,
     relu_squared,
     rms_norm,
     rope,
@@ -164,6 +166,16 @@ def run_grouped_activation(D: int, F: int, E: int, activation: str, keep: bool) 
     ops.grouped_linear_activated(x, weight, torch.zeros(E).int(), activation, keep)
 
 
+def run_quantize_fp8(K: int, square: bool, columns: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    ops.quantize_fp8(torch.empty(ROWS, K, dtype=dtype), square, True, columns)
+
+
+def run_fp8_matmul(M: int, N: int, K: int, square: bool = True, add: bool = False) -> None:
+    with mock.patch.object(fp8_matmul, "multiprocessors", return_value=132):
+        a, b = (quantize_fp8._empty_quantized(torch.empty(1), *of, True) for of in ((M, K, False), (N, K, square)))
+        ops.fp8_matmul_add(*a, *b, torch.empty(M, N)) if add else ops.fp8_matmul(*a, *b, torch.bfloat16)
+
+
 def run_column_sum(D: int) -> None:
     sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
 
@@ -259,6 +271,16 @@ HOPPER_CASES: dict[str, Callable[[], None]] = {
         128, "bounds", out_dtype=torch.float32
     ),
 }
+# For what multiplies e4m3.
+FP8_TARGETS = ("sm_90", "sm_100")
+FP8_CASES: dict[str, Callable[[], None]] = {
+    "quantize_fp8 K=4096 bf16": lambda: run_quantize_fp8(4096, False, False),
+    "quantize_fp8 K=4096 bf16 both ways": lambda: run_quantize_fp8(4096, False, True),
+    "quantize_fp8 K=4096 fp32 square both ways": lambda: run_quantize_fp8(4096, True, True, torch.float32),
+    "fp8_matmul K=4096": lambda: run_fp8_matmul(8192, 4096, 4096),
+    "fp8_matmul K=4096 one token": lambda: run_fp8_matmul(1, 4096, 4096),
+    "fp8_matmul K=8177 added": lambda: run_fp8_matmul(4096, 4096, 8177, False, True),
+}
 QUICK = {"attention K=64 bf16", "attention K=128 bf16", "attention_ws K=128 bf16 bounds"}
 SLOW = {case for case in CASES | HOPPER_CASES if case.startswith("attention")} - QUICK
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
@@ -277,7 +299,8 @@ Facts = dict[str, Any]
 
 def cases_of(target: str) -> dict[str, Callable[[], None]]:
     """The cases that are compiled for a target."""
-    return CASES | HOPPER_CASES if target == "sm_90" else CASES
+    hopper = HOPPER_CASES if target == "sm_90" else {}
+    return CASES | hopper | (FP8_CASES if target in FP8_TARGETS else {})
 
 
 def compile_case(target: str, case: str) -> dict[str, Facts]:

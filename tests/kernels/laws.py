@@ -17,6 +17,7 @@ GUARD = 16384  # elements of NaN on either side of a tensor: more than any progr
 HOLE = 0x5EA  # the NaN of integers
 FAR = 2**30 + 8  # elements between rows, so that the offset of the third needs more than 32 bits
 MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.12 on
+ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]
@@ -123,9 +124,9 @@ def need_memory(size: int) -> None:
         pytest.skip(f"needs {size / 2**30:.0f} GiB of GPU memory, but {free / 2**30:.0f} GiB are free")
 
 
-def check_operator(op: Callable[..., Any], *args: Any) -> None:
+def check_operator(op: Callable[..., Any], *args: Any, tests: tuple[str, ...] = ALL_TESTS) -> None:
     """Law: `op` does what its schema and its fake say, eagerly and when compiled."""
-    torch.library.opcheck(op, args)
+    torch.library.opcheck(op, args, test_utils=tests)
 
 
 def check_compiles(function: Callable[..., Any], inputs: Inputs, **options: Any) -> None:

@@ -72,6 +72,13 @@ def run_hash():
     yield x.nbytes
 
 
+def run_quantize():
+    x = tensor(M, D)
+    for rows, columns, floor in ((True, False, 3), (True, True, 4)):
+        ops.quantize_fp8(x, False, rows, columns)
+        yield floor * M * D
+
+
 RUNS = [
     (run_rms_norm, 1.03),
     (run_layer_norm_with_residual, 1.04),  # partial sums of both weight and bias, of two programs a multiprocessor
@@ -80,6 +87,7 @@ RUNS = [
     (run_rope, 1.03),
     (run_rope_with_norm, 1.03),
     (run_hash, 1.03),
+    (run_quantize, 1.03),  # and a scale of four bytes for 128 elements of each
 ]
 
 

@@ -1,0 +1,289 @@
+"""quantize_fp8 and fp8_matmul without a GPU: the references' laws, bad input, and what would be launched."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpcore.kernels import fp8_matmul as products
+from mpcore.kernels import quantize_fp8 as module
+from mpcore.kernels.fp8_matmul import fp8_matmul
+from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, dequantize_fp8, quantize_fp8, require_fp8
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+DTYPES = [F64, F32, BF16, torch.float16]
+SHAPES = [(1, 1), (1, 127), (129, 128), (127, 129), (300, 1021)]
+ops = torch.ops.mpcore
+
+
+def draw(*shape, dtype=F32, seed=0):
+    """Numbers over some 12 powers of ten, but within float16's."""
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
+    size = torch.empty(shape).uniform_(-22, 15, generator=generator)
+    return (torch.randn(shape, generator=generator).sign() * size.exp2()).to(dtype)
+
+
+def same(a, b):
+    return torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(a.scales, b.scales)
+
+
+def block_maxima(x, square):
+    """Of each element the largest of its block, by a loop over blocks."""
+    largest = torch.empty_like(x)
+    rows = BLOCK if square else 1
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], BLOCK):
+            largest[i : i + rows, j : j + BLOCK] = x[i : i + rows, j : j + BLOCK].abs().max()
+    return largest
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("M", "K"), SHAPES[:4])
+def test_the_error_is_a_sixteenth_at_most(M, K, square):
+    """Of what is at least 2^-13 of its block's largest, and of all else the same of that."""
+    x = draw(M, K, dtype=F64)
+    q, _ = quantize_fp8(x, square=square)
+    largest = block_maxima(x, square)
+    error = (dequantize_fp8(q, F64) - x).abs()
+    assert (error <= torch.maximum(x.abs(), largest * 2**-13) / 16).all()
+    scales = dequantize_fp8(q._replace(values=torch.ones_like(q.values)), F64)
+    assert torch.equal(scales.log2().round().exp2(), scales), "a power of two divides exactly"
+    assert ((largest / scales <= 448) & (largest / scales > 224)).all(), "the least one"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("square", [False, True])
+def test_all_dtypes_give_the_bits_of_float64(dtype, square):
+    x = draw(130, 260, dtype=dtype)
+    assert same(quantize_fp8(x, square=square)[0], quantize_fp8(x.double(), square=square)[0])
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("M", "K"), SHAPES)
+def test_columns_are_the_rows_of_the_transpose(M, K, square):
+    x = draw(M, K)
+    rows, columns = quantize_fp8(x, square=square, columns=True)
+    assert rows.values.shape == (M, K)
+    assert columns.values.shape == (K, M)
+    assert same(columns, quantize_fp8(x.t(), square=square)[0])
+    assert quantize_fp8(x, square=square, rows=False) == (None, None)
+    if square:
+        assert torch.equal(columns.scales, rows.scales.t())
+        assert torch.equal(columns.values.float(), rows.values.float().t())
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_powers_of_two_pass_through(square):
+    x = draw(130, 200, dtype=F32)
+    q, _ = quantize_fp8(x, square=square)
+    for n in (-90, -3, 1, 100):
+        found, _ = quantize_fp8(x * 2.0**n, square=square)
+        assert torch.equal(found.values.float(), q.values.float())
+        assert torch.equal(found.scales, q.scales * 2.0**n)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_what_was_quantized_is_exact(square):
+    """Though a scale may be half of what it was: 225 becomes 224."""
+    x = dequantize_fp8(quantize_fp8(draw(130, 200), square=square)[0])
+    assert torch.equal(dequantize_fp8(quantize_fp8(x, square=square)[0]), x)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_shards_of_whole_blocks_are_quantized_as_the_whole(square):
+    x = draw(3 * BLOCK + 5, 2 * BLOCK + 7)
+    rows, columns = quantize_fp8(x, square=square, columns=True)
+    for dim, cut in ((0, BLOCK), (0, 2 * BLOCK), (1, BLOCK)):
+        parts = [quantize_fp8(part, square=square, columns=True) for part in x.tensor_split([cut], dim)]
+        for whole, own, along in ((rows, [r for r, _ in parts], dim), (columns, [c for _, c in parts], 1 - dim)):
+            assert same(whole, Quantized(*(torch.cat(held, along) for held in zip(*own, strict=True))))
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("square", [False, True])
+def test_a_block_with_what_is_no_number_shows_it_in_products(strange, square):
+    x = draw(130, 300)
+    x[129, 7] = strange
+    rows, columns = quantize_fp8(x, square=square, columns=True)
+    y = fp8_matmul(rows, quantize_fp8(draw(3, 300))[0])
+    assert y.isnan().any(1).nonzero().flatten().tolist() == ([128, 129] if square else [129])
+    turned = fp8_matmul(columns, quantize_fp8(draw(3, 130))[0])
+    assert turned.isnan().any(1).nonzero().flatten().tolist() == (list(range(BLOCK)) if square else [7])
+
+
+def test_the_ends_of_the_range():
+    zeros, _ = quantize_fp8(torch.zeros(2, 3))
+    assert not dequantize_fp8(zeros).any()
+    assert zeros.scales.eq(2.0**-126).all()
+    top = torch.full((1, 2), torch.finfo(F32).max)
+    assert quantize_fp8(top)[0].scales.item() == 2.0**120
+    tiny = torch.tensor([[2.0**-126, 2.0**-132, 2.0**-136, 2.0**-149]])
+    assert dequantize_fp8(quantize_fp8(tiny)[0]).tolist() == [[2.0**-126, 2.0**-132, 0, 0]]
+    above = torch.nextafter(torch.tensor(448.0), torch.tensor(500.0)).item()
+    for edge, scale in ((448.0, 1.0), (above, 2.0), (224.0, 0.5), (225.0, 1.0)):
+        assert quantize_fp8(torch.tensor([[-edge]]))[0].scales.item() == scale
+
+
+@pytest.mark.parametrize("squares", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 130, 127), (129, 3, 300), (5, 4, 0)])
+def test_the_product_is_that_of_what_the_values_stand_for(M, N, K, squares):
+    a, b = (
+        quantize_fp8(draw(size, K, seed=size), square=square)[0] for size, square in zip((M, N), squares, strict=True)
+    )
+    exact = torch.stack([(dequantize_fp8(a, F64) * row).sum(1) for row in dequantize_fp8(b, F64)], 1)
+    torch.testing.assert_close(fp8_matmul(a, b, F64), exact, rtol=1e-12, atol=1e-12)
+    terms = dequantize_fp8(a, F64).abs() @ dequantize_fp8(b, F64).abs().t()
+    assert ((fp8_matmul(a, b, F32) - exact).abs() <= 1e-6 * terms).all()
+    assert torch.equal(fp8_matmul(a, b), fp8_matmul(a, b, F32).bfloat16())
+    out = torch.ones(M, N)
+    assert fp8_matmul(a, b, out=out) is out
+    torch.testing.assert_close(out, 1 + fp8_matmul(a, b, F32))
+
+
+def factor(M, K, square=False, device="cpu"):
+    blocks = -(-M // BLOCK) if square else M, -(-K // BLOCK)
+    return Quantized(
+        torch.zeros(M, K, dtype=torch.float8_e4m3fn, device=device), torch.ones(blocks, dtype=F32, device=device)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize_fp8(torch.ones(3)), r"x \(3,\) is no matrix"),
+        (lambda: quantize_fp8(torch.ones(3, 4).long()), "x is torch.int64; it must be"),
+        (lambda: quantize_fp8(torch.ones(3, 4), impl="triton"), "impl='triton', but x is on cpu"),
+        (lambda: quantize_fp8(torch.ones(3, 4), impl="cuda"), "impl 'cuda' is none of"),
+        (lambda: fp8_matmul(factor(3, 4), factor(3, 5)), r"a \(3, 4\) and b \(3, 5\) don't share"),
+        (lambda: fp8_matmul(factor(3, 4)._replace(scales=torch.ones(2, 1)), factor(3, 4)), r"a \(3, 4\) has scales"),
+        (lambda: fp8_matmul(factor(3, 4), factor(3, 4)._replace(scales=torch.ones(3, 2))), r"b \(3, 4\) has scales"),
+        (lambda: fp8_matmul(factor(3, 4), Quantized(torch.ones(3, 4), torch.ones(3, 1))), "b is torch.float32 with"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(5, 3)), r"out is torch.float32 \(5, 3\)"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(3, 5).half()), "out is torch.float16"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4, device="meta")), "b is on meta, but a is on cpu"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), impl="triton"), "impl='triton', but x is on cpu"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), F64, impl="triton"), "no torch.float64 kernel"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "fits"),
+    [((8, 6), None, False), ((8, 9), None, True), ((9, 0), None, True), ((10, 0), None, True), ((9, 4), "6.4", False)],
+)
+def test_a_gpu_without_eight_bit_floats_is_refused_before_a_launch(capability, hip, fits, monkeypatch):
+    found = SimpleNamespace(name="A GPU", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    check = require_fp8.__wrapped__
+    if fits:
+        check(torch.device("cuda", 0))
+    else:
+        there = rf"capability 8\.9 .* A GPU of compute capability {capability[0]}\.{capability[1]}; keep .* bfloat16"
+        with pytest.raises(ValueError, match=there):
+            check(torch.device("cuda", 0))
+
+    def refuse(device):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(module, "require_fp8", refuse)
+    monkeypatch.setattr(products, "require_fp8", refuse)
+    with fake_gpu() as launches:
+        for call in (
+            lambda: ops.quantize_fp8(torch.ones(3, 4), False, True, True),
+            lambda: ops.fp8_matmul(*factor(3, 4), *factor(5, 4), BF16),
+            lambda: ops.fp8_matmul_add(*factor(3, 4), *factor(5, 4), torch.ones(3, 5)),
+        ):
+            with pytest.raises(ValueError, match="refused"):
+                call()
+    assert launches == []
+
+
+def test_launches_of_quantize():
+    x = torch.empty(1021, 4096, dtype=BF16)
+    with fake_gpu() as launches:
+        values, scales, turned, turned_scales = ops.quantize_fp8(x, False, True, True)
+        ops.quantize_fp8(x, True, False, True)
+        ops.quantize_fp8(x[:, :300], False, True, False)
+        ops.quantize_fp8(x, False, False, False)
+    assert [launch.grid for launch in launches] == [(8 * 32, 1, 1), (8 * 32, 1, 1), (32 * 3, 1, 1)]
+    assert (values.stride(), scales.stride()) == ((4096, 1), (1, 1021))
+    assert (turned.stride(), turned_scales.stride()) == ((1024, 1), (1, 4096)), "a row begins at a multiple of 16"
+    assert launches[2].arguments["X_STRIDE"] == 4096, "no copy"
+    assert launches[2].arguments["x_ptr"].data_ptr() == x.data_ptr()
+    for launch, wanted in zip(launches, ((True, True), (False, True), (True, False)), strict=True):
+        names = (("values_ptr", "scales_ptr"), ("turned_ptr", "turned_scales_ptr"))
+        assert [all(launch.arguments[name] is not None for name in pair) for pair in names] == list(wanted)
+
+
+def test_launches_of_products(monkeypatch):
+    """Tiles as large as leave no multiprocessor idle; K is no part of the code."""
+    monkeypatch.setattr(products, "multiprocessors", lambda device: 132)
+    with fake_gpu() as launches:
+        for K in (512, 1024):
+            ops.fp8_matmul(*factor(8192, K), *factor(4096, K, True), BF16)
+        ops.fp8_matmul_add(*factor(1, 48), *factor(4096, 48), torch.empty(1, 4096))
+    assert [launch.grid for launch in launches] == [(64 * 32, 1, 1), (64 * 32, 1, 1), (128, 1, 1)]
+    assert [launch.kernel.metadata.num_warps for launch in launches] == [8, 8, 4]
+    assert launches[0].kernel is launches[1].kernel
+    tiles = [
+        products._tile(M, N, 132)[:2] for M, N in ((8192, 4096), (600, 4096), (500, 4096), (300, 4096), (128, 256))
+    ]
+    assert tiles == [(128, 128), (128, 128), (64, 128), (64, 128), (64, 32)]
+    assert products._tile(64, 8448, 132)[:2] == (64, 64)
+
+
+def test_nothing_is_launched_for_nothing():
+    with fake_gpu() as launches:
+        for M, K in ((0, 4), (4, 0)):
+            ops.quantize_fp8(torch.empty(M, K), False, True, True)
+        for M, N, K in ((0, 3, 4), (3, 0, 4), (3, 5, 0)):
+            assert not ops.fp8_matmul(*factor(M, K), *factor(N, K), BF16).any()
+        out = torch.ones(3, 5)
+        ops.fp8_matmul_add(*factor(3, 0), *factor(5, 0), out)
+        assert out.eq(1).all()
+    assert launches == []
+
+
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_a_dry_run_holds_what_a_gpu_would(where):
+    with FakeTensorMode() if where == "fake" else torch.device("meta"):
+        x, weight, out = torch.empty(100, 40), torch.empty(70, 40), torch.empty(100, 70)
+        (a, turned), (b, _) = quantize_fp8(x, columns=True), quantize_fp8(weight, square=True)
+        assert turned.values.stride() == (112, 1)
+        assert fp8_matmul(a, b).shape == (100, 70)
+        assert fp8_matmul(a, b, out=out) is out
+        with FlopCounterMode(display=False) as counter:
+            fp8_matmul(a, b)
+            fp8_matmul(a, b, out=out)
+    assert counter.get_total_flops() == 2 * 2 * 100 * 70 * 40
+
+
+def test_compiled_references_are_the_references():
+    def both(x, weight):
+        (a, c), (b, _) = quantize_fp8(x, columns=True), quantize_fp8(weight, square=True)
+        return fp8_matmul(a, b), fp8_matmul(c, c, F32)
+
+    torch._dynamo.reset()
+    x, weight = draw(130, 40), draw(20, 40)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(x, weight), both(x, weight), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("square", [False, True])
+def test_a_gpu_gives_the_bits_of_the_cpu(square):
+    x = draw(1000, 3001, dtype=BF16)
+    for found, wanted in zip(
+        quantize_fp8(x.cuda(), square=square, columns=True), quantize_fp8(x, square=square, columns=True), strict=True
+    ):
+        assert same(Quantized(*(held.cpu() for held in found)), wanted)
