@@ -59,7 +59,8 @@ class Kernel:
         constants: inputs without a gradient though they are floating.
         in_float64: the reference takes float64; otherwise its own dtype is the truth.
         slack: times the reference's error that ours may have.
-        random: a peer draws random numbers of its own, so only its shapes, dtypes and finiteness are checked.
+        random: a peer draws random numbers, or chooses scales, of its own, so only its shapes, dtypes and finiteness
+            are checked.
     """
 
     name: str
