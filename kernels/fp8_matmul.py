@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._dispatch import define, launches, runs_triton, tl, triton
+from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton, tl, triton
 from ._flops import flops
 from ._launch import launch, multiprocessors
 from ._rows import as_rows, ceil_div
@@ -54,6 +54,8 @@ def fp8_matmul(
         raise ValueError(f"a {(M, K)} and b {(N, other)} don't share their last dimension, which is summed over")
     if out is not None and (out.shape != (M, N) or out.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, but the result needs float32 {(M, N)}")
+    if dtype not in REFERENCE_DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be float64, float32, bfloat16 or float16")
     for name, x in (("b", b.values), ("a's scales", a.scales), ("b's scales", b.scales), ("out", out)):
         if x is not None and x.device != a.values.device:
             raise ValueError(f"{name} is on {x.device}, but a is on {a.values.device}")

@@ -149,7 +149,14 @@ def _launch(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor,
     block_m = BLOCK if square or columns else ROWS
     wanted = [out if out.numel() else None for out in outs]
     grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
-    launch(_quantize_kernel, grid, (x, *wanted), (M, K, stride, outs[0].stride(0), outs[2].stride(0)), (square, block_m, BLOCK), block_m // 16)
+    launch(
+        _quantize_kernel,
+        grid,
+        (x, *wanted),
+        (M, K, stride, outs[0].stride(0), outs[2].stride(0)),
+        (square, block_m, BLOCK),
+        block_m // 16,
+    )
     return outs
 
 

@@ -21,6 +21,8 @@ def factors(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     M, N, K = (shape[name] for name in "MNK")
     x, weight = (torch.randn(size, K, dtype=dtype, device=device) for size in (M, N))
     (a, _), (b, _) = quantize_fp8(x), quantize_fp8(weight, square=True)
+    assert a is not None
+    assert b is not None
     padded = b.scales.new_zeros(ceil_div(N, BLOCK), ceil_div(ceil_div(K, BLOCK), 4) * 4)
     padded[:, : b.scales.shape[1]] = b.scales
     held = {"a": a.values, "a_scales": a.scales, "b": b.values, "b_scales": b.scales, "padded": padded.t()}

@@ -165,6 +165,7 @@ def factor(M, K, square=False, device="cpu"):
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(5, 3)), r"out is torch.float32 \(5, 3\)"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(3, 5).half()), "out is torch.float16"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4, device="meta")), "b is on meta, but a is on cpu"),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), torch.int32), "dtype is torch.int32; it must be"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), impl="triton"), "impl='triton', but x is on cpu"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), F64, impl="triton"), "no torch.float64 kernel"),
     ],

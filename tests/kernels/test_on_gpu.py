@@ -13,12 +13,14 @@ from mpcore.kernels.adamw import sum_of_squares
 from mpcore.kernels.attention import attention, attention_reference
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.kernels.dropout_add import dropout_add
+from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.geglu import geglu
 from mpcore.kernels.gelu import gelu, gelu_reference
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
+from mpcore.kernels.quantize_fp8 import quantize_fp8, require_fp8
 from mpcore.kernels.relu_squared import relu_squared
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope
@@ -66,6 +68,13 @@ def mixture(activation, F):
     return of(experts, chosen=numbers(8, M, 2), activation=activation), x
 
 
+def eight_bits(x, weight, impl):
+    """Bytes and scales both ways, and the product of one."""
+    (a, turned), (b, _) = quantize_fp8(x, columns=True, impl=impl), quantize_fp8(weight, square=True, impl=impl)
+    held = [part for q in (a, turned, b) for part in (q.values.view(torch.uint8), q.scales)]
+    return *held, fp8_matmul(a, b, impl=impl)
+
+
 # What runs, and the tensors that it differentiates, if any.
 CASES = {
     "rms_norm": lambda: (of(rms_norm), {"x": draw(M, D), "weight": draw(D)}),
@@ -103,6 +112,7 @@ CASES = {
         {"query": draw(2, T, 8, 96), "key": draw(2, T, 2, 96), "value": draw(2, T, 2, 96)},
     ),
     "cross_replica_hash": lambda: (of(cross_replica_hash), {"x": draw(M, D)}),
+    "quantize_fp8 and fp8_matmul": lambda: (torch.no_grad()(of(eight_bits)), {"x": draw(M, D), "weight": draw(D, D)}),
     "sum_of_squares": lambda: (torch.no_grad()(of(sum_of_squares)), {"x": draw(M, D)}),
 }
 
@@ -214,3 +224,24 @@ def test_errors_of_cross_entropy_among_more_than_2_31_logits():
     kernel = among(rows, where, many_tokens(rows, where))
     inputs, target = {"logits": draw(len(where), width)}, numbers(width, len(where))
     laws.check_errors(kernel, of_cross_entropy.truth, inputs, target=target)
+
+
+def test_bits_of_quantize_fp8_among_more_than_2_31_elements():
+    """Blocks of rows at both ends and around the edge, where they lie and where they lie turned; elsewhere it is 0."""
+    require_fp8(torch.device("cuda", 0))
+    width = 4096
+    rows = BEYOND // width + 256
+    need(rows * width)
+    x = torch.zeros(rows, width, dtype=BF16)
+    given = [slice(start, start + 128) for start in (0, BEYOND // width - 128, BEYOND // width, rows - 128)]
+    for i, part in enumerate(given):
+        x[part] = draw(128, width) * 2**i
+    q, turned = quantize_fp8(x, columns=True)
+    for part in given:
+        one, other = quantize_fp8(x[part].clone(), columns=True)
+        check_same((q.values[part].view(torch.uint8), q.scales[part]), (one.values.view(torch.uint8), one.scales))
+        found = turned.values[:, part].view(torch.uint8), turned.scales[:, part.start // 128, None]
+        check_same(found, (other.values.view(torch.uint8), other.scales))
+    assert q.values.view(torch.uint8).count_nonzero() == sum(
+        q.values[p].view(torch.uint8).count_nonzero() for p in given
+    )
