@@ -147,17 +147,20 @@ def _launch(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor,
         return outs
     (M, K), (x, stride) = x.shape, as_rows(x)
     block_m = BLOCK if square or columns else ROWS
-    wanted = [out if out.numel() else None for out in outs]
     grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
-    launch(
-        _quantize_kernel,
-        grid,
-        (x, *wanted),
-        (M, K, stride, outs[0].stride(0), outs[2].stride(0)),
-        (square, block_m, BLOCK),
-        block_m // 16,
-    )
+    (own, scales), (turned, turned_scales) = map(_whole_rows, outs[::2], outs[1::2])
+    strides = (stride, outs[0].stride(0), outs[2].stride(0))
+    tensors = (x, own, scales, turned, turned_scales)
+    launch(_quantize_kernel, grid, tensors, (M, K, *strides), (square, block_m, BLOCK), block_m // 16)
     return outs
+
+
+def _whole_rows(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Values with what lies between their rows, which the kernel may write, if they are wanted."""
+    if values.dim() == 1:
+        return None, None
+    (M, K), stride = values.shape, values.stride(0)
+    return (values if K == stride else values.as_strided((M, stride), (stride, 1))), scales
 
 
 @triton.jit
@@ -178,7 +181,8 @@ def _quantize_kernel(
     if values_ptr is not None:
         scale, inverse = _scales(whole if SQUARE else tl.max(size, 1, keep_dims=True))
         values = (x * inverse).to(values_ptr.dtype.element_ty)
-        tl.store(values_ptr + row.to(tl.int64)[:, None] * ROW_STRIDE + col[None, :], values, mask=mask)
+        out = values_ptr + row.to(tl.int64)[:, None] * ROW_STRIDE + col[None, :]
+        tl.store(out, values, mask=(row < M)[:, None] & (col < ROW_STRIDE)[None, :])  # whole rows: aligned, so wide
         if SQUARE:
             tl.store(scales_ptr + block_k.to(tl.int64) * down + block_m, scale)
         else:
@@ -187,7 +191,7 @@ def _quantize_kernel(
         scale, inverse = _scales(whole if SQUARE else tl.max(size, 0, keep_dims=True))
         values = tl.trans((x * inverse).to(turned_ptr.dtype.element_ty))
         out = turned_ptr + col.to(tl.int64)[:, None] * COLUMN_STRIDE + row[None, :]
-        tl.store(out, values, mask=(col < K)[:, None] & (row < M)[None, :])
+        tl.store(out, values, mask=(col < K)[:, None] & (row < COLUMN_STRIDE)[None, :])
         if SQUARE:
             tl.store(turned_scales_ptr + block_m.to(tl.int64) * across + block_k, scale)
         else:
