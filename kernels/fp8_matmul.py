@@ -59,7 +59,7 @@ def fp8_matmul(
     for name, x in (("b", b.values), ("a's scales", a.scales), ("b's scales", b.scales), ("out", out)):
         if x is not None and x.device != a.values.device:
             raise ValueError(f"{name} is on {x.device}, but a is on {a.values.device}")
-    like = a.scales if out is not None else a.scales.new_empty(0, dtype=dtype)
+    like = a.scales.new_empty(0, dtype=dtype) if out is None else out
     if not (runs_triton(impl, like) or a.values.is_meta or isinstance(a.values, FakeTensor)):
         return fp8_matmul_reference(a, b, dtype, out)
     if out is None:

@@ -160,7 +160,7 @@ def _whole_rows(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor] | tuple
     if values.dim() == 1:
         return None, None
     (M, K), stride = values.shape, values.stride(0)
-    return (values if K == stride else values.as_strided((M, stride), (stride, 1))), scales
+    return (values if stride == K else values.as_strided((M, stride), (stride, 1))), scales
 
 
 @triton.jit

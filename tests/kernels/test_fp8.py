@@ -168,6 +168,10 @@ def factor(M, K, square=False, device="cpu"):
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), torch.int32), "dtype is torch.int32; it must be"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), impl="triton"), "impl='triton', but x is on cpu"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), F64, impl="triton"), "no torch.float64 kernel"),
+        (
+            lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(3, 5).double(), impl="triton"),
+            "no torch.float64",
+        ),
     ],
 )
 def test_bad_input(call, message):
