@@ -267,15 +267,16 @@ def build_mesh(
             named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time; on a rank
             that "cuda" leaves without a GPU.
     """
-    running, launched = dist.is_initialized(), dist.is_torchelastic_launched()
+    running = dist.is_initialized()
+    launched = dist.is_torchelastic_launched() if running else is_launched()
     device_type = choose_device(
         device_type,
         gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        local_rank=int(os.environ["LOCAL_RANK"]) if launched else 0,
-        local_size=int(os.environ["LOCAL_WORLD_SIZE"]) if launched else 1,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)) if launched else 0,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1,
         backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
     )
-    if not running and launched:
+    if launched and not running:
         # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
         _start_world("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -331,6 +332,25 @@ def build_mesh(
     )
 
 
+def is_launched() -> bool:
+    """Whether torchrun has started this process, or another launcher that sets what `torch.distributed` reads.
+
+    Raises:
+        ValueError: if one says that there are others, and not all that it takes to find them.
+    """
+    if dist.is_torchelastic_launched():
+        return True
+    if int(os.environ.get("WORLD_SIZE") or 1) < 2:
+        return False
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} isn't set: start with torchrun, or "
+            f"set them for each process (and LOCAL_RANK and LOCAL_WORLD_SIZE, for its GPU)"
+        )
+    return True
+
+
 def choose_device(
     asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
 ) -> str:
@@ -339,7 +359,7 @@ def choose_device(
     Args:
         asked: "cuda" or "cpu"; None: as the machine and the world are.
         gpus: that this process sees.
-        local_rank, local_size: among torchrun's processes on this machine.
+        local_rank, local_size: among the launcher's processes on this machine.
         backends: by type of device, of a world that runs already.
 
     Raises:
@@ -357,7 +377,7 @@ def choose_device(
 
 
 def _start_world(backend: str, timeout: float | None) -> None:
-    """Make the default process group from torchrun's variables, whatever earlier attempts left in its store."""
+    """Make the default process group from the launcher's variables, whatever earlier attempts left in its store."""
     limit = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
     store = dist.PrefixStore(meet(store, rank, size, limit.total_seconds()), store)

@@ -243,6 +243,8 @@ def test_the_command_prints_a_table_and_refuses(capsys):
         main(["examples.gpt.plan:build", "--tp", "7"])
     with pytest.raises(SystemExit, match="rank 2 is not from 0 to 1, the ranks of the mesh"):
         main(["examples.gpt.plan:build", "--tp", "2", "--rank", "2"])
+    with pytest.raises(SystemExit, match="--offload optimizer is not counted here: what fits without it fits with it"):
+        main(["examples.gpt.plan:build", "--offload", "optimizer"])
     main(["examples.gpt.plan:build", "--layers", "1", "--d-model", "8", "--heads", "2"])
     assert "parameters   " in (out := capsys.readouterr().out)
     assert " 0.000 " not in out.partition("buffers")[0], out

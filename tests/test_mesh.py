@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from mpcore import Axis, ColumnParallelLinear, Mesh, build_mesh
 from mpcore import mesh as mesh_module
 from mpcore.collectives import all_reduce
-from mpcore.mesh import check_same, choose_device, layout_table, mesh_ranks, mesh_shape, raise_together
+from mpcore.mesh import check_same, choose_device, is_launched, layout_table, mesh_ranks, mesh_shape, raise_together
 from tests.pool import mesh
 
 # Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.
@@ -412,6 +412,20 @@ def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="GPUs here: 1, processes: 2"):
         build_mesh(tp=2, device_type="cuda")
+
+
+def test_any_launcher_will_do_that_says_where_the_others_are(monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_launched()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not is_launched()
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_PORT isn't set: start with torchrun, or set"):
+        build_mesh(dp=2)
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    assert is_launched()
 
 
 def check_gpus_of_a_pool():

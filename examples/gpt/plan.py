@@ -64,6 +64,8 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
 def build(mesh: Mesh, arguments: list[str]) -> Work:
     """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
     args = parse(arguments)
+    if set(args.offload) != {"none"}:
+        raise ValueError(f"--offload {' '.join(args.offload)} is not counted here: what fits without it fits with it")
     config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
     if args.workers < 1 or args.global_batch % args.workers:
         raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")

@@ -63,7 +63,15 @@ from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
 from mpcore.precision import LossScaler, autocast, convert_to_fp8
 from mpcore.sharding import is_dtensor, local_tensor
-from mpcore.survival import EXIT_STOPPED, StopSignals, Stragglers, code_versions, file_versions, leave_together
+from mpcore.survival import (
+    EXIT_STOPPED,
+    StopSignals,
+    Stragglers,
+    code_versions,
+    file_versions,
+    leave,
+    leave_together,
+)
 from mpcore.trace import Watchdog, record
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
@@ -277,6 +285,20 @@ class Trainer:
             f"from its weights"
         )
 
+    def left_behind(self, path: Path) -> ValueError | None:
+        """Why this run can't go on here from a checkpoint: `auto` and restarts would go on from later ones instead."""
+        try:
+            step = read_manifest(path).step
+        except (ValueError, OSError):  # of which `load` tells
+            return None
+        later = [there for there in checkpoints(self.checkpoints, self.mesh) if read_manifest(there).step > step]
+        if not later:
+            return None
+        return ValueError(
+            f"--resume {path} leaves behind what was trained after it, up to {later[0]}, from which restarts and "
+            f"--resume auto would go on: take another --out, or remove or rename the later checkpoints"
+        )
+
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps."""
         state = {"step": step, "sample": self.sample(step), "seed": self.args.seed, "config": self.about()}
@@ -319,6 +341,8 @@ class Trainer:
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
             return
+        if resume != "auto":
+            raise_together(self.left_behind(Path(resume)))
         found = self.own_checkpoints() if resume == "auto" else [Path(resume)]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
@@ -610,8 +634,8 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command. It leaves with status 0 when all is done, 75 after a signal made it save, else something else."""
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status: 0 when all is done, 75 after a signal made it save; else it exits."""
     args = parse(argv)
     if not dist.is_initialized():
         record()  # what a watchdog explains hangs with
@@ -634,9 +658,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"rank {dist.get_rank() if dist.is_initialized() else 0}: error: {error}")
     if dist.is_initialized():  # not after a failure: a save in the background may still use the groups
         dist.destroy_process_group()
-    if trainer.stopped:
-        sys.exit(EXIT_STOPPED)
+    return EXIT_STOPPED if trainer.stopped else 0
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())

@@ -53,7 +53,7 @@ def main() -> None:
     pretrain.Trainer.step, pretrain.Trainer.batch = step, batch  # type: ignore[method-assign]
     if mine and kind == "late":
         time.sleep(1000)
-    pretrain.main(flags)
+    pretrain.leave(pretrain.main(flags))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt.pretrain import parse
-from tests.examples.test_pretrain import TINY, trainer
+from mpcore.checkpoint import step_path
+from tests.examples.test_pretrain import STEPS, TINY, trainer
 from tests.pool import mesh
 
 ROOT = Path(__file__).parents[2]
@@ -264,3 +266,35 @@ def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
     named = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row) if set(flag) != {"-"}}
     assert len(named) > 40
     assert named <= known, named - known
+
+
+def test_ranks_that_torchrun_did_not_start_meet_too(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "examples.gpt.pretrain", *TINY, "--steps", "1", "--dp", "2", "--out", str(tmp_path)]
+    runs = [
+        subprocess.Popen(
+            line, cwd=ROOT, env={**os.environ, **where, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    found = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert "2 ranks" in found[0]
+
+
+def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path, monkeypatch):
+    out, other = str(tmp_path / "a"), str(tmp_path / "b")
+    whole = trainer("--out", out, "--save-every", "1", "--eval-every", "0")
+    whole.run()
+    middle = str(step_path(tmp_path / "a" / "checkpoints", STEPS - 2))
+    with pytest.raises(
+        ValueError, match=f"leaves behind what was trained after it, up to .*step-0*{STEPS}, from which"
+    ):
+        trainer("--out", out, "--resume", middle)
+    assert trainer("--out", other, "--resume", middle).first_step == STEPS - 2
+    last = str(step_path(tmp_path / "a" / "checkpoints", STEPS))
+    assert trainer("--out", out, "--resume", last).first_step == STEPS
+    assert trainer("--out", out, "--resume", "auto").first_step == STEPS
