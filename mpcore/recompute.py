@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpcore.kernels.grouped_linear  # noqa: F401, it defines an operator
 from mpcore.collectives import all_reduce
@@ -60,7 +59,8 @@ def recompute(
     """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
 
     Call it again to change the kind. Works before and after `shard_data_parallel`, under any pipeline schedule, with
-    inputs that need no gradient, under autocast.
+    inputs that need no gradient, under autocast, under torch.compile (which decides by itself what else it keeps). A
+    `forward` that was set on a block itself is the one called, and comes back with "none".
 
     Args:
         blocks: modules called one after the other; those of one pipeline rank.
@@ -98,20 +98,26 @@ def recompute(
 
 
 def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None:
-    block.__dict__.pop("forward", None)
+    block.__dict__["recompute"] = (kind, preserve_rng_state)
+    held = block.__dict__.pop("forward", None)
+    own = held.args[1] if isinstance(held, partial) and held.func is _forward else held
     if kind != "none":
-        # A method, so that a deep copy of the block calls its own forward.
-        block.__dict__["recompute"] = (kind, preserve_rng_state)
-        block.__dict__["forward"] = MethodType(_forward, block)
+        # A partial, so that a deep copy of the block calls its own forward, and one that was pickled finds it.
+        block.__dict__["forward"] = partial(_forward, block, own)
+    elif own is not None:
+        block.__dict__["forward"] = own
 
 
-def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = partial(type(block).forward, block, **kwargs)
-    if not torch.is_grad_enabled():
+def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward: `own`, which somebody set on the block alone, or that of its class."""
+    forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
+    kind, preserve_rng_state = block.__dict__["recompute"]
+    if kind == "none" or not torch.is_grad_enabled():  # "none" comes here from what was set on top of this
         return forward(*args)
     forward = partial(_in_modes, [(module, module.training) for module in block.modules()], forward)
-    kind, preserve_rng_state = block.__dict__["recompute"]
-    options: dict[str, Any] = {"context_fn": _selective} if kind == "selective" else {}
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = _selective_compiled if torch.compiler.is_compiling() else _selective
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
 
 
@@ -201,6 +207,15 @@ def _is_kept(func: Any) -> bool:
 def _selective() -> tuple[AbstractContextManager, AbstractContextManager]:
     kept: list = []
     return _remember(kept), _Replay(kept)
+
+
+def _selective_compiled() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The compiler decides from tags that torch's own modes put on operators, and takes no others."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

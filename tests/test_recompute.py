@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import time
 from collections import Counter
 from contextlib import nullcontext
+from types import MethodType
 
 import pytest
 import torch
@@ -379,3 +382,103 @@ def test_names_stay_and_none_undoes():
         assert recompute([model], kind) == [kind]
         assert [n for n, _ in model.named_parameters()] == names
     assert model.forward == forward
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def small(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh()).double()
+
+
+def results(model: nn.Module) -> tuple[list[Tensor], int]:
+    """Output and gradients of one call, and how often the whole of it computes a tanh: twice as often if again."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    model.zero_grad()
+    with Operators() as operators:
+        y = model(x)
+        y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], operators.calls["tanh"]
+
+
+def equal(got: list[Tensor], want: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def patch(model: nn.Module) -> None:
+    old = model.forward
+    model.forward = MethodType(lambda self, x: 10 * old(x) + self[0].bias.sum(), model)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_a_forward_set_on_the_block_is_called_recomputed_and_given_back(kind):
+    """Set before `recompute`, or on top of it; and by any number of changes of the kind."""
+    plain, patched = small(), small()
+    patch(patched)
+    want, tanhs = results(patched)
+    assert not torch.equal(want[0], results(plain)[0][0])
+    own = patched.forward
+    for each in (kind, "full", kind):
+        recompute([patched], each)
+        got, again = results(patched)
+        assert equal(got, want)
+        assert again > tanhs
+    recompute([patched], "none")
+    assert patched.forward is own
+    recompute([plain], kind)
+    patch(plain)  # wraps what is recomputed
+    for each in ("as it is", kind, "none"):
+        if each in KINDS:
+            recompute([plain], each)
+        got, again = results(plain)
+        assert equal(got, want)
+        assert (again > tanhs) == (each != "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputed_block_is_pickled_and_copied(kind):
+    """The twin has parameters of its own, recomputes as the block does, and can be told otherwise."""
+    model = small()
+    recompute([model], kind)
+    want, tanhs = results(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twins = [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    with torch.no_grad():
+        model[0].weight.zero_()
+    for twin in twins:
+        got, again = results(twin)
+        assert equal(got, want)
+        assert again == tanhs == (2 if kind == "none" else 4)
+        recompute([twin], "none")
+        assert results(twin)[1] == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "selective" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_each_kind_compiles_to_one_graph(kind):
+    """Equal to eager; the backward of selective has no product of the forward, and that of full has."""
+    model = small()
+    recompute([model], kind)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    want = torch.autograd.grad(model(x).square().sum(), (x, *model.parameters()))
+    torch.compiler.reset()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(x).square().sum()
+    with Operators() as operators:
+        got = torch.autograd.grad(loss, (x, *model.parameters()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert (operators.calls["addmm"] > 0) == (kind == "full")
+    assert (operators.calls["tanh"] > 0) == (kind != "none")
