@@ -20,17 +20,19 @@ Each backward calls its dual, so gradients of gradients work too. On an axis of 
 and no incoming gradient is ever written to: torch's functional collectives make a new tensor.
 
 Shards may be uneven: `shard_sizes(10, 4) == [3, 3, 2, 2]`. Where a rank can't know the whole length from its own shard
-(gather, all_gather, all_to_all), `length` gives it; without it, all shards are taken to be equal.
+(gather, all_gather, all_to_all), `length` gives it; without it, all shards are taken to be equal. No rank can
+see that they aren't without a message: gloo then ends the process with SIGABRT.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual, g and its dual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import Function
 from torch.nn import functional as F
 
@@ -60,18 +62,28 @@ def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
     return start, start + sizes[axis.rank]
 
 
-# --- on plain tensors: no autograd, always a new tensor -----------------------------------------------------------
+# --- on plain tensors: no autograd, always a new tensor, and no tensor that autograd would have to follow ----------
 
 
 _wait = _ops.wait_tensor.default
 
 
-def _call(op: Callable[..., Tensor], *args, wait: bool = False) -> Tensor:
+def _call(op: OpOverload, x: Tensor, *args, wait: bool = False) -> Tensor:
+    if x.requires_grad:
+        _refuse_gradient(op)
     # Torch may have given these operators an autograd of its own, in Python: 9 us a collective, and a second graph.
     if torch.compiler.is_compiling():
-        return _wait(op(*args)) if wait else op(*args)
+        return _wait(op(x, *args)) if wait else op(x, *args)
     with torch._C._AutoDispatchBelowAutograd():
-        return _wait(op(*args)) if wait else op(*args)
+        return _wait(op(x, *args)) if wait else op(x, *args)
+
+
+def _refuse_gradient(op: OpOverload) -> None:
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{op.overloadpacket.__name__} has no gradient, but its input needs one: use reduce (of what is made from "
+            f"copy(x, axis), where x is the same on every rank) or another of the dual pairs, or give it x.detach()"
+        )
 
 
 def wait(x: Tensor) -> Tensor:
@@ -85,8 +97,16 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1."""
-    return x if axis.size == 1 else _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
+    """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1.
+
+    Raises:
+        ValueError: if `x` needs a gradient, at size 1 too: `reduce` has one.
+    """
+    if axis.size > 1:
+        return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
+    if x.requires_grad:
+        _refuse_gradient(_ops.all_reduce.default)
+    return x
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -280,7 +300,9 @@ def copy(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """P -> I. Sum over the axis; identity in backward. Megatron's g."""
-    return _Reduce.apply(x, axis) if torch.is_grad_enabled() and axis.size > 1 else all_reduce(x, axis)
+    if axis.size == 1:
+        return x
+    return _Reduce.apply(x, axis) if torch.is_grad_enabled() else all_reduce(x, axis)
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -293,7 +315,7 @@ def gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor
 
     Args:
         x: this rank's shard.
-        length: length of the whole dimension where shards are uneven.
+        length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
     """
     return x if axis.size == 1 else _Gather.apply(x, axis, dim, length)
 
@@ -303,7 +325,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Te
 
     Args:
         x: this rank's shard.
-        length: length of the whole dimension where shards are uneven.
+        length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
     """
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim, length)
 

@@ -258,6 +258,31 @@ def test_a_shard_of_the_wrong_length_is_refused_before_any_collective(ranks):
     ranks(2, check_bad_shard)
 
 
+def check_without_gradient(size):
+    """Right on one rank and cut on two, were it not refused on both."""
+    axis = mesh(tp=size).tp
+    plain = {"all_reduce": lambda t: c.all_reduce(t, axis)}
+    if size > 1:
+        plain["all_reduce"] = lambda t: c.wait(c.start_all_reduce(t, axis))
+        plain["all_gather_into_tensor"] = lambda t: c.wait(c.start_all_gather(t, axis))
+        plain["reduce_scatter_tensor"] = lambda t: c.wait(c.start_reduce_scatter(t, axis))
+        plain["all_to_all_single"] = lambda t: c.wait(c.start_send(t, axis, None, [0] * size))
+    x = whole(1, (2 * size,)).requires_grad_()
+    for what, f in [*plain.items(), ("all_reduce", lambda t: c.all_reduce(t, axis))]:
+        with pytest.raises(ValueError, match=rf"^{what} has no gradient, .* use reduce .* or give it x.detach\(\)"):
+            f(3 * x)
+        want = f((3 * x).detach())
+        with torch.no_grad():
+            assert torch.equal(f(3 * x), want)
+    (dx,) = torch.autograd.grad((c.reduce(3 * c.copy(x, axis), axis) + x).sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 3 * size + 1))
+
+
+def test_what_has_no_gradient_refuses_an_input_that_needs_one(ranks):
+    for size in (1, 2):
+        ranks(size, check_without_gradient, size)
+
+
 def test_an_axis_without_a_group_is_refused():
     with pytest.raises(ValueError, match="tp axis of size 2 has no process group"):
         c.reduce(torch.zeros(2), Axis(2, 0, None, "tp"))
