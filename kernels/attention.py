@@ -202,11 +202,29 @@ def key_bounds(
 
 def check_documents(cu_seqlens: Tensor, T: int) -> None:
     """Refuse document ends that don't rise from 0 to T; on a GPU, and while compiling, not: it would stall."""
+    check_ends(cu_seqlens)
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != T or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}")
+    first, last, falls = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff() < 0
+    if first != 0 or last != T or bool(falls.any()):
+        where = [f", falling from {int(cu_seqlens[i])} to {int(cu_seqlens[i + 1])}" for i in falls.nonzero()[:1]]
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}{''.join(where)}"
+        )
+
+
+def check_ends(cu_seqlens: Tensor) -> None:
+    """Refuse document ends that are no tensor of integers in one dimension; reads no value."""
+    if not isinstance(cu_seqlens, Tensor):
+        found = f"a {type(cu_seqlens).__name__}"
+    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+    else:
+        return
+    raise ValueError(
+        f"cu_seqlens is {found}, but must be int32 or int64 [n + 1], such as torch.tensor([0, 3, 8]) for documents of "
+        f"3 and 5 tokens"
+    )
 
 
 def _autocast(x: Tensor) -> Tensor:

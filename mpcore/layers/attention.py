@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore.kernels.attention import attention, check_documents
+from mpcore.kernels.attention import attention, check_documents, check_ends
 from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.context import (
     KINDS,
@@ -115,13 +115,15 @@ class ParallelAttention(torch.nn.Module):
         self.qkv = QKVParallelLinear(
             dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
         )
+        # Kept here, so that `qkv` may be wrapped, as LoRA does, or be any other module of that output.
+        self.local_heads, self.local_kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
         output_bias = bias if output_bias is None else output_bias
         sizes = [len(list(same)) for _, same in groupby(self.qkv.kv_head_of)]  # query heads of each KV head
         self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
         self.output = RowParallelLinear(
             num_heads * head_dim, dim, output_bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
         )
-        check_heads(self.context, cp, self.qkv.local_heads)
+        check_heads(self.context, cp, self.local_heads)
         if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
             self.q_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
             self.k_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
@@ -154,14 +156,18 @@ class ParallelAttention(torch.nn.Module):
         if self.sequence_dim == 0:
             qkv = qkv.transpose(0, 1)
         B, T, _ = qkv.shape
-        if cu_seqlens is not None and B != 1:
-            raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
+        if cu_seqlens is not None:
+            check_ends(cu_seqlens)
+            if B != 1:
+                raise ValueError(
+                    f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]"
+                )
         if length is None and mask is not None:
             length = mask.shape[-1]
         elif length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
             length = int(cu_seqlens[-1])
         whole = T * self.cp.size if length is None else length
-        heads, kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
+        heads, kv_heads = self.local_heads, self.local_kv_heads
         if self.rope is not None:
             if positions is None and rotary is None:
                 index = sequence_index(whole, self.cp, self.context, x.device)
@@ -169,7 +175,11 @@ class ParallelAttention(torch.nn.Module):
             cos, sin = rotary or self.rope(positions, torch.promote_types(qkv.dtype, torch.float32))
             norm: dict[str, Any] = {}
             if self.q_norm is not None and self.k_norm is not None:
-                norm = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+                if _is_rms_norm(self.q_norm) and _is_rms_norm(self.k_norm):
+                    norm = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+                else:
+                    q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
+                    qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 2).flatten(2)
             q, k, v = rope_qkv(qkv, heads, kv_heads, cos, sin, interleaved=self.rope.interleaved, **norm)
         else:
             q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
@@ -207,6 +217,11 @@ class ParallelAttention(torch.nn.Module):
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
         mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
         return attention(q, k, v, **mask, softcap=self.softcap, impl=self.impl)[0]
+
+
+def _is_rms_norm(norm: torch.nn.Module) -> bool:
+    """Whether the fused rotation computes what the module does: a user may have put one of their own in its place."""
+    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)
 
 
 def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from mpcore import (
     ParallelAttention,
+    QKVParallelLinear,
     RotaryEmbedding,
     apply_rope,
     full_state_dict,
@@ -197,6 +199,66 @@ def test_pitfall_43_frozen_projections_still_pass_gradients_on(ranks):
     ranks(4, check_frozen)
 
 
+class LoRA(nn.Module):
+    """What a projection gives, and a correction of low rank, cut as it is."""
+
+    def __init__(self, base, up):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(D, 2, bias=False), up
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def check_wrapped(heads, kv_heads, qk_norm):
+    def build(**axes):
+        attention = nudge(build_attention(heads, kv_heads, rope=True, qk_norm=qk_norm, **axes))
+        up = QKVParallelLinear(2, heads, kv_heads, K, bias=False, **axes)
+        attention.qkv, attention.output = LoRA(attention.qkv, up), nn.Sequential(attention.output, nn.Tanh())
+        attention.qkv.base.requires_grad_(False)
+        return attention
+
+    def run(attention):
+        x = draw(1, B, T, D).requires_grad_()
+        y = attention(x)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, tp=tp_axis())
+
+
+def test_projections_may_be_wrapped(ranks):
+    """By LoRA, on shards as on one rank; the fourth rank's replicas of KV heads included."""
+    ranks(2, check_wrapped, 6, 2, True)
+    ranks(2, check_wrapped, 4, 1, False)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_query_and_key_norms_may_be_replaced(rope):
+    """By a norm of one's own, of a class of its own or not: the fused rotation must not take it for RMSNorm."""
+    attention = nudge(build_attention(4, 2, rope=rope, qk_norm=True).double())
+    x = draw(1, B, T, D)
+    plain = attention(x)
+    attention.q_norm, attention.k_norm = nn.LayerNorm(K).double(), nn.Identity()
+    q, k, v = attention.qkv(x).split([4 * K, 2 * K, 2 * K], -1)
+    q = F.layer_norm(q.unflatten(-1, (4, K)), (K,), eps=1e-5).flatten(2)
+    twin = build_attention(4, 2, rope=rope).double()
+    twin.qkv, twin.output = nn.Identity(), attention.output
+    want = twin(torch.cat([q, k, v], -1))
+    close(attention(x).detach(), want.detach(), "y")
+    assert not torch.allclose(want, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3, "qk_norm": True}, {"causal": False}], ids=str)
+def test_no_tokens_give_none(options):
+    attention = build_attention(4, 2, rope=True, **options).double()
+    x = draw(1, B, 0, D).requires_grad_()
+    y = attention(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (B, 0, D)
+    assert not attention.qkv.weight.grad.any()
+
+
 def check_replicas_through_training(kv_heads):
     """20 steps of SGD: the replicas stay bitwise equal, and the weights are the dense ones."""
     tp = tp_axis()
@@ -361,6 +423,16 @@ def test_what_does_not_fit_is_refused():
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):
         attention(torch.zeros(1, 4, 8), mask=torch.ones(4, 4).tril())
+    for bad, found in (
+        ([0, 4], "a list"),
+        (torch.tensor([0.0, 4.0]), r"torch.float32 \(2,\)"),
+        (torch.tensor([[0, 4]]), r"torch.int64 \(1, 2\)"),
+        (torch.zeros(0, dtype=torch.int32), r"torch.int32 \(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"cu_seqlens is {found}, but must be int32 or int64 \[n \+ 1\], such as"):
+            attention(torch.zeros(1, 4, 8), cu_seqlens=bad)
+    with pytest.raises(ValueError, match="length 12, but runs from 0 to 12, falling from 4 to 3"):
+        attention(torch.zeros(1, 12, 8), cu_seqlens=torch.tensor([0, 4, 3, 12]))
     for bad in ([0, 3], [1, 4], [0, 3, 2, 4]):
         with pytest.raises(ValueError, match=f"from 0 to the sequence length 4, but runs from {bad[0]} to {bad[-1]}"):
             attention(torch.zeros(1, 4, 8), cu_seqlens=torch.tensor(bad))
