@@ -57,8 +57,19 @@ class Axis:
             # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
             object.__setattr__(self, "group_name", self.group.group_name)
 
+    def __copy__(self) -> Axis:
+        return self
+
     def __deepcopy__(self, memo: dict) -> Axis:
         return self  # a process group can't be copied, and a copied layer talks to the same ranks
+
+    def __getstate__(self) -> dict:
+        if self.group is not None:
+            raise TypeError(
+                f"the {self.name} axis of size {self.size} belongs to running processes and can't be pickled: save "
+                f"full_state_dict(model) instead of the model, or use mpcore.checkpoint.save"
+            )
+        return vars(self)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The mesh: which ranks form which group, what is refused, and that every rank makes the same groups."""
 
 import copy
+import io
+import pickle
 import re
 
 import pytest
@@ -328,6 +330,14 @@ def check_axis_and_copy():
     assert twin.weight is not layer.weight
     assert twin.shardings["weight"].shards[0].axis is tp
     twin(torch.ones(2, 3)).sum().backward()
+    for held in (tp, layer, mesh(tp=2)):
+        with pytest.raises(
+            TypeError, match=r"axis of size \d belongs to running processes .* save full_state_dict\(mod"
+        ):
+            torch.save(held, io.BytesIO())
+    assert copy.copy(tp) is tp
+    planned = Axis(4, 1, None, "tp")
+    assert pickle.loads(pickle.dumps(planned)) == planned
 
 
 def test_an_axis_must_fit_its_group_and_a_layer_with_a_group_can_be_copied(ranks):

@@ -5,7 +5,7 @@ See `mpcore.checkpoint.format` for what lies in one.
 
 from mpcore.checkpoint.folders import checkpoints, latest, prune, step_path
 from mpcore.checkpoint.format import VERSION, Chunk, Entry, FileRecord, Manifest
-from mpcore.checkpoint.loading import load
+from mpcore.checkpoint.loading import Loaded, load
 from mpcore.checkpoint.report import describe, diff, inspect, verify
 from mpcore.checkpoint.saving import Saving, save, save_async
 
@@ -14,6 +14,7 @@ __all__ = [
     "Chunk",
     "Entry",
     "FileRecord",
+    "Loaded",
     "Manifest",
     "Saving",
     "checkpoints",

@@ -30,14 +30,28 @@ from mpcore.sharding import is_dtensor, local_tensor
 _MOST_TOLD = 20
 
 
+@dataclass(frozen=True)
+class Loaded(Manifest):
+    """The manifest of what was read, and with `strict=False` what was not, by its names in `tensors`.
+
+    Attributes:
+        missing_keys: of the model and the optimizer, on any rank, but not in the checkpoint: they keep their values.
+        unexpected_keys: in the checkpoint, but not of the model or the optimizer, on no rank: they were left.
+    """
+
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+
+
 @dataclass
 class _Plan:
-    """What this rank is going to read, and what is wrong with it."""
+    """What this rank is going to read, what it would but can't, and what is wrong with the rest."""
 
     files: Files
     held: list[Held] = field(default_factory=list)
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -49,7 +63,7 @@ def load(
     mesh: Mesh,
     strict: bool = True,
     check_bytes: bool = True,
-) -> Manifest:
+) -> Loaded:
     """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
 
     Names, shapes, dtypes, files and, shared out between the ranks, every byte by its checksum, are checked on all ranks
@@ -61,12 +75,12 @@ def load(
         optimizer: its optimizer, used or fresh: its state is replaced, in its own memory where that fits. None leaves
             the checkpoint's unread.
         mesh: the mesh it lies on.
-        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left.
-            Shapes, dtypes and damage are never forgiven.
+        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left;
+            the result's `missing_keys` and `unexpected_keys` name them. Shapes, dtypes and damage are never forgiven.
         check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
 
     Returns:
-        The manifest: step, sample, seed, config and extra among others.
+        The manifest: step, sample, seed, config and extra among others; and the names that were not read.
 
     Raises:
         ValueError: on every rank and with nothing changed, naming what is missing, left over, misshapen, of another
@@ -80,15 +94,18 @@ def load(
         return _plan(resolve(path), model, optimizer, mesh)
 
     mine = together(group, plan)
-    held = set().union(*collect(group, lambda: {item.name for item in mine.held}))
+    found = collect(group, lambda: ({item.name for item in mine.held}, mine.missing))
+    held = set().union(*(names for names, _ in found))
+    missing = sorted(set().union(*(names for _, names in found)))
     tensors = mine.files.manifest.tensors
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
     left = sorted(name for name in tensors if name.startswith(kinds) and name not in held)
 
     def check() -> None:
-        problems = mine.problems if strict else [p for p in mine.problems if not p.endswith(_MISSING)]
+        problems = list(mine.problems)
         if strict:
-            problems += [f"{name}: in the checkpoint, but not in the model" for name in left]
+            problems = [f"{name}: missing from the checkpoint" for name in mine.missing] + problems
+            problems += [f"{name}: in the checkpoint, but not in the {name.partition('/')[0]}" for name in left]
         if check_bytes:
             problems += mine.files.problems(_share(tensors, kinds, mesh.world.rank, mesh.world.size))
         if problems:
@@ -97,10 +114,8 @@ def load(
 
     together(group, check)
     together(group, lambda: _read(mine, optimizer))
-    return mine.files.manifest
-
-
-_MISSING = "missing from the checkpoint"
+    keys = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
+    return Loaded(**vars(mine.files.manifest), **keys)
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> _Plan:
@@ -120,7 +135,7 @@ def _want(plan: _Plan, item: Held) -> None:
     """Take an item into the plan, or say why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
-        plan.problems.append(f"{item.name}: {_MISSING}")
+        plan.missing.append(item.name)
         return
     where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
     if entry.shape != item.shape:
@@ -142,7 +157,7 @@ def _want(plan: _Plan, item: Held) -> None:
 def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     manifest = plan.files.manifest
     if manifest.optimizer is None:
-        plan.problems.append(f"the optimizer: {_MISSING}")
+        plan.missing.append("the optimizer")
         return
     slots: dict[str, dict[str, Entry]] = {}
     for name, entry in manifest.tensors.items():
@@ -155,7 +170,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
     for i, group in enumerate(parameter_groups(model, optimizer)):
         for name in group["params"]:
             if name not in group_of:
-                plan.problems.append(f"the optimizer's group of {name}: {_MISSING}")
+                plan.missing.append(f"the optimizer's group of {name}")
         found = sorted({group_of[name] for name in group["params"] if name in group_of}) or [i]
         if len(found) > 1 or found[0] >= len(manifest.optimizer):
             plan.problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
@@ -173,7 +188,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         if parameter not in fused:
             continue
         for slot in sorted(used.get(alike(name), ()) - slots.get(name, {}).keys()) if name in slots else ():
-            plan.problems.append(f"optimizer/{slot}/{name}: {_MISSING}")
+            plan.missing.append(f"optimizer/{slot}/{name}")
         for slot, entry in slots.get(name, {}).items():
             dtype = DTYPES[entry.dtype]
             old = optimizer.state.get(parameter, {}).get(slot)

@@ -131,7 +131,7 @@ def _known(named: dict[int, tuple[str, Sharding]], parameter: Tensor) -> tuple[s
     if id(parameter) not in named:
         raise ValueError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's: make the "
-            f"optimizer after the model is sharded"
+            f"optimizer after the model is sharded, or make it a parameter of the model"
         )
     return named[id(parameter)]
 
