@@ -239,9 +239,9 @@ def test_query_and_key_norms_may_be_replaced(rope):
     attention = nudge(build_attention(4, 2, rope=rope, qk_norm=True).double())
     x = draw(1, B, T, D)
     plain = attention(x)
-    attention.q_norm, attention.k_norm = nn.LayerNorm(K).double(), nn.Identity()
+    attention.q_norm, attention.k_norm = nn.LayerNorm(K).double(), nn.LayerNorm(K).double()
     q, k, v = attention.qkv(x).split([4 * K, 2 * K, 2 * K], -1)
-    q = F.layer_norm(q.unflatten(-1, (4, K)), (K,), eps=1e-5).flatten(2)
+    q, k = (F.layer_norm(t.unflatten(-1, (-1, K)), (K,), eps=1e-5).flatten(2) for t in (q, k))
     twin = build_attention(4, 2, rope=rope).double()
     twin.qkv, twin.output = nn.Identity(), attention.output
     want = twin(torch.cat([q, k, v], -1))
