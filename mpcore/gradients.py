@@ -237,6 +237,7 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
     return norm_of(model, mesh, gradient_of, p)
 
 
+@torch.no_grad()
 def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
     if not isinstance(mesh, Mesh):
