@@ -65,7 +65,8 @@ BEYOND = {
         "each micro-batch keeps a copy of the weight",
     ),
     REFUSAL: (
-        "10 gathered logits are taken", "41 ranks ask for different meshes", "a fifth stage of ZeRO",
+        "10 gathered logits are taken", "processes of another launcher train alone",
+        "41 ranks ask for different meshes", "a fifth stage of ZeRO",
         "the product of tokens is a view", "shards of different rows are summed over data",
         "outer blocks take the parameters of inner ones",
         "hf a checkpoint's mixture stays a dict", "parameters that are elsewhere are read past their end",
