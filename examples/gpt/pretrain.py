@@ -341,13 +341,11 @@ class Trainer:
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
             return
-        if resume != "auto":
-            raise_together(self.left_behind(Path(resume)))
         found = self.own_checkpoints() if resume == "auto" else [Path(resume)]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
         while path := next(iter(self.common(found)), None):
-            raise_together(self.other_run(path))
+            raise_together(self.other_run(path) or (self.left_behind(path) if resume != "auto" else None))
             failed, manifest = torch.zeros((), device=self.mesh.device), None
             try:
                 manifest = load(path, self.model, self.optimizer, mesh=self.mesh)
