@@ -104,7 +104,6 @@ class _Step:
     def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
         self.copies, self.bucket_bytes = copies, bucket_bytes
         self.twins: dict[nn.Parameter, nn.Parameter] = {}
-        self.seen: dict[nn.Parameter, tuple[int, int]] = {}
 
     def __call__(self, optimizer: torch.optim.Optimizer, closure: None = None) -> None:
         if closure is not None:
@@ -120,9 +119,7 @@ class _Step:
                     event.synchronize()
                 self._step(optimizer, group, bucket)
                 for p in bucket:
-                    mine = local_tensor(p.data)
-                    left.append(self.copies.copy(mine, self.twins[p].data))
-                    self.seen[p] = (mine.data_ptr(), mine._version)
+                    left.append(self.copies.copy(local_tensor(p.data), self.twins[p].data))
             for event in left:
                 if event is not None:
                     torch.cuda.current_stream().wait_event(event)
@@ -143,7 +140,8 @@ class _Step:
             yield bucket
 
     def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
-        """Begin to copy the gradient, and the parameter where somebody else wrote to it, a checkpoint for one."""
+        """Begin to copy the gradient, and the parameter: a checkpoint or a merge may have written to it, and no version
+        of a DTensor tells of every write."""
         mine = local_tensor(p.data)
         if p not in self.twins:
             self.twins[p] = nn.Parameter(self.copies.host(mine))
@@ -153,9 +151,7 @@ class _Step:
         if getattr(twin, slot, None) is None:
             setattr(twin, slot, self.copies.host(grad))
         twin.grad_added_to_main_grad = slot == "main_grad"  # type: ignore[attr-defined]
-        events = [self.copies.copy(getattr(twin, slot), grad)]
-        if self.seen.get(p) != (mine.data_ptr(), mine._version):
-            events.append(self.copies.copy(twin.data, mine))
+        events = [self.copies.copy(getattr(twin, slot), grad), self.copies.copy(twin.data, mine)]
         yield from (event for event in events if event is not None)
 
     def _step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter]) -> None:

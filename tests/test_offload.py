@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
-from mpcore.checkpoint import load, save, step_path
+from mpcore.checkpoint import diff, load, save, step_path
+from mpcore.data_parallel import shard_data_parallel
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
 from mpcore.recompute import recompute
+from mpcore.sharding import local_tensor
 from mpcore.storages import Storages
 from tests.pool import mesh
 
@@ -112,12 +116,68 @@ def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
     assert [second.step(i)["loss"] for i in (2, 3)] == want[2:]
 
 
+def two_steps(out: Path, sizes: dict, *flags: str, resume: str = "auto") -> list[float]:
+    """The losses of two more steps, and a checkpoint after them."""
+    args = parse([*FLAGS, "--micro-batch", "1", "--dtype", "float64", "--out", str(out), "--resume", resume, *flags])
+    t = Trainer(args, mesh(**sizes))
+    losses = []
+    for step in range(t.first_step, t.first_step + 2):
+        losses.append(t.step(step)["loss"])
+        t.merge(step + 1)
+    t.save(t.first_step + 2)
+    if t.saving is not None:
+        t.saving.wait()
+    return losses
+
+
+def check_saved(root: Path, sizes: dict, flags: list[str]) -> None:
+    away = [*flags, "--offload", "optimizer"]
+    saves = ([], ["--async-save"])
+    want = [two_steps(root / "here", sizes, *flags, *save) for save in saves]
+    assert [two_steps(root / "away", sizes, *away, *save) for save in saves] == want
+    for saved in (root / "here").glob("**/step-*"):
+        assert not diff(saved, root / "away" / saved.relative_to(root / "here"))
+    if "workers" not in sizes:
+        path, optimizer = step_path(root / "away" / "checkpoints", 2), flags[flags.index("--optimizer") :][:2]
+        losses = two_steps(root / "other", {"tp": 2}, *optimizer, resume=str(path))
+        assert losses == pytest.approx(want[1], rel=1e-10)
+
+
+SAVED = [({"dp": 2}, zero, optimizer, []) for zero in "0123" for optimizer in ("adamw", "adamw-bf16")]
+SAVED += [({"workers": 2, "dp": 2}, zero, "adamw", ["--local-steps", "3"]) for zero in "13"]
+SHORT = [SAVED[2], SAVED[7]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "optimizer", "flags"),
+    [case if case in SHORT else pytest.param(*case, marks=pytest.mark.slow) for case in SAVED],
+    ids=str,
+)
+def test_an_offloaded_run_saves_what_one_without_does_on_every_rank_of_data(
+    ranks, tmp_path, sizes, zero, optimizer, flags
+):
+    """Its states are local tensors of the host, where the parameter is sharded over data."""
+    workers = ["--workers", str(sizes["workers"])] if "workers" in sizes else []
+    flags = ["--zero", zero, "--optimizer", optimizer, *workers, *flags]
+    ranks(math.prod(sizes.values()), check_saved, tmp_path, sizes, flags)
+
+
 def test_an_offloaded_step_sees_what_was_written_to_parameters_since():
     """As loading a checkpoint into a run does."""
+    check_written()
+
+
+def test_an_offloaded_step_sees_what_was_written_to_shards_since(ranks):
+    """As a merge of workers does; a DTensor's version doesn't tell of what is written to its shard."""
+    ranks(2, check_written, dp=2)
+
+
+def check_written(**sizes: int) -> None:
     results = []
     for offload in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
+        shard_data_parallel(model, mesh(**sizes), zero=1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         if offload:
             offload_optimizer(optimizer)
@@ -127,7 +187,7 @@ def test_an_offloaded_step_sees_what_was_written_to_parameters_since():
             optimizer.zero_grad()
             with torch.no_grad():
                 model.weight.mul_(0.5)
-        results.append([p.detach() for p in model.parameters()])
+        results.append([local_tensor(p.detach()) for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

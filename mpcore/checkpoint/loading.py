@@ -18,6 +18,7 @@ from mpcore.checkpoint.pieces import (
     Held,
     held_by_model,
     held_slot,
+    lies_as,
     like,
     parameter_groups,
     parameters,
@@ -25,7 +26,7 @@ from mpcore.checkpoint.pieces import (
 from mpcore.checkpoint.ranks import collect, together, world_group
 from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
-from mpcore.sharding import is_dtensor, local_tensor
+from mpcore.sharding import local_tensor
 
 _MOST_TOLD = 20
 
@@ -213,8 +214,8 @@ def _alike(state: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard
     """Whether a value of the optimizer's state can be read into as it is, so that no second one takes memory."""
     return (
         isinstance(state, Tensor)
-        and is_dtensor(state) == is_dtensor(parameter)
-        and (state.dtype, state.shape) == (dtype, parameter.shape)
+        and lies_as(state, parameter)
+        and state.dtype == dtype
         and local_tensor(state).shape == local_tensor(parameter).shape
     )
 

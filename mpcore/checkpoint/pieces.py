@@ -89,11 +89,19 @@ def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: 
 
 def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> Held:
     """A tensor of the optimizer's state: it lies as its parameter does, or is one number for all of it."""
-    if value.shape == parameter.shape and is_dtensor(value) == is_dtensor(parameter):
+    if lies_as(value, parameter):
         return _held(name, value, sharding, mesh, placed=parameter)
     if value.dim() == 0 and not is_dtensor(value):
         return _held(name, value, replace(sharding, shape=(), shards=()), mesh)  # one number on each of its ranks
     raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+
+
+def lies_as(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor lies as a parameter: with a DTensor, whose memory is its mesh's, may go a local tensor of the
+    host's."""
+    if is_dtensor(value):
+        return is_dtensor(parameter) and value.shape == parameter.shape
+    return value.shape == local_tensor(parameter).shape
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
