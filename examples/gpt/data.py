@@ -399,8 +399,9 @@ class TokenSamples:
         np.cumsum(dataset.lengths[chosen], out=self._starts[1:])
         self.num_tokens = int(self._starts[-1])
         if self.num_tokens < seq_len + 1:
+            hold = "document holds" if len(chosen) == 1 else "documents hold"
             raise ValueError(
-                f"{len(chosen)} documents hold {self.num_tokens} tokens, but one sample of seq_len {seq_len} "
+                f"{len(chosen)} {hold} {self.num_tokens} tokens, but one sample of seq_len {seq_len} "
                 f"takes {seq_len + 1}; use a smaller seq_len or more text"
             )
 
@@ -532,6 +533,55 @@ def split_documents(num_documents: int, held_out: float = 0.05, seed: int = 0) -
     if validation.all():
         validation[x.argmax()] = False
     return np.flatnonzero(~validation), np.flatnonzero(validation)
+
+
+class _Excerpt:
+    """The tokens [start, end) of a dataset's first document, as a dataset of one."""
+
+    def __init__(self, dataset: Documents, start: int, end: int) -> None:
+        self.dataset, self.start, self.end = dataset, start, end
+        self.lengths = np.array([end - start])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.dataset[index][self.start : self.end]
+
+
+def split_samples(
+    dataset: Documents, seq_len: int, *, seed: int, evaluate: bool = True
+) -> tuple[TokenSamples, TokenSamples | None]:
+    """Training and held-out samples, with no token in both: of documents as `split_documents` deals them out.
+
+    Of a single document the end is held out: a twentieth of it, and one sample at least.
+
+    Args:
+        dataset: the documents.
+        seq_len, seed: as of `TokenSamples`.
+        evaluate: False: a held-out part that is too short for a sample may be None.
+
+    Raises:
+        ValueError: a part that is too short for a sample, by its name.
+    """
+    parts: list[tuple[Documents, np.ndarray | None]]
+    parts = [(dataset, ids) for ids in split_documents(len(dataset), seed=seed)]
+    if len(dataset) == 1:
+        tokens = int(dataset.lengths[0])
+        end = max(tokens - max(tokens // 20, seq_len + 1), 0)
+        end = tokens if end <= seq_len and not evaluate else end
+        parts = [(_Excerpt(dataset, 0, end), None), (_Excerpt(dataset, end, tokens), None)]
+    found: list[TokenSamples] = []
+    for name, (documents, ids) in zip(("training", "held-out"), parts, strict=True):
+        try:
+            found.append(TokenSamples(documents, seq_len, seed=seed, documents=ids))
+        except ValueError as problem:
+            if found and not evaluate:
+                return found[0], None
+            helps = evaluate and (found or len(dataset) == 1)
+            way = ", or --eval-every 0, which needs no held-out part" if helps else ""
+            raise ValueError(f"the {name} part: {problem}{way}") from None
+    return found[0], found[1]
 
 
 def default_corpus(cache_dir: str | os.PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:

@@ -32,7 +32,7 @@ from examples.gpt.arguments import (
     parse,
     plan_stages,
 )
-from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_documents
+from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_samples
 from examples.gpt.faults import Faults, check_writable, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
@@ -96,10 +96,8 @@ class Trainer:
             self.micro_batches = check(args, config, mesh)
             plan, blocks = plan_stages(args, config, mesh.pp.size, self.micro_batches)
             data.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
-            parts = split_documents(len(data), seed=args.seed)
-            self.train, self.held_out = (
-                TokenSamples(data, config.seq_len, seed=args.seed, documents=ids) for ids in parts
-            )
+            evaluate = args.eval_every > 0
+            self.train, self.held_out = split_samples(data, config.seq_len, seed=args.seed, evaluate=evaluate)
         except (ValueError, OSError) as problem:
             error = problem
         raise_together(error)
@@ -448,6 +446,8 @@ class Trainer:
         """Mean loss over the first held-out samples, the same for every layout."""
         self.set_training(False)
         each = self.mesh.dp.size
+        if self.held_out is None:
+            raise ValueError("the held-out part has no sample: --eval-every above 0 says why")
         samples = max(min(self.args.eval_samples, len(self.held_out)), 1)
         batches = []
         for first in range(0, samples, each):
@@ -607,7 +607,8 @@ class Trainer:
             f"{count_parameters(self.config):,} parameters{active}, {here:,} on this rank; "
             f"parameters, gradients and Adam: "
             f"{4 * size / 2**20:.1f} MiB ({held} so far)\n"
-            f"{len(self.train):,} training samples of {self.config.seq_len} tokens, {len(self.held_out):,} held out; "
+            f"{len(self.train):,} training samples of {self.config.seq_len} tokens, {len(self.held_out or ()):,} held "
+            f"out; "
             f"{self.micro_batches} micro-batches a step"
         )
 

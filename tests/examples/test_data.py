@@ -22,6 +22,7 @@ from examples.gpt.data import (
     permute,
     smallest_dtype,
     split_documents,
+    split_samples,
 )
 from examples.gpt.tokenizer import ByteTokenizer
 
@@ -595,6 +596,54 @@ def test_a_split_refuses_nonsense():
     for held_out in (1, -0.1, float("nan")):
         with pytest.raises(ValueError, match="held_out"):
             split_documents(5, held_out)
+
+
+@given(tokens=st.integers(12, 400), seq_len=st.integers(1, 5), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_of_a_single_document_the_end_is_held_out(tokens, seq_len, seed):
+    text = np.arange(tokens)
+    train, held_out = split_samples(_Lists([text]), seq_len, seed=seed)
+    assert held_out is not None
+    assert held_out.num_tokens == max(tokens // 20, seq_len + 1)
+    streams = [samples._read(0, samples.num_tokens) for samples in (train, held_out)]
+    np.testing.assert_array_equal(np.concatenate(streams), text)
+
+
+@pytest.mark.parametrize("documents", [2, 11, 300])
+def test_documents_are_dealt_out_as_split_documents_says(documents):
+    dataset = _Lists([np.full(40, i) for i in range(documents)])
+    for samples, ids in zip(split_samples(dataset, 5, seed=3), split_documents(documents, seed=3), strict=True):
+        assert samples is not None
+        want = TokenSamples(dataset, 5, seed=3, documents=ids)
+        np.testing.assert_array_equal(samples.batch(range(9))[1], want.batch(range(9))[1])
+
+
+def test_too_little_text_says_of_which_part_and_the_way_out():
+    short = _Lists([np.zeros(2, int)] * 300)
+    with pytest.raises(ValueError, match=r"^the training part: 28\d documents hold 5\d\d tokens, .* seq_len 600 takes"):
+        split_samples(short, 600, seed=0, evaluate=False)
+    held = r"^the held-out part: 1\d documents hold \d\d tokens, but .* takes 33; use a smaller seq_len or more text"
+    with pytest.raises(ValueError, match=held + r", or --eval-every 0, which needs no held-out part$"):
+        split_samples(short, 32, seed=0)
+    assert split_samples(short, 32, seed=0, evaluate=False)[1] is None
+    one = _Lists([np.zeros(50, int)])
+    with pytest.raises(ValueError, match=r"^the training part: 1 document holds 17 tokens, .*, or --eval-every 0"):
+        split_samples(one, 32, seed=0)
+    train, held_out = split_samples(one, 32, seed=0, evaluate=False)
+    assert (train.num_tokens, held_out) == (50, None)
+
+
+class _Lists:
+    """Documents in memory."""
+
+    def __init__(self, documents: list[np.ndarray]) -> None:
+        self.documents, self.lengths = documents, np.array([len(document) for document in documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.documents[index]
 
 
 # The default corpus

@@ -161,7 +161,20 @@ def test_a_truncated_corpus_is_refused(ranks, tmp_path):
 
 def test_too_little_text_is_refused(ranks, tmp_path):
     data = write_corpus(tmp_path / "corpus", list(range(6)))
-    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"hold 6 tokens.*17", str(tmp_path / "out"), timeout=30)
+    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"holds 6 tokens.*17", str(tmp_path / "out"), timeout=30)
+
+
+def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(ranks, tmp_path):
+    text = write_corpus(tmp_path / "text", list(range(200)), documents=1)
+    short = write_corpus(tmp_path / "short", [1, 2], documents=40)
+    for i, flags in enumerate(([text, "--eval-every", "1"], [short, "--eval-every", "0"])):
+        out = tmp_path / str(i)
+        ranks(1, trained, "--data", *flags, "--steps", "1", "--out", str(out))
+        assert [len(found) for found in read(out)] == [1, 1 - i]
+
+
+def trained(*flags: str) -> None:
+    trainer(*flags).run()
 
 
 def check_unequal() -> None:

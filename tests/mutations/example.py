@@ -1,0 +1,23 @@
+"""What the example's command does with a newcomer's text, broken."""
+
+from tests.mutations import Mutation
+
+DATA = "tests/examples/test_data.py"
+ONE = f"{DATA}::test_of_a_single_document_the_end_is_held_out"
+SHORT = f"{DATA}::test_too_little_text_says_of_which_part_and_the_way_out"
+
+MUTATIONS = [
+    Mutation("a single document's end is trained on too", "examples/gpt/data.py",
+             "(_Excerpt(dataset, 0, end), None)", "(_Excerpt(dataset, 0, tokens), None)", ONE),
+    Mutation("a single document's end is a twentieth, be it less than a sample", "examples/gpt/data.py",
+             "max(tokens // 20, seq_len + 1), 0)", "tokens // 20, 0)", ONE),
+    Mutation("an excerpt begins where its document does", "examples/gpt/data.py",
+             "[self.start : self.end]", "[: self.end]", ONE),
+    Mutation("parts of documents are of another seed", "examples/gpt/data.py",
+             "for ids in split_documents(len(dataset), seed=seed)]", "for ids in split_documents(len(dataset))]",
+             f"{DATA}::test_documents_are_dealt_out_as_split_documents_says"),
+    Mutation("a run without evaluations needs a held-out part", "examples/gpt/data.py",
+             "            if found and not evaluate:\n", "            if False:\n", SHORT),
+    Mutation("a short text is held out though nothing is evaluated", "examples/gpt/data.py",
+             "end = tokens if end <= seq_len and not evaluate else end", "pass", SHORT),
+]  # fmt: skip
