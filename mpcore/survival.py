@@ -539,8 +539,11 @@ class Skips:
         if finite:
             return
         if self.path is not None:
-            with open(self.path, "a") as file:
-                file.write(json.dumps({**about, "in_a_row": self.row}) + "\n")
+            try:
+                with open(self.path, "a") as file:
+                    file.write(json.dumps({**about, "in_a_row": self.row}) + "\n")
+            except OSError as error:  # a full disk ends no run
+                print(f"NOT WRITTEN: {self.path}: {error}", file=sys.stderr, flush=True)
         if self.row > self.limit:
             said = ", ".join(f"{name} {value}" for name, value in about.items())
             raise ValueError(

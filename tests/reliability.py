@@ -144,7 +144,15 @@ ROWS = {
             f"{FUZZ}test_row_19_a_tensor_file_of_any_header_is_refused_or_gives_what_lies_in_it",
         ),
     ),
-    20: Row("the disk is full", (FULL, f"{SAVES}test_training_goes_on_past_a_full_disk")),
+    20: Row(
+        "the disk is full",
+        (
+            FULL,
+            f"{SAVES}test_training_goes_on_past_a_full_disk",
+            f"{COMMAND}test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on",
+            f"{PARTS}test_row_20_a_skipped_step_that_is_not_written_down_is_told",
+        ),
+    ),
     21: Row(
         "no permission to write",
         (f"{COMMAND}test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step",),

@@ -250,6 +250,14 @@ def test_row_27_skipped_steps_are_written_down_and_too_many_in_a_row_stop(tmp_pa
         Skips(0, None).step(False)
 
 
+def test_row_20_a_skipped_step_that_is_not_written_down_is_told(capsys):
+    skips = Skips(1, Path("/dev/full"))
+    skips.step(False, step=7)
+    assert capsys.readouterr().err == "NOT WRITTEN: /dev/full: [Errno 28] No space left on device\n"
+    with pytest.raises(ValueError, match=r"2 steps in a row .* \(step 8\)"):
+        skips.step(False, step=8)
+
+
 # --- what ranks have in common ------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
 from examples.gpt.plan import recompute_blocks
-from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
+from examples.gpt.records import LOCK, Lines, draw_trace, locked, plot_losses, read_records, write_whole
 from mpcore import (
     Mesh,
     build_mesh,
@@ -147,6 +147,7 @@ class Trainer:
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
         self.told: Saving | None = None
+        self.unwritten: set[str] = set()
         self.asked_to_stop = self.stopped = False
         self.signals: StopSignals | None = None
         self.stragglers = Stragglers(mesh)
@@ -436,6 +437,16 @@ class Trainer:
         except ValueError as error:
             self.tell(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
 
+    def write(self, what: str, work: Callable[[], Any]) -> None:
+        """Write what a run can do without; where that fails, as on a full disk, it is told once."""
+        try:
+            work()
+            self.unwritten.discard(what)
+        except OSError as error:
+            if what not in self.unwritten:
+                self.tell(f"NOT WRITTEN: {what}: {error}", file=sys.stderr)
+            self.unwritten.add(what)
+
     def set_training(self, training: bool) -> None:
         """Dropout of all of this rank's stages on or off."""
         for stage in self.stages:
@@ -509,12 +520,12 @@ class Trainer:
         if self.first_step >= args.steps:
             self.tell(f"nothing is left to train: {self.first_step} steps are done, --steps is {args.steps}")
         faults = Faults(args, self.mesh, records, out)
+        lines = Lines(out / "metrics.jsonl")
 
         def record(entry: dict) -> None:
             records.append(entry)
             if lead:
-                with open(out / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(entry) + "\n")
+                self.write("metrics.jsonl", lambda: lines.add(entry))
 
         todo = range(self.first_step, args.steps)
         shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not self.shows}
@@ -569,9 +580,9 @@ class Trainer:
         text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
         self.set_training(True)
         if lead and args.trace:
-            draw_trace(self.pipeline.plan, self.spans, out)
+            self.write("the trace", lambda: draw_trace(self.pipeline.plan, self.spans, out))
         if lead:
-            plot_losses(records, out / "loss.png")
+            self.write("loss.png", lambda: plot_losses(records, out / "loss.png"))
         if self.shows:
             written = sorted(str(p) for p in out.iterdir() if p.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")

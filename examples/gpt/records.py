@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -32,9 +33,9 @@ def plot_losses(records: list[dict], path: Path) -> None:
     axes.set(xlabel="tokens", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    os.replace(path.with_suffix(".tmp.png"), path)
     plt.close(figure)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def read_records(path: Path, steps: int) -> list[dict]:
@@ -53,12 +54,15 @@ def read_records(path: Path, steps: int) -> list[dict]:
 def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
     """The plan and the run of a step side by side, in the same colours, and the run as a Chrome trace."""
     proof = prove(plan)
-    draw(proof.spans, out / "plan.png", title=plan_title(plan, proof))
+    with whole(out / "plan.png") as part:
+        draw(proof.spans, part, title=plan_title(plan, proof))
     busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
     bubble = 1 - busy / (ranks * max(span.end for span in spans))
     shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
-    draw(shown, out / "trace.png", title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
-    write_chrome_trace(spans, out / "trace.json")
+    with whole(out / "trace.png") as part:
+        draw(shown, part, title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
+    with whole(out / "trace.json") as part:
+        write_chrome_trace(spans, part)
 
 
 @contextmanager
@@ -80,6 +84,40 @@ def locked(out: Path) -> Iterator[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one piece: never half of it."""
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(text)
-    os.replace(part, path)
+    with whole(path) as part:
+        part.write_text(text)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Write to what this gives: it becomes `path` where that ends well, and is gone where it doesn't."""
+    part = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Lines:
+    """Appends lines of JSON to a file, whole ones alone; what can't be written waits for the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, b""
+
+    def add(self, entry: dict) -> None:
+        """Write it, and what waits.
+
+        Raises:
+            OSError: where they can't be written; the file is as it was.
+        """
+        self.waiting += (json.dumps(entry) + "\n").encode()
+        with open(self.path, "ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(self.waiting) < len(self.waiting):  # a part fitted on the disk
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)
+                raise
+        self.waiting = b""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -13,11 +16,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import matplotlib.figure
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gpt import records as records_of_runs
 from examples.gpt.pretrain import parse
 from mpcore.checkpoint import step_path
 from tests.examples.test_pretrain import STEPS, TINY, trainer
@@ -164,17 +169,13 @@ def test_too_little_text_is_refused(ranks, tmp_path):
     ranks(2, check_refused, {"tp": 2}, ["--data", data], r"holds 6 tokens.*17", str(tmp_path / "out"), timeout=30)
 
 
-def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(ranks, tmp_path):
-    text = write_corpus(tmp_path / "text", list(range(200)), documents=1)
-    short = write_corpus(tmp_path / "short", [1, 2], documents=40)
-    for i, flags in enumerate(([text, "--eval-every", "1"], [short, "--eval-every", "0"])):
-        out = tmp_path / str(i)
-        ranks(1, trained, "--data", *flags, "--steps", "1", "--out", str(out))
-        assert [len(found) for found in read(out)] == [1, 1 - i]
-
-
-def trained(*flags: str) -> None:
-    trainer(*flags).run()
+def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(tmp_path):
+    text = trainer("--data", write_corpus(tmp_path / "text", list(range(200)), documents=1))
+    assert math.isfinite(text.step(0)["loss"] + text.evaluate())
+    assert "11 training samples of 16 tokens, 1 held out" in text.summary()
+    short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
+    assert math.isfinite(short.step(0)["loss"])
+    assert "4 training samples of 16 tokens, 0 held out" in short.summary()
 
 
 def check_unequal() -> None:
@@ -204,6 +205,50 @@ def check_out_is_a_file(out: str) -> None:
 def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
     (tmp_path / "out").write_text("here first")
     ranks(2, check_out_is_a_file, str(tmp_path / "out"), timeout=30)
+
+
+def check_full_disk(out: str) -> str:
+    run = trainer(
+        "--steps", "6", "--eval-every", "2", "--eval-samples", "2", "--trace", "--save-every", "5", "--out", out
+    )
+    real, lines, left = run.step, Path(out) / "metrics.jsonl", []
+
+    class File(io.FileIO):
+        def write(self, data) -> int:
+            return super().write(data[: left[0]] if left else data)
+
+    def step(number: int) -> dict:
+        if number in (2, 3):  # a disk that takes a part of a line, and then nothing
+            left[:] = [9 * (3 - number)]
+        if number == 4:
+            assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1, 1]
+            left.clear()
+        return real(number)
+
+    def full(figure, path, **_) -> None:
+        Path(path).write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run.step = step
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
+        patch.setattr(records_of_runs, "open", lambda path, mode, buffering=-1: File(path, mode), raising=False)
+        patch.setattr(matplotlib.figure.Figure, "savefig", full)
+        run.run()
+    return told.getvalue()
+
+
+def test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on(ranks, tmp_path):
+    """What could not be written comes with the next lines, and no part of a file stays."""
+    (told,) = ranks(1, check_full_disk, str(tmp_path))
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        0, 1, 1, 2, 3, 3, 4, 5, 5
+    ]  # fmt: skip
+    for name in ("metrics.jsonl", "the trace", "loss.png"):
+        assert told.count(f"NOT WRITTEN: {name}: [Errno 28] No space left on device") == 1
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "checkpoints", "config.json", "metrics.jsonl"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005", "step-00000006"]
 
 
 def check_out_in_use(out: str) -> None:

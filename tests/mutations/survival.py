@@ -5,6 +5,8 @@ from tests.mutations import Mutation
 TESTS = "tests/test_survival.py"
 TRACE = "tests/test_trace.py"
 FILE = "mpcore/survival.py"
+RUN, RECORDS = "examples/gpt/pretrain.py", "examples/gpt/records.py"
+FULL = "tests/examples/test_pretrain_command.py::test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on"
 
 MUTATIONS = [
     Mutation("29 replicas over data are not compared", FILE, "axes |= _data_replicas(parameter, data)", "pass", TESTS),
@@ -14,6 +16,20 @@ MUTATIONS = [
     Mutation("29 the majority is blamed", FILE, "key=len)", "key=lambda found: -len(found))", TESTS),
     Mutation("28 a spike enters the window whole", FILE,
              "self.before.append(min(loss, mean + self.threshold * spread))", "self.before.append(loss)", TESTS),
+    Mutation("20 a line of metrics that isn't written ends the run", RUN,
+             "            if what not in self.unwritten:\n", "            raise\n            if what:\n", FULL),
+    Mutation("20 a full disk is told of at every step", RUN,
+             "            if what not in self.unwritten:\n", "            if what:\n", FULL),
+    Mutation("20 half a line stays", RECORDS, "                file.truncate(end)\n", "                pass\n", FULL),
+    Mutation("20 half a line is taken for written", RECORDS,
+             "if file.write(self.waiting) < len(self.waiting):", "if file.write(self.waiting) is None:", FULL),
+    Mutation("20 what was not written is lost", RECORDS, "self.waiting += (", "self.waiting = (", FULL),
+    Mutation("20 lines are written again and again", RECORDS, '        self.waiting = b""\n', "", FULL),
+    Mutation("20 half a picture stays", RECORDS,
+             "    finally:\n        part.unlink(missing_ok=True)", "    finally:\n        pass", FULL),
+    Mutation("20 a skipped step that isn't written down ends the run", FILE,
+             "except OSError as error:  # a full disk", "except MemoryError as error:  # a full disk",
+             TESTS),
     Mutation("27 a good step doesn't end the row", FILE, "self.row = 0 if finite else self.row + 1",
              "self.row = self.row if finite else self.row + 1", TESTS),
     Mutation("6 one slow check is enough", FILE, ">= self.patience", ">= 1", TESTS),
