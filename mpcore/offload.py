@@ -367,7 +367,10 @@ def offload_parameters(
     for i, block in enumerate(blocks):
         mine = set(_movable(block))
         if any(is_dtensor(p) for p in mine):
-            raise ValueError(f"block {i} is sharded over data: zero=3 holds each parameter once among the data ranks")
+            raise ValueError(
+                f"block {i} is sharded over data: zero=0 leaves parameters whole, which can be offloaded; zero=3 holds "
+                f"each once among the data ranks"
+            )
         if mine & seen:
             raise ValueError(f"block {i} shares {len(mine & seen)} parameters with one before: they have one home")
         seen |= mine

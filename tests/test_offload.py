@@ -16,6 +16,7 @@ from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, voc
 from mpcore.checkpoint import diff, load, save, step_path
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
+from mpcore.optim import Muon
 from mpcore.recompute import recompute
 from mpcore.sharding import local_tensor
 from mpcore.storages import Storages
@@ -295,14 +296,23 @@ def test_what_cant_be_had_is_refused():
     with pytest.raises(ValueError, match="--schedule zb: it splits backward"):
         Trainer(parse([*FLAGS, "--offload", "parameters", "--schedule", "zb"]), mesh())
     with pytest.raises(ValueError, match="Muon orthogonalises whole matrices"):
+        offload_optimizer(Muon(build()))
+    with pytest.raises(ValueError, match="--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's"):
         Trainer(parse([*FLAGS, "--offload", "optimizer", "--optimizer", "muon"]), mesh())
     with pytest.raises(ValueError, match="--recompute 'budget=much' is none of"):
         Trainer(parse([*FLAGS, "--recompute", "budget=much"]), mesh())
 
 
 def check_sharded() -> None:
-    with pytest.raises(ValueError, match=r"block 0 is sharded over data: zero=3 holds each parameter once"):
-        Trainer(parse([*FLAGS, "--offload", "parameters"]), mesh(dp=2))
+    for zero in "123":
+        refused = rf"--offload parameters goes with --zero 0: --zero {zero} shards them over the 2 data ranks"
+        with pytest.raises(ValueError, match=refused):
+            Trainer(parse([*FLAGS, "--zero", zero, "--offload", "parameters"]), mesh(dp=2))
+    whole = Trainer(parse([*FLAGS, "--zero", "0", "--offload", "parameters"]), mesh(dp=2))
+    assert math.isfinite(whole.step(0)["loss"])
+    sharded = shard_data_parallel(build(), mesh(dp=2), zero=1)
+    with pytest.raises(ValueError, match=r"block 0 is sharded over data: zero=0 leaves parameters whole"):
+        offload_parameters(sharded.blocks.values())  # type: ignore[operator, union-attr]
 
 
 def test_parameters_sharded_over_data_stay(ranks):

@@ -289,6 +289,13 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     recompute_kind(args.recompute)
     if "none" in args.offload and len(set(args.offload)) > 1:
         raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
+    if "optimizer" in args.offload and args.optimizer == "muon":
+        raise ValueError("--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's step needs the device")
+    if "parameters" in args.offload and args.zero and mesh.data.size > 1:
+        raise ValueError(
+            f"--offload parameters goes with --zero 0: --zero {args.zero} shards them over the {mesh.data.size} data "
+            f"ranks"
+        )
     if config.moe is None:
         if mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size:
             raise ValueError(

@@ -1,7 +1,8 @@
-"""What the example's command does with a newcomer's text, broken."""
+"""What the example's command makes of a newcomer's text and flags, broken."""
 
 from tests.mutations import Mutation
 
+OFFLOAD = "tests/test_offload.py"
 DATA = "tests/examples/test_data.py"
 ONE = f"{DATA}::test_of_a_single_document_the_end_is_held_out"
 SHORT = f"{DATA}::test_too_little_text_says_of_which_part_and_the_way_out"
@@ -20,4 +21,10 @@ MUTATIONS = [
              "            if found and not evaluate:\n", "            if False:\n", SHORT),
     Mutation("a short text is held out though nothing is evaluated", "examples/gpt/data.py",
              "end = tokens if end <= seq_len and not evaluate else end", "pass", SHORT),
+    Mutation("parameters that are sharded are offloaded as far as a block says no", "examples/gpt/arguments.py",
+             'if "parameters" in args.offload and args.zero and', "if False and",
+             f"{OFFLOAD}::test_parameters_sharded_over_data_stay"),
+    Mutation("parameters that are whole on each data rank aren't offloaded", "examples/gpt/arguments.py",
+             'in args.offload and args.zero and mesh', "in args.offload and mesh",
+             f"{OFFLOAD}::test_parameters_sharded_over_data_stay"),
 ]  # fmt: skip
