@@ -103,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="a markdown file to put the tables in")
     parser.add_argument("--results", type=Path, metavar="FOLDER", default=RESULTS, help="where the results lie")
     given = parser.parse_args(arguments)
+    if not given.results.is_dir():
+        raise SystemExit(f"--results {given.results} is no folder: benches write theirs to {RESULTS}")
     for png in plots(given.results):
         print(f"drew {png}")
     if given.write is None:

@@ -150,6 +150,9 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
         ValueError: if the mesh has no such rank.
     """
     world = 1
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} {size} is smaller than 1")
     for name in ("tp", "cp", "pp", "dp"):
         world *= sizes.get(name, 1)
     if not 0 <= rank < world:
@@ -342,6 +345,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
 def parser_of(prog: str, about: str | None) -> argparse.ArgumentParser:
     """The beginning of a planner's command line: the target."""
     parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
+    parser.epilog = "Other flags go to the target."
     parser.add_argument("target", help="module:function, called as function(mesh, arguments), which returns a Work")
     return parser
 

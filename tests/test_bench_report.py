@@ -39,6 +39,11 @@ def write_results(folder: Path, us: float = 31.5, date: str = "2026-01-02") -> N
     (folder / f"gpu_{date}.json").write_text(json.dumps({"benchmarks": entries}))
 
 
+def test_a_folder_that_is_none_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"--results .*/none is no folder: benches write theirs to .*bench/results"):
+        main(["--results", str(tmp_path / "none")])
+
+
 def test_a_kernel_has_a_row_with_every_number_and_each_peer(tmp_path):
     write_results(tmp_path)
     text = table(tmp_path)

@@ -241,6 +241,8 @@ def test_the_command_prints_a_table_and_refuses(capsys):
     assert "total" in out
     with pytest.raises(SystemExit, match="smaller than the tp size 7"):
         main(["examples.gpt.plan:build", "--tp", "7"])
+    with pytest.raises(SystemExit, match="error: dp 0 is smaller than 1"):
+        main(["examples.gpt.plan:build", "--dp", "0"])
     with pytest.raises(SystemExit, match="rank 2 is not from 0 to 1, the ranks of the mesh"):
         main(["examples.gpt.plan:build", "--tp", "2", "--rank", "2"])
     with pytest.raises(SystemExit, match="--offload optimizer is not counted here: what fits without it fits with it"):

@@ -40,7 +40,7 @@ DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "floa
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; every flag has a default."""
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.pretrain", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.")
     add = parser.add_argument_group("mesh").add_argument
     for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
         add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
@@ -77,12 +77,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=sorted(PRESETS),
         help="shape that the flags below change (default tiny)",
     )
-    add("--layers", type=int)
-    add("--d-model", type=int)
-    add("--heads", type=int)
-    add("--kv-heads", type=int)
-    add("--d-ff", type=int)
-    add("--dropout", type=float)
+    add("--layers", type=int, help="blocks (default: the preset's, as of those below; tiny has 4)")
+    add("--d-model", type=int, help="width (tiny: 128)")
+    add("--heads", type=int, help="attention heads (tiny: 4)")
+    add("--kv-heads", type=int, help="heads of keys and values (tiny: as many as heads)")
+    add("--d-ff", type=int, help="hidden width of the MLP (tiny: 8/3 of the width, up to a multiple of 64)")
+    add("--dropout", type=float, help="share of activations that training drops (tiny: 0)")
     add("--tie-embeddings", action="store_true", default=None, help="head and embedding share one table")
     add = parser.add_argument_group("mixture of experts").add_argument
     add("--experts", type=int, help="experts in the place of each MLP; 0: none (default: the preset's)")
@@ -109,11 +109,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=200)
-    add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers")
-    add("--micro-batch", type=int, default=2, help="samples a forward, on one rank")
-    add("--lr", type=float, default=3e-3)
-    add("--warmup", type=int, default=20, help="steps of linear warm-up")
+    add("--steps", type=int, default=200, help="of the whole run (default 200)")
+    add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers (16)")
+    add("--micro-batch", type=int, default=2, help="samples a forward, on one rank (default 2)")
+    add("--lr", type=float, default=3e-3, help="highest learning rate (default 0.003)")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up (default 20)")
     add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to a tenth (default cosine)")
     add(
         "--optimizer",
@@ -121,8 +121,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default="adamw",
         help="adamw-bf16: moments in bfloat16, rounded at random; muon: for the blocks' matrices (default adamw)",
     )
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="bound on the gradient norm; 0: none")
+    add("--weight-decay", type=float, default=0.1, help="of matrices and tables (default 0.1)")
+    add("--clip", type=float, default=1.0, help="bound on the gradient norm (default 1); 0 or less: none")
     add(
         "--recompute",
         default="none",
@@ -137,7 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=["none"],
         help="what lies in the host's memory until it is needed; several may be given (default none)",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of weights, dropout and the order of the data (default 0)")
     add(
         "--dtype",
         choices=DTYPES,
@@ -150,9 +150,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="the blocks' linear layers, but experts, multiply eight-bit floats, scaled in blocks of 128; all else "
         "stays in --dtype",
     )
-    add("--eval-every", type=int, default=50)
-    add("--eval-samples", type=int, default=32, help="held-out samples an evaluation")
-    add("--out", default="runs/pretrain", help="folder for metrics.jsonl, config.json, loss.png, checkpoints")
+    add("--eval-every", type=int, default=50, help="steps between evaluations; 0: none (default 50)")
+    add("--eval-samples", type=int, default=32, help="held-out samples an evaluation (default 32)")
+    add(
+        "--out",
+        default="runs/pretrain",
+        help="folder for metrics.jsonl, config.json, loss.png, checkpoints (default runs/pretrain)",
+    )
     add = parser.add_argument_group("checkpoints").add_argument
     add("--save-every", type=int, default=0, help="steps between checkpoints in OUT/checkpoints; 0: none (default)")
     add("--keep", type=int, help="how many of the last checkpoints stay (default: all)")
@@ -174,7 +178,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="begin with the weights of a checkpoint of any layout: its shape and, where none is named, its tokenizer; "
         "optimizer, data and step begin anew",
     )
-    add("--exit-step", type=int, help="save after so many steps and leave, as on SIGTERM and SIGUSR1")
+    add(
+        "--exit-step",
+        type=int,
+        help="save and leave, as on SIGTERM and SIGUSR1, when so many steps of the whole run are done",
+    )
     add = parser.add_argument_group("faults").add_argument
     add("--timeout", type=float, default=600, help="seconds without progress that are a hang, which is explained")
     add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for a NaN or infinity")
@@ -206,8 +214,14 @@ def find_carried(args: argparse.Namespace) -> Carried:
 
 def inner_size(args: argparse.Namespace) -> int | None:
     """Ranks of a sub-group of cp: as --cp-inner says, or the most that lie in a node and leave more than one."""
-    if args.cp_kind != "two-level" or args.cp_inner is not None:
+    if args.cp_inner is not None:
+        if args.cp_kind != "two-level":
+            raise ValueError(f"--cp-inner {args.cp_inner} is of --cp-kind two-level, not of {args.cp_kind}")
+        if args.cp_inner < 1 or args.cp % args.cp_inner:
+            raise ValueError(f"--cp-inner {args.cp_inner} does not divide --cp {args.cp}: sub-groups have one size")
         return args.cp_inner
+    if args.cp_kind != "two-level":
+        return None
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // args.tp
     return max((d for d in range(1, args.cp) if args.cp % d == 0 and d <= node), default=1)
 
@@ -229,8 +243,10 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         config = read_config(begin) if args.init_from_hf else open_checkpoint(begin)[2]
         free = ("dropout",) if config.positions == "learned" else ("dropout", "seq_len")
         for name, value in changes.items():
-            if name not in free and value != getattr(config, name):
-                raise ValueError(f"--{name.replace('_', '-')} {value} is not the {getattr(config, name)} of {begin}")
+            there = config.heads if name == "kv_heads" and config.kv_heads is None else getattr(config, name)
+            if name not in free and value != there:
+                flag, there = f"--{name.replace('_', '-')}", "default" if there is None else there
+                raise ValueError(f"{flag} {value} is not the {there} of {begin}")
         if vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {begin}")
         return dataclasses.replace(config, moe=moe_config(args, config.moe), **changes)
@@ -280,6 +296,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     for name in ("lr", "weight_decay"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is no number from 0")
+    if math.isnan(args.clip):
+        raise ValueError(f"--clip {args.clip} is no number; 0 bounds nothing")
     for name in ("max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 0")

@@ -913,12 +913,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
     convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
     convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
+    convert.add_argument("--force", action="store_true", help="with --to: replace the checkpoint that is there")
     convert.add_argument("--tokenizer", metavar="DIR", help="with --to-hf: whose tokenizer files go along")
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: as it is)")
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     try:
         if args.from_hf and args.to and not (args.source or args.to_hf):
+            if resolve(args.to).exists() and not args.force:
+                raise ValueError(f"{args.to} is there: --force replaces it")
             print(f"wrote {import_hf(args.from_hf, args.to, dtype=dtype)}")
         elif args.source and args.to_hf and not (args.from_hf or args.to):
             print(f"wrote {export_hf(args.source, args.to_hf, dtype=dtype, tokenizer=args.tokenizer)}")

@@ -2,6 +2,7 @@
 
 A plain text file is one document; a `.jsonl` file holds one document a line, under --json-key. Folders are
 walked in sorted order, without hidden entries and links. The output is a pair of files in Megatron's format.
+A training run holds some documents out, and of a single one its end.
 """
 
 import argparse
@@ -208,7 +209,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with a message, on any fault.
     """
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.prepare", description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, .jsonl, folders")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, a document a file; .jsonl; folders"
+    )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", default="byte", help="byte, the path of a tokenizer.json, or train")
     parser.add_argument("--vocab-size", type=int, help="tokens to train (default 8192)")

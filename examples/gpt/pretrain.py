@@ -51,7 +51,7 @@ from mpcore import (
     update_routers,
 )
 from mpcore.checkpoint import Saving, checkpoints, inspect, load, save, save_async, step_path
-from mpcore.checkpoint.format import read_manifest
+from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.layers import vocab_parallel_cross_entropy
@@ -130,6 +130,7 @@ class Trainer:
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
         if args.init_from:
+            raise_together(other_dtype(args.init_from, inspect(args.init_from), args.dtype))
             load(args.init_from, model, mesh=mesh)
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
@@ -276,6 +277,9 @@ class Trainer:
             return None
         saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
+        refused = other_dtype(path, manifest, self.args.dtype)
+        if refused is not None:
+            return refused
         found = differing(saved, self.about() | {"seed": self.args.seed})
         if not found:
             return None
@@ -640,8 +644,19 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differing(a, b, f"{within}{name}.")
         elif a != b:
-            found.append(f"{within}{name} is {a!r} there, {b!r} here")
+            a, b = ("not set" if value is None else repr(value) for value in (a, b))
+            found.append(f"{within}{name} is {a} there, {b} here")
     return found
+
+
+def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:
+    """Why weights of a checkpoint can't be those of a run: they are float64 for --dtype float64, else float32."""
+    found = {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("model/")}
+    if dtype == "float64" and "F64" not in found and "F32" in found:
+        return ValueError(f"{path} has float32 weights: --dtype float32 goes on from it, not float64")
+    if dtype != "float64" and "F64" in found:
+        return ValueError(f"{path} has float64 weights: --dtype float64 goes on from it, not {dtype}")
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:

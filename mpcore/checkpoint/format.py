@@ -129,6 +129,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
+def _why_none(folder: Path) -> str:
+    if not folder.exists():
+        return "there is no such folder"
+    inside = [manifest.parent for where in ("", "checkpoints/") for manifest in folder.glob(f"{where}*/{MANIFEST}")]
+    inside = sorted((path for path in inside if not path.name.startswith(".")), key=lambda path: path.name)
+    return f"it has no {MANIFEST}" + (f"; the newest in it is {inside[-1]}" if inside else "")
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest and check it against itself.
 
@@ -138,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+        raise ValueError(f"{folder} is no complete checkpoint: {_why_none(folder)}")
     size = path.stat().st_size
     if size > MANIFEST_LIMIT:
         raise ValueError(f"{path} has {size} bytes, more than the {MANIFEST_LIMIT} that a manifest may have")

@@ -121,7 +121,7 @@ def load(
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> _Plan:
     if not folder.is_dir():
-        raise ValueError(f"there is no checkpoint at {folder}")
+        raise ValueError(f"there is no checkpoint at {folder}: there is no such folder")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     plan = _Plan(Files(folder, manifest))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,6 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
     args = parser.parse_args(argv)
     try:
+        for name in ("forward", "input", "weight", "message"):
+            if not 0 <= getattr(args, name) < math.inf:
+                raise ValueError(f"--{name} {getattr(args, name)} is no time: a number from 0")
         schedule = find_schedule(args.schedule, args.stages, args.microbatches, args.virtual_stages)
         proof = prove(schedule, Times(args.forward, args.input, args.weight, message=args.message))
         if args.out.endswith(".json"):

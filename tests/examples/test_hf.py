@@ -600,6 +600,9 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
 def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     step, back = str(tmp_path / "step"), str(tmp_path / "back")
     assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 0
+    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 2
+    assert f"error: {step} is there: --force replaces it" in capsys.readouterr().err
+    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step, "--force"]) == 0
     assert main(["convert", "--from", step, "--to-hf", back, "--dtype", "bfloat16"]) == 0
     assert tensors_of(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["convert", "--from", step, "--to-hf", back]) == 2

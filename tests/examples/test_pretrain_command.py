@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt import records as records_of_runs
-from examples.gpt.pretrain import parse
+from examples.gpt.pretrain import main, parse
 from mpcore.checkpoint import step_path
 from tests.examples.test_pretrain import STEPS, TINY, trainer
 from tests.pool import mesh
@@ -122,6 +122,7 @@ def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None
         ({"tp": 4}, ["--preset", "gpt2", "--seq-len", "2048"], r"--seq-len 2048 is longer than the 1024 positions"),
         ({"tp": 4}, ["--steps", "0"], r"--steps 0 is smaller than 1"),
         ({"tp": 4}, ["--lr", "nan"], r"--lr nan is no number from 0"),
+        ({"tp": 4}, ["--clip", "nan"], r"--clip nan is no number; 0 bounds nothing"),
         ({"tp": 4}, ["--eval-every", "-1"], r"--eval-every -1 is smaller than 0"),
         ({"tp": 4}, ["--local-steps", "4", "--fragments", "2"], r"--local-steps, --fragments with one worker"),
         (
@@ -176,6 +177,47 @@ def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations
     short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
     assert math.isfinite(short.step(0)["loss"])
     assert "4 training samples of 16 tokens, 0 held out" in short.summary()
+
+
+def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
+    for flags, message in (
+        (["--cp-inner", "3"], "--cp-inner 3 is of --cp-kind two-level, not of zigzag"),
+        (["--cp-inner", "3", "--cp-kind", "two-level"], "--cp-inner 3 does not divide --cp 1"),
+    ):
+        with pytest.raises(SystemExit, match=f"rank 0: error: {message}"):
+            main(flags)
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Pretrain a GPT on any mesh. options:" in told
+    assert not re.search(r"(--[a-z-]+ [A-Z_]+) --", told), "a flag without a word on it"
+
+
+def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
+    out, gone = tmp_path / "r1", tmp_path / "gone"
+    flags = ["--dtype", "float64", "--kv-heads", "4", "--out", str(out)]
+    run = trainer(*flags)
+    run.save(9)
+    run.save(10)
+    newest = out / "checkpoints" / "step-00000010"
+    none = f"is no complete checkpoint: it has no manifest.json; the newest in it is {newest}"
+    other = f"^{newest} has float64 weights: --dtype float64 goes on from it, not float32$"
+    for flag in ("--resume", "--init-from"):
+        for place in (out, out / "checkpoints"):
+            with pytest.raises(ValueError, match=f"{place} {none}"):
+                trainer(*flags, "--out", str(tmp_path / "new"), flag, str(place))
+        with pytest.raises(ValueError, match=f"{gone}.* there is no such folder"):
+            trainer(*flags, flag, str(gone))
+        with pytest.raises(ValueError, match=other):
+            trainer(*flags, "--dtype", "float32", flag, str(newest))
+    run = trainer(*flags[2:], "--kv-heads", "2")
+    run.save(11)
+    path = out / "checkpoints" / "step-00000011"
+    with pytest.raises(ValueError, match=r"^.* has float32 weights: --dtype float32 goes on from it, not float64$"):
+        trainer(*flags, "--kv-heads", "2", "--resume", str(path))
+    trainer(*flags[2:], "--init-from", str(path), "--kv-heads", "2", "--dtype", "bfloat16")
+    with pytest.raises(ValueError, match=f"--kv-heads 1 is not the 2 of {path}"):
+        trainer(*flags[2:], "--init-from", str(path), "--kv-heads", "1")
 
 
 def check_unequal() -> None:

@@ -86,6 +86,8 @@ def test_the_command_draws_a_file_and_refuses_a_broken_one(tmp_path):
         main(["--schedule", str(plan), "--stages", "2", "--microbatches", "1", "--out", str(tmp_path / "y.png")])
     with pytest.raises(SystemExit, match="error: 3 micro-batches are fewer than the pp size 4"):
         main(["--microbatches", "3"])
+    with pytest.raises(SystemExit, match=r"error: --forward -1\.0 is no time: a number from 0"):
+        main(["--forward", "-1"])
     with pytest.raises(SystemExit, match=r"error: .*no/such/folder"):
         main(["--out", str(tmp_path / "no/such/folder/x.png")])
     assert not list(tmp_path.glob("y*"))
