@@ -583,7 +583,7 @@ class Trainer:
         self.set_training(False)
         text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
         self.set_training(True)
-        if lead and args.trace:
+        if lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(self.pipeline.plan, self.spans, out))
         if lead:
             self.write("loss.png", lambda: plot_losses(records, out / "loss.png"))

@@ -397,4 +397,6 @@ def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path,
     assert trainer("--out", other, "--resume", middle).first_step == STEPS - 2
     last = str(step_path(tmp_path / "a" / "checkpoints", STEPS))
     assert trainer("--out", out, "--resume", last).first_step == STEPS
-    assert trainer("--out", out, "--resume", "auto").first_step == STEPS
+    again = trainer("--out", out, "--resume", "auto", "--eval-every", "0", "--trace")
+    assert again.first_step == STEPS
+    again.run()  # with nothing left to train, nor to draw a trace of
