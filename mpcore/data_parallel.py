@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh import Axis, Mesh, check_same
-from mpcore.sharding import Sharding, add_partial, is_dtensor, owners, sharding_of
+from mpcore.sharding import Sharding, add_partial, declarations, is_dtensor, owners, reshard, sharding_of, shardings
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -89,7 +89,8 @@ def shard_data_parallel(
     A forward without gradients (an evaluation, a teacher) may run at any time. It gathers and shards again; `gathered`
     saves that where many follow each other.
 
-    Make the optimizer afterwards: 1 to 3 put other parameters in place of the model's. They have no second derivative.
+    Add adapters and new heads, tie, and copy (EMA, `copy.deepcopy`) before; make the optimizer afterwards: 1 to 3 put
+    other parameters in place of the model's. They have no second derivative.
 
     Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
     no gradient with `zero=0`, and one of zeros else; frozen parameters have none. Every rank must run every block.
@@ -138,7 +139,7 @@ def shard_data_parallel(
             stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
         return model
 
-    held = {id(p): sharding_of(module, leaf, p) for stage in stages for _, module, leaf, p in owners(stage)}
+    held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     for stage in stages:
         _declare_pending(stage, mesh, lambda p: p in whole)
@@ -234,11 +235,15 @@ def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: i
 
 
 def _declare_pending(stage: nn.Module, mesh: Mesh, which: Callable[[nn.Parameter], bool]) -> None:
-    for _, module, leaf, parameter in list(owners(stage)):
-        sharding = sharding_of(module, leaf, parameter)
-        axis = sharding.data_axis(mesh)
-        if which(parameter) and all(axis.group is not old.group for old in sharding.partial):
+    """Declare over which axis each parameter is laid out, and of some that their gradients are pending over it."""
+    declared = shardings(stage)
+    for name, module, leaf, parameter in list(owners(stage)):
+        axis = declared[name].data_axis(mesh)
+        if which(parameter) and all(axis.group is not old.group for old in declared[name].partial):
             add_partial(module, leaf, axis)
+        if mesh.data.size > 1:
+            said = replace(sharding_of(module, leaf, parameter), data=axis)
+            module.shardings = {**getattr(module, "shardings", {}), leaf: said}  # type: ignore[assignment]
 
 
 class _Wrap:
@@ -410,17 +415,6 @@ def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
                 reshard(stage)
 
 
-def reshard(model: nn.Module) -> None:
-    """Have the modules hold their shards, which a forward with gradients but no backward leaves gathered.
-
-    `save` and `load` do it for the modules of the model they are given. Where a rank's stages are sharded each for
-    itself and joined, call it for each stage before.
-    """
-    for module in (*model.modules(), *_shared_units([model])):
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def gather(model: nn.Module) -> None:
     """Have the modules hold whole parameters: what a backward that is split in two needs."""
     for module in model.modules():
@@ -504,10 +498,10 @@ def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str,
         reshard(stage)
         state = getattr(stage, "data_parallel", DataParallel(0))
         shared = {p for unit in state.shared for p in unit.shared}
-        for name, module, leaf, parameter in owners(stage):
+        for name, parameter, sharding in declarations(stage):
             cut = data_shards(parameter)
             zero = 1 if parameter in shared else state.zero
-            axis = sharding_of(module, leaf, parameter).data_axis(mesh)
+            axis = sharding.data_axis(mesh)
             found[name] = Placement(axis, cut if zero == 3 else 1, cut if zero > 1 else 1, cut)
     return found
 

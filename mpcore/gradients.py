@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh import Axis, Mesh
-from mpcore.sharding import Shard, data_run, is_dtensor, local_tensor, owners, sharding_of
+from mpcore.sharding import Shard, data_run, declarations, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,7 +46,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("DistributedDataParallel sums no main gradients: take its module and reduce_gradients")
-    for name, _, _, parameter in owners(model):
+    for name, parameter, _ in declarations(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
     for parameter in model.parameters():
@@ -118,17 +118,25 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
             `shard_data_parallel` didn't do it.
 
     Raises:
-        ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already.
+        ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already, or a
+            trained parameter was added after it.
     """
     pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
-    for name, module, leaf, parameter in owners(model):
+    declared = list(declarations(model))
+    laid = {x.data.group: x.data for _, _, x in declared if x.data is not None and x.data.size > 1}
+    for name, parameter, sharding in declared:
         if not parameter.requires_grad:
             continue
-        sharding = sharding_of(module, leaf, parameter)
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
         for axis in axes:
             _check_unsummed(name, parameter, axis)
         once = {axis.group: axis for axis in (*sharding.partial, *axes) if axis.size > 1}
+        if sharding.data is None and laid and laid.keys().isdisjoint(once) and local_tensor(parameter) is parameter:
+            axis = next(iter(laid.values()))
+            raise ValueError(
+                f"{name} was added after shard_data_parallel, so nothing sums its gradient over the {axis.size} ranks "
+                f"of {axis.name}: add it before, join stages after, or freeze it"
+            )
         wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
@@ -259,11 +267,10 @@ def _norm(grad: Tensor, p: float) -> Tensor:
 
 def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
     """This rank's tensors, without the elements that a lower rank holds as well."""
-    for _, module, leaf, parameter in owners(model):
+    for _, parameter, sharding in declarations(model):
         found = of(parameter)
         if found is None:
             continue
-        sharding = sharding_of(module, leaf, parameter)
         first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
         if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
             continue

@@ -24,7 +24,7 @@ from mpcore.kernels.adamw import adamw, adamw_now
 from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from mpcore.mesh import Axis, Mesh
 from mpcore.random import stream_key
-from mpcore.sharding import Sharding, data_run, full_tensor, is_dtensor, local_tensor, owners, sharding_of
+from mpcore.sharding import Sharding, data_run, declarations, full_tensor, is_dtensor, local_tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -109,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
         # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
         super().__init__(groups, defaults)
-        self._declared = {p: (name, sharding_of(module, leaf, p)) for name, module, leaf, p in owners(model)}
+        self._declared = {p: (name, sharding) for name, p, sharding in declarations(model)}
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:

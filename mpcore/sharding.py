@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,8 @@ class Sharding:
             weight of a norm that sees only this rank's part of the sequence.
         blocks: lengths of the matrices that the tensor is made of, such as Q, K and V; (): it is one.
         block_dim: the dimension that they follow each other in.
+        added: those of `partial` that hold for every use of the parameter, whichever module's: what `add_partial` said.
+        data: the axis that `shard_data_parallel` laid it out over; None: it didn't see it.
     """
 
     shape: tuple[int, ...]
@@ -105,6 +107,8 @@ class Sharding:
     partial: tuple[Axis, ...] = ()
     blocks: tuple[int, ...] = ()
     block_dim: int = 0
+    added: tuple[Axis, ...] = field(default=(), compare=False)
+    data: Axis | None = field(default=None, compare=False)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -182,24 +186,97 @@ def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int
 # --- of a whole model ---------------------------------------------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where a parameter is held: its full name, the module, its name there, and what the module declares of it."""
+
+    name: str
+    module: nn.Module
+    leaf: str
+    declared: Sharding | None
+
+
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """For each parameter, tied ones once: its full name, the module that holds it, its name there, the parameter.
+    """For each parameter, tied ones once: its first full name, a module that holds it, its name there, the parameter.
+
+    Of several modules it is the first that declares the parameter, or the first.
 
     Raises:
         ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
     """
-    modules = dict(model.named_modules())
-    for prefix, module in modules.items():
-        for leaf in getattr(module, "shardings", ()):
+    for parameter, places in _places(model):
+        owner = next((place for place in places if place.declared is not None), places[0])
+        yield places[0].name, owner.module, owner.leaf, parameter
+
+
+def declarations(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    """For each parameter, tied ones once: its first full name, itself, what all modules that hold it declare of it.
+
+    Raises:
+        ValueError: as `owners`, and if two modules declare one parameter differently.
+    """
+    for parameter, places in _places(model):
+        said = [place for place in places if place.declared is not None]
+        yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+    """Each parameter with all places that hold it, the first one first."""
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    for prefix, module in model.named_modules():
+        declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+        for leaf in declared:
             if leaf not in module._parameters:
                 raise ValueError(
                     f"{prefix}.{leaf} is no parameter any more, and {type(module).__name__} declares how it is cut and "
                     f"summed: in place of parametrize or weight_norm write a ParallelModule that declares the factors, "
                     f"or merge them (remove_parametrizations)".lstrip(".")
                 )
-    for name, parameter in model.named_parameters():
-        prefix, _, leaf = name.rpartition(".")
-        yield name, modules[prefix], leaf, parameter
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                place = Place(f"{prefix}.{leaf}" if prefix else leaf, module, leaf, declared.get(leaf))
+                found.setdefault(id(parameter), (parameter, []))[1].append(place)
+    yield from found.values()
+
+
+def _joined(places: list[Place]) -> Sharding:
+    """One declaration of several of one parameter: it lies in one way, and its gradient is all pending sums of all."""
+    first = places[0].declared
+    assert first is not None
+    if len(places) == 1:
+        return first
+    said = [(place.name, place.declared) for place in places if place.declared is not None]
+    pending = [{_key(axis): axis for axis in sharding.partial} for _, sharding in said]
+    added = {_key(axis): axis for _, sharding in said for axis in sharding.added}
+    for (name, other), axes in zip(said, pending, strict=True):
+        if _lies(other) != _lies(first):
+            raise ValueError(
+                f"{places[0].name} and {name} are one parameter, declared as {_words(first)} and as {_words(other)}: "
+                f"tie modules that cut it alike, or make it a parameter of each"
+            )
+        for key in axes.keys() ^ pending[0].keys():
+            if key not in added:
+                axis = {**axes, **pending[0]}[key]
+                raise ValueError(
+                    f"{places[0].name} and {name} are one parameter, whose gradient is a pending sum over {axis.name} "
+                    f"({axis.size} ranks) in one of them and whole in the other: give both the same sequence_parallel, "
+                    f"or if it is pending in both declare that with add_partial"
+                )
+    data = next((sharding.data for _, sharding in said if sharding.data is not None), None)
+    union = {key: axis for axes in pending for key, axis in axes.items()}
+    return replace(first, partial=tuple(union.values()), added=tuple(added.values()), data=data)
+
+
+def _key(axis: Axis) -> str:
+    return axis.group_name or axis.name  # the group says which ranks they are
+
+
+def _lies(sharding: Sharding) -> tuple[object, ...]:
+    return sharding.shape, [(_key(s.axis), s.dim, s.runs) for s in sharding.shards if s.axis.size > 1]
+
+
+def _words(sharding: Sharding) -> str:
+    cuts = [f"dimension {s.dim} cut over {s.axis.name}" for s in sharding.shards if s.axis.size > 1]
+    return f"{sharding.shape} with {' and '.join(cuts) or 'nothing cut'}, here {sharding.local_shape}"
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -212,7 +289,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
     """The declaration of every parameter by full name; a parameter that nobody declares is replicated."""
-    return {name: sharding_of(module, leaf, p) for name, module, leaf, p in owners(model)}
+    return {name: sharding for name, _, sharding in declarations(model)}
 
 
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
@@ -226,7 +303,7 @@ def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
         declared = {**getattr(module, "shardings", {})}
-        declared[leaf] = replace(old, partial=(*old.partial, axis))
+        declared[leaf] = replace(old, partial=(*old.partial, axis), added=(*old.added, axis))
         module.shardings = declared  # type: ignore[assignment]
 
 
@@ -248,6 +325,19 @@ def data_run(x: DTensor) -> tuple[int, int]:
     size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
     start = min(coordinate[-1] * size, x.shape[0])
     return start, start + x.to_local().shape[0]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the modules hold their shards, which a forward with gradients but no backward leaves gathered.
+
+    `save`, `load` and `load_full_state_dict` do it for the modules of the model they are given. Where a rank's stages
+    are sharded each for itself and joined, call it for each stage before.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:  # where nobody imported it, nothing is sharded
+        for module in (*model.modules(), *getattr(getattr(model, "data_parallel", None), "shared", ())):
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # type: ignore[operator]
 
 
 def check_present(name: str, x: Tensor) -> None:
@@ -294,19 +384,29 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy each parameter's part of a logical state dict into the model. No communication.
 
     Args:
-        model: a model whose parameters are plain tensors.
+        model: the model, or this rank's stage of it, sharded over data or not. Gathered parameters are shards again.
         state: logical tensors by full name; may hold more than this model's stage needs.
 
     Raises:
-        ValueError: before any parameter changes, naming what is missing, has another shape or is offloaded.
+        ValueError: before any parameter changes, naming what is missing, has another shape, is offloaded, or is still
+            gathered by a stage that the model joins.
     """
+    reshard(model)  # what is gathered is a copy, dropped before the next step
     declared = shardings(model)
     for name, parameter in model.named_parameters():
         check_present(name, parameter)
+        over = declared[name].data
+        pending = [_key(axis) for axis in declared[name].partial]
+        if over is not None and over.size > 1 and not is_dtensor(parameter) and _key(over) not in pending:
+            raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
     for name, sharding in declared.items():
         if name not in state:
             raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")
         if tuple(state[name].shape) != sharding.shape:
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}, the model needs {sharding.shape}")
     for name, parameter in model.named_parameters():
-        parameter.copy_(declared[name].take(state[name]))
+        part = declared[name].take(state[name])
+        if is_dtensor(parameter):
+            start, end = data_run(parameter)
+            part = part[start:end]
+        local_tensor(parameter).copy_(part)

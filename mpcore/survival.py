@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.mesh import Axis, Mesh
-from mpcore.sharding import Shard, is_dtensor, local_tensor, owners, sharding_of
+from mpcore.sharding import Shard, declarations, is_dtensor, local_tensor
 
 EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
 EXIT_STOPPED = 75  # EX_TEMPFAIL: saved because a signal asked; start again to go on
@@ -307,8 +307,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
 def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:
     """For each axis, in an order that all its ranks share: what is replicated over it, None where not on this rank."""
     by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
-    for name, module, leaf, parameter in owners(model):
-        sharding = sharding_of(module, leaf, parameter)
+    for name, parameter, sharding in declarations(model):
         local = local_tensor(parameter).detach()
         cut = {shard.axis.group for shard in sharding.shards if shard.axis.size > 1}
         data = mesh.edp if mesh.ep.size > 1 and mesh.ep.group in cut else mesh.data

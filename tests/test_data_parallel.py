@@ -18,21 +18,25 @@ from torch.distributed.fsdp import FSDPModule
 from examples.gpt.model import GPT, GPTConfig, build_stages
 from mpcore import (
     Axis,
+    ColumnParallelLinear,
     Mesh,
+    RowParallelLinear,
     clip_gradients,
+    full_state_dict,
     grad_norm,
+    load_full_state_dict,
     materialize,
     reduce_gradients,
     shardings,
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import placements, shard_data_parallel, sync_gradients
+from mpcore.data_parallel import gathered, placements, reshard, shard_data_parallel, sync_gradients
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
-from mpcore.sharding import Sharding, cut, is_dtensor, local_tensor
+from mpcore.sharding import Sharding, add_partial, cut, is_dtensor, local_tensor
 from tests.equality import close
 from tests.pool import mesh
 
@@ -584,6 +588,116 @@ def test_pitfall_44_half_precision_gradients_are_summed_in_float32(ranks, zero):
     ranks(2, check_half, {"dp": 2}, zero, "1f1b")
     ranks(4, check_half, {"dp": 2, "pp": 2}, zero, "zb")
     ranks(1, check_half, {}, zero, "1f1b")
+
+
+# --- afterwards ---------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Cut both ways by tp, in dimensions that data ranks can't share evenly; a scalar, and what is frozen."""
+
+    def __init__(self, tp: Axis = Axis(name="tp")) -> None:
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(3, 10, tp=tp).double(), RowParallelLinear(10, 3, tp=tp).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.frozen = nn.Linear(3, 1).double().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sin()) * self.scale + self.frozen(x)
+
+
+def check_load(sizes: dict, zero: int, replicate: int, left: str) -> None:
+    on = mesh(**sizes)
+    torch.manual_seed(5)
+    wholes = [Odd(), Odd()]
+    model = Odd(on.tp)
+    load_full_state_dict(model, full_state_dict(wholes[0]))
+    shard_data_parallel(model, on, [model.up], zero=zero, replicate=replicate)
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    kept = gathered(model) if left == "gathered" else contextlib.nullcontext()
+    with kept:
+        if left:
+            with torch.set_grad_enabled(left == "forward"):
+                close(model(x), wholes[0](x), "before")
+        if left == "forward" and zero < 3:
+            with pytest.raises(ValueError, match=r"down.weight is a gathered copy of . ranks' shards: reshard the"):
+                load_full_state_dict(join_stages([model]), full_state_dict(wholes[1]))
+        load_full_state_dict(model, full_state_dict(wholes[1]))
+        close(model(x), wholes[1](x), "after")
+    reshard(model)
+    declared = shardings(model)
+    for name, p in model.named_parameters():
+        assert is_dtensor(p) == (p.dim() > 0)
+        assert torch.equal(over_data(p, on, declared[name]), wholes[1].get_parameter(name)), name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_logical_state_loads_into_shards_whatever_ran_before(ranks, zero):
+    for left in ("", "evaluation", "forward", "gathered"):
+        ranks(4, check_load, {"tp": 2, "dp": 2}, zero, 1, left)
+    ranks(4, check_load, {"dp": 4}, zero, 2, "forward")
+
+
+def check_added(zero: int, frozen: bool, how: str) -> None:
+    """An adapter or a head that comes too late: refused before anything is sent, unless it is declared by hand."""
+    on = mesh(dp=2)
+    model, wrapped = nn.Sequential(nn.Linear(3, 3)).double().requires_grad_(not frozen), nn.Module()
+    for p in model.parameters():
+        nn.init.ones_(p)
+    if how == "joined":
+        wrapped = join_stages([model])
+    shard_data_parallel(model, on, zero=zero)
+    added = nn.Linear(3, 2, bias=False).double()
+    nn.init.ones_(added.weight)
+    if how == "within":
+        model[0].late, wrapped = added, model
+    else:
+        wrapped.inner, wrapped.late = model, added
+    x = torch.full((1, 3), on.dp.rank + 1.0, dtype=torch.float64)
+    added(model(x)).sum().backward()
+    with (
+        mock.patch("mpcore.gradients.all_reduce", side_effect=AssertionError("sent")),
+        pytest.raises(
+            ValueError, match=r"late.weight was added after .* over the 2 ranks of data: add it before, join"
+        ),
+    ):
+        reduce_gradients(wrapped)
+    added.requires_grad_(False)
+    reduce_gradients(wrapped)
+    added.requires_grad_(True)
+    add_partial(added, "weight", on.data)
+    added.weight.grad = x.expand(2, 3).clone()
+    reduce_gradients(wrapped)
+    close(added.weight.grad, torch.full((2, 3), 3.0, dtype=torch.float64), "declared by hand")
+
+
+@pytest.mark.parametrize("how", ["within", "around", "joined"])
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_parameter_added_after_sharding_is_refused_before_anything_is_sent(ranks, zero, how):
+    for frozen in (False, True):
+        ranks(2, check_added, zero, frozen, how)
+
+
+def check_plain() -> None:
+    """What stays right: a replaced parameter, plain data parallelism by the mesh, one data rank."""
+    on = mesh(dp=2)
+    model = shard_data_parallel(nn.Sequential(nn.Linear(3, 2, bias=False)).double(), on, zero=0)
+    assert isinstance(model, nn.Sequential)
+    model[0].weight = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    model.append(nn.Linear(2, 2, bias=False).double())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, on.dp.rank + 1.0)
+    reduce_gradients(model, on)
+    for name, p in model.named_parameters():
+        close(p.grad, torch.full_like(p, 3.0), name)
+    alone = shard_data_parallel(nn.Sequential(nn.Linear(3, 2)), mesh(tp=2), zero=1)
+    assert isinstance(alone, nn.Sequential)
+    alone.append(nn.Linear(2, 2))
+    reduce_gradients(alone)
+
+
+def test_parameters_may_be_replaced_or_added_where_their_gradients_are_summed(ranks):
+    ranks(2, check_plain)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

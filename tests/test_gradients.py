@@ -12,6 +12,9 @@ from mpcore import (
     Axis,
     ColumnParallelLinear,
     Mesh,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     clip_gradients,
     full_state_dict,
     grad_norm,
@@ -25,7 +28,7 @@ from mpcore import gradients as of_gradients
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.sharding import Shard, add_partial, cut
-from tests.equality import close, full_gradients
+from tests.equality import close, full_gradients, same_model
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh
 
@@ -308,6 +311,122 @@ def check_ends():
 
 def test_a_pending_sum_over_the_ends_of_the_pipeline(ranks):
     ranks(4, check_ends)
+
+
+# --- a parameter with several owners ------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """A weight that nobody declares, for features of a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight)
+
+    def forward(self, x):
+        return x.sin() * self.weight
+
+
+class Shared(nn.Module):
+    """Weights under two names: a cut one on the model itself, and norms that see this rank's part of the sequence."""
+
+    def __init__(self, order, added, tp=Axis(name="tp"), device=None):
+        super().__init__()
+        self.tp = tp
+        up = ColumnParallelLinear(3, 5, bias=False, tp=tp, device=device)
+        self.table = up.weight
+        self.up, self.down = up, RowParallelLinear(5, 3, bias=False, tp=tp, device=device)
+        kinds = {"plain": Scale, "norm": lambda: RMSNorm(3, tp=tp, sequence_parallel=True)}
+        self.first, self.second = (kinds[kind]() for kind in order)
+        self.second.weight = self.first.weight
+        if added is not None:
+            add_partial(getattr(self, added), "weight", tp)
+
+    def forward(self, x):
+        part = c.split(x, self.tp, 0)
+        return self.down(self.up(x)) + c.gather(self.first(part) + self.second(part), self.tp, 0)
+
+
+def run_shared(model):
+    x = draw(7, 12, 3).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return {"y": y.detach(), "dx": x.grad}
+
+
+def check_shared(order, added):
+    m = mesh(tp=2)
+    same_model(lambda **axes: Shared(order, added, **axes), run_shared, tp=m.tp)
+    model = materialize(Shared(order, added, m.tp, "meta"), 3).double()
+    whole = materialize(Shared(order, added, device="meta"), 3).double()
+    want = full_state_dict(whole)
+    assert list(want) == ["table", "down.weight", "first.weight"], "a parameter keeps its first name"
+    for name, value in full_state_dict(model).items():
+        close(value, want[name], name)
+    run_shared(model)
+    run_shared(whole)
+    reduce_gradients(model)
+    for p in NORMS:
+        close(grad_norm(model, m, p), grad_norm(whole, Mesh(), p), f"the {p}-norm")
+
+
+@pytest.mark.parametrize(
+    ("order", "added"),
+    [
+        (("plain", "plain"), "first"),
+        (("plain", "plain"), "second"),
+        (("plain", "norm"), None),
+        (("norm", "plain"), None),
+        (("norm", "plain"), "second"),
+    ],
+)
+def test_pitfall_11_30_every_owner_of_a_parameter_says_how_it_is_cut_and_summed(ranks, order, added):
+    ranks(2, check_shared, order, added)
+
+
+def check_tied_ends(first, added):
+    """The last stage has the table twice, as embedding and as head: whichever is told of the ends, they are summed."""
+    m = mesh(tp=2, pp=2)
+    stage = nn.Module()
+    layers = {
+        "embedding": VocabParallelEmbedding(5, 3, tp=m.tp).double(),
+        "head": ColumnParallelLinear(3, 5, bias=False, tp=m.tp).double(),
+    }
+    for name in (first, *(name for name in layers if name != first)):
+        stage.add_module(name, layers[name])
+    stage.head.weight = stage.embedding.weight
+    add_partial(stage.get_submodule(added), "weight", m.ends)
+    terms, (name, sharding) = [draw(pp, 5, 3) for pp in range(2)], *shardings(stage).items()
+    assert name == f"{first}.weight"
+    stage.head.weight.grad = sharding.take(terms[m.pp.rank]).clone()
+    reduce_gradients(stage)
+    close(stage.head.weight.grad, sharding.take(sum(terms)), "tied gradient")
+    for p in NORMS:
+        close(grad_norm(stage, m, p), torch.linalg.vector_norm(sum(terms), p), f"the {p}-norm")
+
+
+def test_pitfall_14_a_tied_table_is_summed_over_the_ends_whichever_of_its_owners_says_so(ranks):
+    for first, added in itertools.product(("embedding", "head"), repeat=2):
+        ranks(4, check_tied_ends, first, added)
+
+
+def test_owners_that_declare_one_parameter_differently_are_refused():
+    tp = Axis(2, 1, None, "tp")
+    model = nn.Module()
+    model.a, model.b = ColumnParallelLinear(6, 4, tp=tp, bias=False), RowParallelLinear(6, 4, tp=tp, bias=False)
+    model.b.weight = model.a.weight
+    for use in (reduce_gradients, full_state_dict, shardings, lambda model: grad_norm(model, Mesh())):
+        with pytest.raises(ValueError, match=r"a.weight and b.weight are .*dimension 0 .*\(2, 6\) .*dimension 1"):
+            use(model)
+    model.a, model.b = RMSNorm(6), RMSNorm(6, tp=tp, sequence_parallel=True)
+    model.b.weight = model.a.weight
+    with pytest.raises(ValueError, match=r"a.weight and b.weight are one .* pending sum over tp \(2 ranks\) in one"):
+        reduce_gradients(model)
+    add_partial(model.a, "weight", tp)
+    assert shardings(model)["a.weight"].partial == (tp,)
 
 
 # --- the norm -----------------------------------------------------------------------------------------------------

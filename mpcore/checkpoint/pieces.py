@@ -19,9 +19,9 @@ from mpcore.mesh import Mesh
 from mpcore.sharding import (
     Sharding,
     check_present,
+    declarations,
     is_dtensor,
     local_tensor,
-    owners,
     persistent_buffers,
     sharding_of,
 )
@@ -125,8 +125,7 @@ def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
     """Every parameter, tied ones once: its full name, itself, where it lies."""
-    for name, module, leaf, parameter in owners(model):
-        yield name, parameter, sharding_of(module, leaf, parameter)
+    yield from declarations(model)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding]]:
