@@ -10,9 +10,12 @@ from tests.mutations import Mutation
 
 FILES = {
     "bench/": "benches are no part of a model",
+    "examples/gpt/arguments.py": "the flags of the example",
+    "examples/gpt/data.py": "the data of the example, in whose place verify has tokens of its own",
     "examples/gpt/hf.py": "a conversion of files",
     "examples/gpt/plan.py": "an estimate is no number of the step",
     "examples/gpt/pretrain.py": "the loop of the example, in whose place verify has its own",
+    "examples/gpt/records.py": "the files of the example",
     "mpcore/checkpoint/": "a step writes no checkpoint",
     "mpcore/survival.py": "a step meets no fault",
     "mpcore/trace.py": "the log of collectives is no number",
@@ -40,6 +43,22 @@ MAIN, DERIVATIVE = "it keeps no main gradients", "it takes no second derivative"
 EIGHT = "no layer of its model is in eight bits"
 SPLIT, NODES = "its schedule is 1f1b", "its layouts replicate no shards over nodes"
 BEYOND = {
+    "no layer of its model is wrapped or replaced": (
+        "attention asks its projection for heads", "any norm is taken for RMSNorm",
+    ),
+    "its models name no parameter twice": (
+        "30 the first owner of a parameter alone is asked", "11 the pending sums of the first owner alone count",
+        "21 the first owner alone says how a parameter begins",
+    ),
+    "its models get nothing more after sharding": (
+        "33 a parameter that came late is never summed", "33 what is cut over data isn't marked",
+        "43 with all else frozen nobody misses the sum of a late adapter",
+        "a late parameter declared by hand is refused too",
+    ),
+    "it loads no state into shards": (
+        "38 a state is loaded into what a joined stage gathered", "38 every data rank loads the first rank's shard",
+        "38 a state is loaded into what is only gathered",
+    ),
     EIGHT: (
         "eight bits: the input's gradient isn't summed", "eight bits: tokens gathered again come in another order",
         "eight bits: the weight's gradient from blocks along features",
@@ -65,6 +84,8 @@ BEYOND = {
         "each micro-batch keeps a copy of the weight",
     ),
     REFUSAL: (
+        "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
+        "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
         "10 gathered logits are taken", "processes of another launcher train alone",
         "41 ranks ask for different meshes", "a fifth stage of ZeRO",
         "the product of tokens is a view", "shards of different rows are summed over data",
