@@ -50,7 +50,7 @@ from mpcore import (
     shard_sequence,
     update_routers,
 )
-from mpcore.checkpoint import Saving, checkpoints, inspect, load, save, save_async, step_path
+from mpcore.checkpoint import Saving, checkpoints, inspect, latest, load, save, save_async, step_path
 from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
@@ -90,6 +90,9 @@ class Trainer:
         try:
             self.tokenizer, self.carried = find_tokenizer(args), find_carried(args)
             prefix = args.data or default_corpus(tokenizer=self.tokenizer)
+            refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
+            if refused is not None:
+                raise refused
             data = IndexedDataset(prefix)
             files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
             config = model_config(args, self.tokenizer.vocab_size)
@@ -130,7 +133,6 @@ class Trainer:
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
         if args.init_from:
-            raise_together(other_dtype(args.init_from, inspect(args.init_from), args.dtype))
             load(args.init_from, model, mesh=mesh)
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
@@ -288,17 +290,15 @@ class Trainer:
             f"from its weights"
         )
 
-    def left_behind(self, path: Path) -> ValueError | None:
-        """Why this run can't go on here from a checkpoint: `auto` and restarts would go on from later ones instead."""
+    def left_behind(self, path: Path, newest: Path | None) -> ValueError | None:
+        """Why this run can't go on here from a checkpoint: `auto` and restarts would go on from a later one instead."""
         try:
-            step = read_manifest(path).step
+            if newest is None or read_manifest(newest).step <= read_manifest(path).step:
+                return None
         except (ValueError, OSError):  # of which `load` tells
             return None
-        later = [there for there in checkpoints(self.checkpoints, self.mesh) if read_manifest(there).step > step]
-        if not later:
-            return None
         return ValueError(
-            f"--resume {path} leaves behind what was trained after it, up to {later[0]}, from which restarts and "
+            f"--resume {path} leaves behind what was trained after it, up to {newest}, from which restarts and "
             f"--resume auto would go on: take another --out, or remove or rename the later checkpoints"
         )
 
@@ -348,7 +348,8 @@ class Trainer:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
         while path := next(iter(self.common(found)), None):
-            raise_together(self.other_run(path) or (self.left_behind(path) if resume != "auto" else None))
+            newest = None if resume == "auto" else latest(self.checkpoints, self.mesh)
+            raise_together(self.other_run(path) or self.left_behind(path, newest))
             failed, manifest = torch.zeros((), device=self.mesh.device), None
             try:
                 manifest = load(path, self.model, self.optimizer, mesh=self.mesh)

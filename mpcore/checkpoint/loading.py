@@ -21,12 +21,11 @@ from mpcore.checkpoint.pieces import (
     lies_as,
     like,
     parameter_groups,
-    parameters,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
 from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
-from mpcore.sharding import local_tensor
+from mpcore.sharding import declarations, local_tensor
 
 _MOST_TOLD = 20
 
@@ -185,7 +184,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
     used: dict[tuple[int, str], set[str]] = {}
     for name, of in slots.items():
         used.setdefault(alike(name), set()).update(of)
-    for name, parameter, sharding in parameters(model):
+    for name, parameter, sharding in declarations(model):
         if parameter not in fused:
             continue
         for slot in sorted(used.get(alike(name), ()) - slots.get(name, {}).keys()) if name in slots else ():

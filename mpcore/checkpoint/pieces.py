@@ -123,13 +123,8 @@ def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return groups
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
-    """Every parameter, tied ones once: its full name, itself, where it lies."""
-    yield from declarations(model)
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding]]:
-    yield from parameters(model)
+    yield from declarations(model)
     for name, module, leaf, buffer in persistent_buffers(model):
         yield name, buffer, sharding_of(module, leaf, buffer)
 

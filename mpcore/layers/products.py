@@ -105,7 +105,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
     weight, bias = cast(weight, dtype), cast(bias, dtype)
     if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
-    flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    flat = F.linear(_flat(x), weight, bias)
     return _unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # a view could not be written to in place
 
 
@@ -120,9 +120,9 @@ def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
 
 
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy = dy.reshape(-1, dy.shape[-1])
+    dy = _flat(dy)
     weight, bias = ctx.main or (None, None)
-    dweight = _give(weight, _weight_product, dy, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+    dweight = _give(weight, _weight_product, dy, _flat(x)) if ctx.needs_input_grad[1] else None
     dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
     return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
 

@@ -9,9 +9,10 @@ WAITS = "tests/examples/test_pretrain.py::test_a_step_waits_for_the_device_once"
 
 MUTATIONS = [
     Mutation("38 restarts go on from what was left behind", PRETRAIN,
-             "if read_manifest(there).step > step]", "if read_manifest(there).step < 0]", BEHIND),
+             "if newest is None or read_manifest(newest).step <= read_manifest(path).step:", "if True:", BEHIND),
     Mutation("38 the newest checkpoint itself counts as left behind", PRETRAIN,
-             "if read_manifest(there).step > step]", "if read_manifest(there).step >= step]", BEHIND),
+             ".step <= read_manifest(path).step", ".step < read_manifest(path).step",
+             BEHIND),
     Mutation("the host reads the count of tokens", PRETRAIN,
              "all_reduce((targets != -100).sum(), self.mesh.data).double()",
              "all_reduce((targets != -100).sum(), self.mesh.data).double() + 0 * int((targets != -100).sum())", WAITS),
