@@ -296,6 +296,6 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     if max_norm <= 0:
         return
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-    for grad in map(gradient_of, model.parameters()):
-        if grad is not None:
-            local_tensor(grad).mul_(scale.to(grad.dtype))
+    grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
+    for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))

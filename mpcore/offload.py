@@ -2,12 +2,13 @@
 
     offload_optimizer(optimizer)    states and step on the host; gradients go there and parameters come back in buckets,
                                     so that copies of one run beside the step of another
-    offload_activations()           a context around forward and backward: what autograd saves is copied to the host
-    offload_parameters(blocks)      a block's parameters are here from its forward's or backward's begin until two other
-                                    blocks have run
+    offload_activations()           a context around forward and backward: what autograd saves is copied to the host,
+                                    and back a little before backward asks for it
+    offload_parameters(blocks)      a block's parameters come while the block before it runs, and leave when the next
+                                    one begins
 
-On CUDA copies run on a stream of their own, from and to pinned memory. On a CPU the same code copies within its memory,
-and results are bitwise those without, as on a GPU those of one optimizer implementation are.
+On CUDA copies run on a stream of their own, from and to pinned memory, beside what is computed. On a CPU the same code
+copies within its memory, and results are bitwise those without, as on a GPU those of one optimizer implementation are.
 
 Source: Ren et al. 2021, arXiv:2101.06840, section 4; Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.
 """
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore.gradients import gradient_of
-from mpcore.layers.module import refuse_second_derivative
+from mpcore.layers.module import recomputing, refuse_second_derivative
 from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
@@ -59,6 +60,11 @@ class _Copies:
                 if x.is_cuda:
                     x.record_stream(stream)  # else its memory may be given away before the copy has run
             return stream.record_event()  # type: ignore[return-value]
+
+    def wait(self, event: torch.cuda.Event | None, device: torch.device) -> None:
+        """Have what the device computes from now on see what a copy brought. The host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -119,10 +125,9 @@ class _Step:
                     event.synchronize()
                 self._step(optimizer, group, bucket)
                 for p in bucket:
-                    left.append(self.copies.copy(local_tensor(p.data), self.twins[p].data))
-            for event in left:
-                if event is not None:
-                    torch.cuda.current_stream().wait_event(event)
+                    left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
+            for event, device in left:
+                self.copies.wait(event, device)
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
 
@@ -194,26 +199,33 @@ class _Moved:
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         self.copies, self.device, self.version = copies, x.device, x._version
         self.host = copies.host(flat)
-        self.event = copies.copy(self.host, flat)
+        copies.copy(self.host, flat)  # nobody waits for it: one stream has both ways
+        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.back: weakref.ref[Tensor] | None = None
+
+    def call(self) -> None:
+        """Begin to bring the bytes back, if they are neither here nor on their way."""
+        if self.coming is None and (self.back is None or self.back() is None):
+            flat = torch.empty_like(self.host, device=self.device)
+            self.coming = flat, self.copies.copy(flat, self.host)
 
     def flat(self) -> Tensor:
         """The bytes on the device."""
-        flat = None if self.back is None else self.back()
-        if flat is None:
-            if self.event is not None:
-                self.event.synchronize()
-            flat = torch.empty_like(self.host, device=self.device)
-            event = self.copies.copy(flat, self.host)
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
+        self.call()
+        if self.coming is None:
+            assert self.back is not None
+            flat = self.back()
+            assert flat is not None
+        else:
+            (flat, event), self.coming = self.coming, None
+            self.copies.wait(event, self.device)
             self.back = weakref.ref(flat)
         return flat
 
 
 @contextmanager
-def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12) -> Iterator[None]:
-    """What autograd saves in here is copied to the host, and back when backward asks for it.
+def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12, ahead: int = 4) -> Iterator[None]:
+    """What autograd saves in here is copied to the host, and back before backward asks for it.
 
     Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
     recomputation only what that keeps is copied.
@@ -221,13 +233,18 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
     Args:
         pin_memory: None: where there is a GPU. False works too; then forward waits for each copy.
         min_bytes: smaller tensors stay.
+        ahead: how many tensors saved before the one that backward asks for are brought beside its work. 0: none, which
+            takes the least memory, and each copy is waited for.
 
     Raises:
-        ValueError: if memory can't be pinned.
+        ValueError: if memory can't be pinned, or `ahead` is negative.
     """
+    if ahead < 0:
+        raise ValueError(f"ahead {ahead} is negative: 0 brings back nothing before it is asked for")
     copies = _Copies(pin_memory)
     moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
     sources: dict[int, Any] = {}
+    saved: list[weakref.ref[_Moved]] = []  # in the order of forward, which backward goes the other way
 
     def pack(x: Tensor) -> Any:
         stays = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.nbytes < min_bytes
@@ -238,13 +255,17 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         if held is None or source is None or source() is not storage or held.version != x._version:
             held = moved[storage._cdata] = _Moved(x, copies)
             sources[storage._cdata] = weakref.ref(storage)
-        return held, x.dtype, x.storage_offset(), x.size(), x.stride()
+        saved.append(weakref.ref(held))
+        return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        held, dtype, offset, size, stride = packed
+        held, place, dtype, offset, size, stride = packed
         flat = held.flat()
+        for before in reversed(saved[max(0, place - ahead) : place]):
+            if (earlier := before()) is not None:
+                earlier.call()
         out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
         out.flat_bytes = flat  # type: ignore[attr-defined]  # so that other views find it
         return out
@@ -262,28 +283,33 @@ class _Swap:
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
         self.homes = {p: copies.host(p.data) for p in _movable(block)}
+        self.coming: list[tuple[torch.cuda.Event | None, torch.device]] = []
         self.store()
 
     @torch.no_grad()
     def store(self) -> None:
         """Keep the values at home."""
-        for p, home in self.homes.items():
-            event = self.copies.copy(home, p.data)
+        for event in [self.copies.copy(home, p.data) for p, home in self.homes.items()]:
             if event is not None:
                 event.synchronize()
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Bring the parameters here."""
+    def call(self) -> None:
+        """Begin to bring the parameters here."""
         if self.here:
             return
         for p, home in self.homes.items():
             p.data.untyped_storage().resize_(home.nbytes)
             with torch.autograd._unsafe_preserve_version_counter(p):
-                event = self.copies.copy(p.data, home)
-            if event is not None:
-                torch.cuda.current_stream(p.device).wait_event(event)
+                self.coming.append((self.copies.copy(p.data, home), p.device))
         self.here = True
+
+    def fill(self) -> None:
+        """Bring the parameters here, for what is computed from now on."""
+        self.call()
+        for event, device in self.coming:
+            self.copies.wait(event, device)
+        self.coming = []
 
     def release(self) -> None:
         """Free their memory where nobody else looks at it, as NumPy may since a checkpoint."""
@@ -297,7 +323,7 @@ class _Swap:
         if self.here:
             for p in self.homes:
                 p.data.untyped_storage().resize_(0)
-            self.here = False
+            self.here, self.coming = False, []
 
 
 def _movable(block: nn.Module) -> dict[nn.Parameter, None]:
@@ -312,18 +338,25 @@ class ParameterOffload:
 
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
         self.swaps, self.keep = swaps, keep
-        self.used: list[_Swap] = []
+        self.used: list[int] = []  # places in `swaps`
 
-    def use(self, swap: _Swap) -> None:
-        """Bring a block's parameters here, and let go of those used longest ago."""
-        swap.fill()
-        self.used = [*(s for s in self.used if s is not swap), swap]
+    def use(self, place: int, step: int) -> None:
+        """Bring a block's parameters here and begin with those of the one `step` after it; let go of those used longest
+        ago."""
+        after = place + step
+        wanted = [i for i in (after, place) if 0 <= i < len(self.swaps)][-self.keep :]
+        self.used = [*(i for i in self.used if i not in wanted), *wanted]
         while len(self.used) > self.keep:
-            self.used.pop(0).drop()
+            self.swaps[self.used.pop(0)].drop()
+        self.swaps[place].fill()
+        for i in wanted:
+            self.swaps[i].call()
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """For initialisation, checkpoints and optimizer steps; afterwards the values are stored again."""
+        for swap in self.swaps:
+            swap.call()
         for swap in self.swaps:
             swap.fill()
         try:
@@ -342,7 +375,8 @@ def offload_parameters(
     keep: int = 2,
     pin_memory: bool | None = None,
 ) -> ParameterOffload:
-    """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once.
+    """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once: those of the
+    block at work, and of the next, which come meanwhile.
 
     Gradients stay here, and so do the biases and fractions of routers. In between a parameter has a shape and no
     memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces
@@ -351,7 +385,7 @@ def offload_parameters(
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares.
         optimizer: has all parameters here during its step.
-        keep: how many blocks' parameters are here.
+        keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
         pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
 
     Returns:
@@ -377,19 +411,19 @@ def offload_parameters(
     swaps = [_Swap(block, copies) for block in blocks]
     offload = ParameterOffload(swaps, keep)
 
-    def backward(swap: _Swap, grad: Tensor) -> None:
+    def backward(place: int, grad: Tensor) -> None:
         refuse_second_derivative("a block whose parameters are offloaded")
-        offload.use(swap)
+        offload.use(place, -1)
 
-    for block, swap in zip(blocks, swaps, strict=True):
+    for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
 
-        def before(module: nn.Module, args: tuple, swap: _Swap = swap) -> None:
-            offload.use(swap)
+        def before(module: nn.Module, args: tuple, place: int = place) -> None:
+            offload.use(place, -1 if recomputing() else 1)
 
-        def after(module: nn.Module, args: tuple, out: Any, swap: _Swap = swap) -> None:
+        def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
             for x in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(partial(backward, swap))
+                    x.register_hook(partial(backward, place))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -32,7 +33,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -513,6 +514,31 @@ def late_ranks(times: Sequence[dict[str, float]], threshold: float, least: float
     return found
 
 
+class Lines:
+    """Appends lines of JSON to a file, whole ones alone; what can't be written waits for the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, b""
+
+    def add(self, entry: dict) -> None:
+        """Write it, and what waits.
+
+        Raises:
+            OSError: where they can't be written; the file is as it was.
+        """
+        self.waiting += (json.dumps(entry) + "\n").encode()
+        with open(self.path, "ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(self.waiting) < len(self.waiting):  # a part fitted on the disk
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):  # a device keeps what it took
+                    file.truncate(end)
+                raise
+        self.waiting = b""
+
+
 class Skips:
     """Counts the steps in a row whose loss or gradient isn't finite, and writes down what they were fed.
 
@@ -522,7 +548,8 @@ class Skips:
     """
 
     def __init__(self, limit: int, path: Path | None) -> None:
-        self.limit, self.path, self.row = limit, path, 0
+        self.limit, self.row = limit, 0
+        self.lines = None if path is None else Lines(path)
 
     def step(self, finite: bool, **about: Any) -> None:
         """Take note of a step. Ranks that hand in the same `finite` all decide alike.
@@ -537,12 +564,11 @@ class Skips:
         self.row = 0 if finite else self.row + 1
         if finite:
             return
-        if self.path is not None:
+        if self.lines is not None:
             try:
-                with open(self.path, "a") as file:
-                    file.write(json.dumps({**about, "in_a_row": self.row}) + "\n")
+                self.lines.add({**about, "in_a_row": self.row})
             except OSError as error:  # a full disk ends no run
-                print(f"NOT WRITTEN: {self.path}: {error}", file=sys.stderr, flush=True)
+                print(f"NOT WRITTEN: {self.lines.path}: {error}", file=sys.stderr, flush=True)
         if self.row > self.limit:
             said = ", ".join(f"{name} {value}" for name, value in about.items())
             raise ValueError(

@@ -38,7 +38,7 @@ from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
 from examples.gpt.plan import recompute_blocks
-from examples.gpt.records import LOCK, Lines, draw_trace, locked, plot_losses, read_records, write_whole
+from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
 from mpcore import (
     Mesh,
     build_mesh,
@@ -65,6 +65,7 @@ from mpcore.precision import LossScaler, autocast, convert_to_fp8
 from mpcore.sharding import is_dtensor, local_tensor
 from mpcore.survival import (
     EXIT_STOPPED,
+    Lines,
     StopSignals,
     Stragglers,
     code_versions,

@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import records as records_of_runs
 from examples.gpt.pretrain import main, parse
+from mpcore import survival
 from mpcore.checkpoint import step_path
 from tests.examples.test_pretrain import STEPS, TINY, trainer
 from tests.pool import mesh
@@ -274,7 +274,7 @@ def check_full_disk(out: str) -> str:
     run.step = step
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
-        patch.setattr(records_of_runs, "open", lambda path, mode, buffering=-1: File(path, mode), raising=False)
+        patch.setattr(survival, "open", lambda path, mode, buffering=-1: File(path, mode), raising=False)
         patch.setattr(matplotlib.figure.Figure, "savefig", full)
         run.run()
     return told.getvalue()
