@@ -150,6 +150,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="the blocks' linear layers, but experts, multiply eight-bit floats, scaled in blocks of 128; all else "
         "stays in --dtype",
     )
+    add(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="training steps run each block as torch.compile makes it, which takes a while at first (default backend: "
+        "inductor); a schedule that splits backward computes a compiled block's twice",
+    )
     add("--eval-every", type=int, default=50, help="steps between evaluations; 0: none (default 50)")
     add("--eval-samples", type=int, default=32, help="held-out samples an evaluation (default 32)")
     add(
@@ -305,6 +313,9 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
     recompute_kind(args.recompute)
+    if args.compile is not None and args.compile not in torch.compiler.list_backends(()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"--compile {args.compile} is none of torch's backends, such as {known}")
     if "none" in args.offload and len(set(args.offload)) > 1:
         raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
     if "optimizer" in args.offload and args.optimizer == "muon":

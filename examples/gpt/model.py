@@ -324,6 +324,23 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
     return stages
 
 
+def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
+    """Have torch.compile make the forward of each block; hooks, such as those of ZeRO-3 and offloading, stay around it.
+
+    Call it last, after recomputation and sharding. Blocks that are alike share one graph; those that draw dropout masks
+    of their own can't.
+
+    Args:
+        blocks: in place.
+        backend: one of `torch.compiler.list_backends`.
+    """
+    from torch._dynamo import config  # imported when it is needed, for it takes a second
+
+    config.recompile_limit = max(config.recompile_limit, 2 * len(blocks))
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
 def count_parameters(config: GPTConfig) -> int:
     """Logical parameters of the whole model."""
     return sum(p.numel() for p in GPT(config, device="meta").parameters() if p.requires_grad)

@@ -66,6 +66,8 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     args = parse(arguments)
     if set(args.offload) != {"none"}:
         raise ValueError(f"--offload {' '.join(args.offload)} is not counted here: what fits without it fits with it")
+    if args.compile is not None:
+        raise ValueError("--compile is not counted here: what it keeps for backward is known once it has run")
     config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
     if args.workers < 1 or args.global_batch % args.workers:
         raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")

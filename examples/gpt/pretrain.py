@@ -36,7 +36,7 @@ from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, spli
 from examples.gpt.faults import Faults, check_writable, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
-from examples.gpt.model import GPTConfig, build_stages, count_active_parameters, count_parameters
+from examples.gpt.model import GPTConfig, build_stages, compile_blocks, count_active_parameters, count_parameters
 from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
 from mpcore import (
@@ -130,6 +130,8 @@ class Trainer:
         raise_together(error)
         layers = [block for stage in self.stages for block in stage.blocks.values()]
         shard_data_parallel(self.stages, mesh, layers, zero=args.zero, replicate=args.replicate)
+        if args.compile is not None:
+            compile_blocks(layers, args.compile)
         self.model: nn.Module = model
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
@@ -178,6 +180,10 @@ class Trainer:
     def autocast(self) -> Any:
         """Matrix products in half precision, where that is asked for."""
         return autocast(self.dtype, self.mesh.device_type, self.scaler)
+
+    def eager(self) -> Any:
+        """What is not a training step runs uncompiled: its shapes and modes would each take a compilation."""
+        return torch.compiler.set_stance("force_eager") if self.args.compile is not None else nullcontext()
 
     def batch(self, samples: TokenSamples, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's tokens, targets and sample indices of `count` samples from global index `first`.
@@ -472,7 +478,7 @@ class Trainer:
             batches.append((x, targets.masked_fill((indices >= samples)[:, None], -100)))  # what fills the last round
         self.tokens_of_step = torch.ones_like(self.tokens_of_step)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        with self.autocast():
+        with self.autocast(), self.eager():
             for y, (_, targets) in zip(self.pipeline.forward([x for x, _ in batches]), batches, strict=True):
                 if self.stages[-1].last:
                     total += self.loss(y, targets) / self.scale
@@ -583,7 +589,8 @@ class Trainer:
             self.beat()
         bar.close()
         self.set_training(False)
-        text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
+        with self.eager():
+            text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
         self.set_training(True)
         if lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(self.pipeline.plan, self.spans, out))

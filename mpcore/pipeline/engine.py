@@ -7,9 +7,10 @@ The schedule is data (`mpcore.pipeline.schedules`), proved before anything runs 
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -257,8 +258,10 @@ class _Stage(PipelineStage):
         # torch's dry run for shapes, of memory nobody wrote: it must not count as a step's tokens (of experts).
         training = {each: each.training for each in module.modules()}
         module.eval()
+        compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
         try:
-            return super()._compute_outputs(*args, module=module, **kwargs)
+            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
             for each, mode in training.items():
                 each.training = mode
