@@ -2,6 +2,7 @@
 
 from tests.mutations import Mutation
 
+COMPILE = "tests/examples/test_compile.py"
 OFFLOAD = "tests/test_offload.py"
 DATA = "tests/examples/test_data.py"
 ONE = f"{DATA}::test_of_a_single_document_the_end_is_held_out"
@@ -21,6 +22,12 @@ MUTATIONS = [
              "            if found and not evaluate:\n", "            if False:\n", SHORT),
     Mutation("a short text is held out though nothing is evaluated", "examples/gpt/data.py",
              "end = tokens if end <= seq_len and not evaluate else end", "pass", SHORT),
+    Mutation("--compile compiles nothing", "examples/gpt/pretrain.py",
+             "compile_blocks(layers, args.compile)", "pass", COMPILE),
+    Mutation("evaluations are compiled too", "examples/gpt/pretrain.py",
+             'return torch.compiler.set_stance("force_eager") if', "return nullcontext() if", COMPILE),
+    Mutation("torch's dry run for shapes is compiled too", "mpcore/pipeline/engine.py",
+             'with torch.compiler.set_stance("force_eager") if compiled', "with nullcontext() if compiled", COMPILE),
     Mutation("parameters that are sharded are offloaded as far as a block says no", "examples/gpt/arguments.py",
              'if "parameters" in args.offload and args.zero and', "if False and",
              f"{OFFLOAD}::test_parameters_sharded_over_data_stay"),

@@ -76,6 +76,7 @@ BEYOND = {
         "the loss scales a softmax that is used again",
     ),
     COST: (
+        "torch's dry run for shapes is compiled too",
         "cp: keys go on round where nobody reads them", "DTensor is imported with the library",
         "a block gathers once more", "capacity bounds no slots", "the host reads whether any token is real",
         "ZeRO-2 sums gradients once a step", "ZeRO-1 gathers parameters each micro-batch",
