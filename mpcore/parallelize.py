@@ -119,6 +119,9 @@ BASE_PLANS: dict[str, Plan] = {
 }
 """For model types whose Hugging Face config carries no plan: the plan of the base model."""
 
+_LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
+"""What plans of Hugging Face's configs don't name, though its gradient is a sum over tp."""
+
 GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()} | {
     "lm_head": "colwise_gather_output"
 }
@@ -181,7 +184,9 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
         ValueError: if it carries none.
     """
     config = getattr(model, "config", None)
-    base = getattr(config, "base_model_tp_plan", None) or BASE_PLANS.get(getattr(config, "model_type", ""), {})
+    kind = getattr(config, "model_type", "")
+    base = getattr(config, "base_model_tp_plan", None) or BASE_PLANS.get(kind, {})
+    base = {**_LEFT_OUT.get(kind, {}), **base}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     plan = {prefix + pattern: style for pattern, style in base.items()} | (getattr(model, "_tp_plan", None) or {})
@@ -214,7 +219,10 @@ def _resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
         for name in hits:
             if name not in modules:
                 if style != Replicate():
-                    raise ValueError(f"{name} is a parameter, and {rules[pattern]!r} is for modules: name its module")
+                    raise ValueError(
+                        f"{name} is a parameter, and {rules[pattern]!r} is for modules: name its module, or leave that "
+                        f"module's layers out of the plan"
+                    )
                 continue
             target = modules[name]
             _, first, _, old = chosen.setdefault(id(target), (name, pattern, target, style))
@@ -278,21 +286,28 @@ def _unit(name: str, parent: nn.Module, style: Colwise, blocks: tuple[int, ...],
     return unit
 
 
-def _check_head_parameters(model: nn.Module, styles: list[Target]) -> None:
-    """Refuse a plan that shards a module's heads and says nothing of its parameters that belong to every head."""
+def _check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
+    """Refuse a plan that shards a module's features or heads and says nothing of its parameters that meet them all."""
     named = {id(target) for _, target, _ in styles}
     for name, _, style in styles:
         attention = name.rpartition(".")[0]
-        if not isinstance(style, Colwise) or style.gather_output or not attention:
+        if not isinstance(style, Colwise) or style.gather_output or not name:
             continue
         parent = model.get_submodule(attention)
         head_dim = _head_dim(parent)
         for inner, owner in parent.named_modules():
-            if id(owner) not in named and any(p.shape == (head_dim,) for p in owner.parameters(recurse=False)):
-                where = f"{attention}.{inner}" if inner else attention
+            beside = attention or not inner or ("." not in inner and not any(owner.children()))  # of a whole model
+            if id(owner) in named or not beside:
+                continue
+            for p in owner.parameters(recurse=False):
+                head = p.shape[-1:] == (head_dim,)  # a norm's, or a product's with each head
+                if not head and p.numel() != 1:
+                    continue
+                where = ".".join(filter(None, (attention, inner))) or "the model itself"
+                meets = f"one head's {head_dim} features, and the heads" if head else "one element, and the features"
                 raise ValueError(
-                    f"{where} has a parameter of one head's {head_dim} features, and the heads beside it are sharded: "
-                    f"add 'replicated_with_grad_allreduce' for it to the plan, or 'replicate' where it sees them all"
+                    f"{where} has a parameter of {meets} beside it are sharded: add 'replicated_with_grad_allreduce' "
+                    f"for it to the plan, or 'replicate' where it sees them all"
                 )
 
 
@@ -417,7 +432,7 @@ def _swaps(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
         if isinstance(style, (Colwise, Rowwise, Vocab)):
             build(name, module, style)
     if tp.size > 1:
-        _check_head_parameters(model, styles)
+        _check_shared_parameters(model, styles)
     named = {id(module) for _, module, _ in styles}
     for ends in _ties(model):
         if any(id(module) in swaps for _, module, _ in ends):

@@ -321,6 +321,35 @@ def test_torchs_schedules_take_an_offloaded_optimizer():
     assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("compiled", ["first", "last", "whole"])
+def test_what_is_compiled_around_offloading_leaves_it_alone(compiled):
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+
+    results = []
+    for elsewhere in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(block(), block(), block())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for each in model if elsewhere and compiled == "first" else ():
+            each.compile(backend="eager")
+        moved = offload_parameters(list(model), optimizer) if elsewhere else None
+        for each in model if elsewhere and compiled == "last" else ():
+            each.compile(backend="eager")
+        run = torch.compile(model, backend="eager") if elsewhere and compiled == "whole" else model
+        for _ in range(3):
+            with offload_activations(min_bytes=64) if elsewhere else nullcontext():
+                run(torch.full((8, 32), 0.5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with moved.here() if moved else nullcontext():
+            results.append([p.detach().clone() for p in model.parameters()])
+    torch._dynamo.reset()
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_second_derivative_of_an_offloaded_block_is_refused():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     offload_parameters(list(model))

@@ -100,6 +100,7 @@ MODELS = {
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LLAMA, sliding_window=3)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLAMA | {"hidden_size": 32}, pad_token_id=None)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**LLAMA, **GEMMA)),
+    "apertus": lambda: hf.ApertusForCausalLM(hf.ApertusConfig(**LLAMA, pad_token_id=None)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
     "gpt2 untied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, tie_word_embeddings=False)),
     "own": Own,
@@ -309,6 +310,9 @@ def odd():
     model["a"], model["b"], model["c"] = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     model["b"].weight = model["a"].weight
     model["c"].weight = model["a"].weight
+    model["mlp"] = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8))
+    model["heads"] = nn.ModuleDict({"qkv": nn.Linear(8, 24), "each": nn.Linear(4, 2)})
+    model["heads"].head_dim = 4
     return model
 
 
@@ -342,6 +346,18 @@ BAD = {
         {"attention.qkv": "colwise"},
         2,
         "attention.scale has a parameter of one head's 4 features",
+    ),
+    "a product with each head": (
+        "odd",
+        {"heads.qkv": "colwise"},
+        2,
+        "heads.each has a parameter of one head's 4 features",
+    ),
+    "a scalar among sharded features": (
+        "odd",
+        {"mlp.0": "colwise", "mlp.2": "rowwise"},
+        2,
+        "mlp.1 has a parameter of one element, and the features beside it are sharded",
     ),
     "blocks": ("own", {"head": Colwise(blocks=2)}, 2, "head: 33 output features are not a multiple of 2 blocks"),
     "sums of blocks": ("own", {"head": Colwise(blocks=(30, 2))}, 2, r"head: blocks \(30, 2\) have a sum of 32"),
@@ -413,3 +429,10 @@ def check_disagreement(what):
 @pytest.mark.parametrize("what", ["weights", "plans", "mistakes"])
 def test_ranks_that_hold_different_models_or_plans_all_refuse(ranks, what):
     ranks(2, check_disagreement, what)
+
+
+def test_the_pattern_with_fewer_stars_wins():
+    plan = {"mlps.*.0": "colwise", "mlps.*.2": "rowwise", "mlps.1.0": "replicate", "mlps.1.2": "replicate"}
+    for rules in (plan, dict(reversed(plan.items()))):
+        model = parallelize(build("own"), rules, on(0, 2))
+        assert [type(mlp[0]) for mlp in model.mlps] == [ColumnParallelLinear, nn.Linear]

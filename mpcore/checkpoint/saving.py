@@ -351,7 +351,8 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
                 if (chunk.start, chunk.shape) == (start, shape) and chunk.checksum != found:
                     raise ValueError(
                         f"{name} on rank {rank} is another one than in {chunk.file}: replicas have drifted apart, or "
-                        f"its layer does not declare that it is sharded"
+                        f"its layer does not declare that it is sharded; a buffer that each rank fills by itself, as "
+                        f"BatchNorm's, is averaged over mesh.data first, or made persistent=False"
                     )
 
 

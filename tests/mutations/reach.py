@@ -26,6 +26,7 @@ FILES = {
     "mpcore/dry_run.py": "an estimate is no number of the step",
     "mpcore/storages.py": "an estimate is no number of the step",
     "mpcore/offload.py": "it offloads nothing",
+    "mpcore/parallelize.py": "its models are made of our layers",
     "mpcore/local_updates.py": "it has one worker",
     "mpcore/recompute.py": "it recomputes nothing",
     "mpcore/pipeline/prove.py": "its schedule is right",
