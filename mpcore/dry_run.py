@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,11 +160,27 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
         raise ValueError(f"rank {rank} is not from 0 to {world - 1}, the ranks of the mesh")
     with pretend(world, rank):
         mesh = build_mesh(**sizes, device_type="cpu")
+        try:
+            inspect.signature(build).bind(mesh, [])
+        except TypeError as error:
+            raise ValueError(f"the target is called as function(mesh, arguments): {error}") from None
         return run_dry(build(mesh, list(arguments)), mesh)
 
 
 def run_dry(work: Work, mesh: Mesh) -> Found:
-    """Run a rank's work on fake tensors and count."""
+    """Run a rank's work on fake tensors and count.
+
+    Raises:
+        ValueError: if it is no `Work`, or not of this rank, or can't be run without values.
+    """
+    if not isinstance(work, Work):
+        raise ValueError(f"the target returned a {type(work).__name__}, no mpcore.dry_run.Work")
+    wanted = work.plan.stages_of(mesh.pp.rank)
+    if len(work.stages) != len(wanted):
+        raise ValueError(
+            f"the target made {len(work.stages)} stages for rank {mesh.pp.rank} of pp, where the schedule "
+            f"{work.plan.name} has {len(wanted)}"
+        )
     found = Found(ledger=Ledger(mesh), theory=work.theory, plan=work.plan)
     owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
     split_linears(work.stages, work.plan)
@@ -171,7 +188,10 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
         # Stages that share a table are two owners of it; parameters() names it once.
-        found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(work.plan.stages_of(pp))]
+        try:
+            found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(wanted)]
+        except DataDependentOutputException as error:
+            raise ValueError(f"a forward reads the value of a tensor ({error.func}), and a dry run has none") from error
         with found.ledger:
             finish_gradients(work.stages)
             for stage in work.stages:
@@ -205,6 +225,8 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                 flops.count = 0
                 with mode:
                     y = stage(x, *others, **kwargs)
+                    if not ends and not isinstance(y, Tensor):
+                        raise ValueError(f"stage {index} returns a {type(y).__name__}: a dry run takes one tensor")
                     out = work.loss(y) if ends else y
                 kept.forward_flops, flops.count = flops.count, 0
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)

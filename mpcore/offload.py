@@ -32,6 +32,8 @@ from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
 
+_uncompiled: Any = torch.compiler.disable  # what it decorates runs between graphs
+
 
 class _Copies:
     """Copies between a device and the host, beside what the device computes."""
@@ -246,7 +248,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
     sources: dict[int, Any] = {}
     saved: list[weakref.ref[_Moved]] = []  # in the order of forward, which backward goes the other way
 
-    @torch.compiler.disable
+    @_uncompiled
     def pack(x: Tensor) -> Any:
         stays = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.nbytes < min_bytes
         if stays or x.layout != torch.strided or type(x) is not Tensor:
@@ -259,7 +261,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         saved.append(weakref.ref(held))
         return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
 
-    @torch.compiler.disable
+    @_uncompiled
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -419,11 +421,11 @@ def offload_parameters(
 
     for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
 
-        @torch.compiler.disable
+        @_uncompiled
         def before(module: nn.Module, args: tuple, place: int = place) -> None:
             offload.use(place, -1 if recomputing() else 1)
 
-        @torch.compiler.disable
+        @_uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
             for x in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(x, Tensor) and x.requires_grad:

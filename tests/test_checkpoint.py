@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -712,6 +713,22 @@ def check_other_optimizers(root: str) -> None:
         load(f"{root}/step", models[1], second, mesh=on)  # into the memory that there is, not beside it
         for x, value in zip(slots, want, strict=True):
             assert torch.equal(x, value)
+
+
+def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    first = torch.optim.AdamW(model.parameters())
+    first.step()
+    save(tmp_path / "step", model, first, mesh=Mesh(), step=np.int64(3), sample=np.int32(12))
+    for other, names in ((torch.optim.SGD, "betas, momentum"), (torch.optim.NAdam, "momentum_decay")):
+        for strict in (True, False):
+            optimizer = other(model.parameters(), lr=0.5)
+            with pytest.raises(ValueError, match=f"another kind of optimizer: {names} is a setting of one alone"):
+                load(tmp_path / "step", model, optimizer, mesh=Mesh(), strict=strict)
+            assert optimizer.param_groups[0]["lr"] == 0.5
+    found = load(tmp_path / "step", model, torch.optim.Adam(model.parameters()), mesh=Mesh())
+    assert (found.step, found.sample) == (3, 12)
 
 
 def test_other_optimizers_and_frozen_parameters(ranks, tmp_path):

@@ -234,6 +234,34 @@ def test_the_classic_65b_model():
     assert 20e9 < small.total < 30e9, vars(small)
 
 
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda mesh: None, r"the target is called as function\(mesh, arguments\): too many positional"),
+        (lambda mesh, arguments: None, "the target returned a NoneType, no mpcore.dry_run.Work"),
+        (lambda mesh, arguments: own([Reads()] * 2, mesh), "2 stages for rank 0 of pp, where the schedule .* has 1"),
+        (lambda mesh, arguments: own([Reads()], mesh), r"a forward reads the value of a tensor \(aten._local_scalar"),
+    ],
+)  # fmt: skip
+def test_a_target_that_cant_be_planned_says_why(build, message):
+    with pytest.raises(ValueError, match=message):
+        dry_run(build)
+
+
+class Reads(nn.Linear):
+    """Looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, device="meta")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * input.sum().item()
+
+
+def own(stages: list[nn.Module], mesh: Mesh) -> Work:
+    return Work(stages, build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(2, 4),), {}), torch.sum)
+
+
 def test_the_command_prints_a_table_and_refuses(capsys):
     main(["examples.gpt.plan:build", "--tp", "2", "--pp", "2", "--preset", "gpt2", "--global-batch", "8"])
     out = capsys.readouterr().out

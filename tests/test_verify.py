@@ -127,12 +127,27 @@ def test_what_doesnt_run_is_said(ranks):
         verify(models.Mixer, (torch.ones(2),), ["tp2"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='no "x"'):
         verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"])
+    with pytest.raises(ValueError, match=r"samples of the batch is a NoneType, no tensor of \[B, \.\.\.\]"):
+        verify(models.Mixer, {"x": torch.ones(2), "samples": None}, ["tp2"])  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="build can't be sent to other processes: make it a function of a module"):
+        verify(lambda mesh: models.Mixer(mesh), {"x": torch.ones(2)}, ["tp2"])
+    with pytest.raises(ValueError, match=r"the builder returned a NoneType, no nn\.Module"):
+        verify(models.nothing, {"x": torch.ones(2)}, ["tp2"], pool=ranks)
+    with pytest.raises(ValueError, match=r"the model returns a dict: a loss\(output, target, mesh\) must take it"):
+        verify(models.Named, models.batch(), ["tp2"], pool=ranks)
+    (verdict,) = verify(models.Mixer, models.batch(), ["pp2"], loss=models.loss, pool=ranks)
+    assert "each of 2 stages holds the same" in verdict.error, verdict
     with pytest.raises(ValueError, match="the dense model doesn't run"):
         verify(models.broken(""), {"x": torch.ones(4, 8)}, ["tp2"], loss=models.loss, pool=ranks)
     verdicts = verify(models.Mixer, {"x": models.batch()["x"]}, ["tp2sp", "dp3"], pool=ranks)
     assert "the builder takes no argument sequence_parallel" in verdicts[0].error
     assert "4 rows are not a multiple of dp x micro-batches = 3" in verdicts[1].error
     assert not any(v.equal for v in verdicts)
+
+
+def test_a_model_may_return_what_its_loss_takes(ranks):
+    verdicts = verify(models.Named, models.batch(), ["tp2", "dp2"], loss=models.loss_of_named, pool=ranks)
+    assert all(v.equal for v in verdicts), verdicts
 
 
 def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_difference(tmp_path, capsys):

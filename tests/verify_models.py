@@ -337,3 +337,19 @@ PROOFS: dict[str, tuple[Callable, Callable, Callable | None, tuple[str, ...]]] =
     "mixer": (Mixer, tokens, None, ("tp3",)),
     "by hand": (ByHand, tokens, None, ("tp2", "dp2", "dp2zero2")),
 }  # fmt: skip
+
+
+class Named(Mixer):
+    """Returns a dict, as Hugging Face's models do."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(x)}
+
+
+def loss_of_named(output: dict[str, Tensor], target: Tensor, mesh: Mesh) -> Tensor:
+    """The loss of its logits."""
+    return output["logits"].square().sum() / 2
+
+
+def nothing(mesh: Mesh) -> None:
+    """A builder that forgets to return."""

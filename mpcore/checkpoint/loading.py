@@ -28,6 +28,7 @@ from mpcore.mesh import Mesh
 from mpcore.sharding import declarations, local_tensor
 
 _MOST_TOLD = 20
+_OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,14 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         if len(found) > 1 or found[0] >= len(manifest.optimizer):
             plan.problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
             continue
-        plan.options.append(manifest.optimizer[found[0]]["options"])
+        options = manifest.optimizer[found[0]]["options"]
+        others = sorted(_OF_METHODS & (options.keys() ^ optimizer.param_groups[i].keys()))
+        if others:
+            plan.problems.append(
+                f"parameter group {i} is of another kind of optimizer: {', '.join(others)} is a setting of one alone. "
+                f"load(..., optimizer=None) leaves the checkpoint's unread"
+            )
+        plan.options.append(options)
 
     def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same slots
         entry = manifest.tensors.get(f"model/{name}")

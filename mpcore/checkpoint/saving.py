@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import threading
 import time
@@ -224,6 +225,8 @@ def _about(
     mesh: Mesh,
 ) -> Manifest:
     sizes = {name: getattr(mesh, name).size for name in _MESH_AXES}
+    step, sample = operator.index(step), operator.index(sample)  # NumPy's integers are none to JSON
+    seed = None if seed is None else operator.index(seed)
     return Manifest(step, sample, seed, dict(config or {}), dict(extra or {}), sizes)
 
 

@@ -9,6 +9,7 @@ parameters after one step of SGD are compared, and the first tensor that departs
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -55,12 +56,23 @@ def verify(
         A verdict for each layout.
 
     Raises:
-        ValueError: if a layout's name is none, the batch is no mapping with "x", or the dense model doesn't run.
+        ValueError: if a layout's name is none, the batch is no mapping of tensors with "x", build or loss
+            are none of a module's functions, or the dense model doesn't run.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f'the batch is a {type(batch).__name__}, no dict such as {{"x": ..., "target": ...}}')
     if "x" not in batch:
         raise ValueError(f'the batch has {sorted(batch)}, but no "x", the model\'s input')
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} of the batch is a {type(value).__name__}, no tensor of [B, ...]")
+    for what, function in (("build", build), ("loss", loss)):
+        try:
+            pickle.dumps(function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{what} can't be sent to other processes: make it a function of a module ({error})"
+            ) from None
     plans = [parse_layout(name) for name in layouts]
     most = max((plan.size for plan in plans), default=1)
     task = Task(build, batch, loss, torch.float64, seed)

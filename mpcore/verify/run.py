@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import shard_data_parallel
@@ -85,6 +87,16 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
         raise ValueError(f"layout {layout.name!r}: the builder takes no argument sequence_parallel")
     torch.manual_seed(task.seed)
     model = task.build(mesh, **options)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the builder returned a {type(model).__name__}, no nn.Module")
+    if mesh.pp.size > 1:
+        stages: list = [None] * mesh.pp.size
+        dist.all_gather_object(stages, sorted(dict(model.named_parameters())), group=mesh.pp.group)
+        if stages[0] and all(names == stages[0] for names in stages):
+            raise ValueError(
+                f"each of {mesh.pp.size} stages holds the same {len(stages[0])} parameters, such as {stages[0][0]}: "
+                f"the builder must return the stage of mesh.pp.rank alone, with the names of the whole model"
+            )
     if any(p.is_meta for p in model.parameters()):
         # drawn in their own dtype, as the run does it, and only then made wide
         materialize(model, task.seed)
@@ -109,8 +121,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     if mesh.data.size > 1:
         shard_data_parallel(model, mesh, zero=layout.zero)
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.output = output.detach() if seen.output is None else torch.cat([seen.output, output.detach()])
+    def loss(output: Any, target: Tensor) -> Tensor:
+        if task.loss is None and not isinstance(output, Tensor):
+            raise ValueError(f"the model returns a {type(output).__name__}: a loss(output, target, mesh) must take it")
+        first = _first(output)
+        if first is None:
+            raise ValueError(f"the model returns a {type(output).__name__} without a floating tensor: none to compare")
+        seen.output = first.detach() if seen.output is None else torch.cat([seen.output, first.detach()])
         return task.loss(output, target, mesh) if task.loss else output.square().sum() / 2
 
     batch = {name: t.chunk(mesh.dp.size)[mesh.dp.rank] for name, t in task.batch.items()}
@@ -155,14 +172,19 @@ def _full(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> di
     return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
 
 
+def _first(output: Any) -> Tensor | None:
+    """The first floating tensor of what a module returns: of a tuple, a dict, or an output of Hugging Face's."""
+    return next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
 def _listen(model: nn.Module, seen: Seen) -> dict[str, list[Tensor]]:
-    """Keep what each module returns, from the inside out, where it is a tensor."""
+    """Keep the first tensor that each module returns, from the inside out."""
     outputs: dict[str, list[Tensor]] = {}
 
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point() and not first.is_meta:
+            first = _first(output)
+            if first is not None and not first.is_meta:
                 outputs.setdefault(name, []).append(first.detach().clone())
 
         return hook
