@@ -11,11 +11,14 @@ DAMAGED = f"{CHECKPOINT}::test_what_is_damaged_is_refused_by_name_and_changes_no
 THREADS = f"{CHECKPOINT}::test_what_fails_in_a_thread_fails_here"
 OTHERS = f"{CHECKPOINT}::test_other_optimizers_and_frozen_parameters"
 LARGE = f"{CHECKPOINT}::test_pitfall_40_large_tensors_come_back_into_new_memory_and_into_old"
+KIND = f"{CHECKPOINT}::test_settings_and_states_of_another_kind_of_optimizer_are_refused"
 HF = "tests/examples/test_hf.py"
 FLAGS = f"{CHECKPOINT}::test_the_flags_of_a_resumed_run_hold_and_a_new_run_begins_with_its_weights"
 OTHER_RUN = f"{CHECKPOINT}::test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over"
 
 MUTATIONS = [
+    Mutation("SGD takes AdamW's settings and moments", "mpcore/checkpoint/loading.py",
+             "        if others:\n", "        if False:\n", KIND),
     Mutation("15 replicas of KV heads are stored again", "mpcore/checkpoint/pieces.py",
              "boxes.append(Box(local, start, shape, first and all(owned)))",
              "boxes.append(Box(local, start, shape, first))", CHECKPOINT),

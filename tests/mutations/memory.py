@@ -6,6 +6,7 @@ RECOMPUTE = "tests/test_recompute.py"
 LEDGER = "tests/test_ledger.py"
 MEMORY = "tests/test_memory.py"
 OFFLOAD = "tests/test_offload.py"
+TARGET = f"{MEMORY}::test_a_target_that_cant_be_planned_says_why"
 
 MUTATIONS = [
     Mutation("22 recomputation counts as a call", "mpcore/layers/module.py",
@@ -62,6 +63,10 @@ MUTATIONS = [
              OFFLOAD),
     Mutation("42 a saved storage is copied once, whatever is written to it", "mpcore/offload.py",
              " or held.version != x._version:", ":", OFFLOAD),
+    Mutation("the compiler looks into the hooks of offloading", "mpcore/offload.py",
+             "_uncompiled: Any = torch.compiler.disable", "_uncompiled: Any = lambda function: function", OFFLOAD),
+    Mutation("stages that the schedule doesn't have are planned", "mpcore/dry_run.py",
+             "if len(work.stages) != len(wanted):", "if False:", TARGET),
     Mutation("a block doesn't wait for its parameters", "mpcore/offload.py",
              "        for event, device in self.coming:\n            self.copies.wait(event, device)\n", "", OFFLOAD),
     Mutation("backward doesn't wait for what it saved", "mpcore/offload.py",

@@ -10,6 +10,12 @@ LATE = "tests/test_data_parallel.py::test_a_parameter_added_after_sharding_is_re
 LOAD = "tests/test_data_parallel.py::test_a_logical_state_loads_into_shards_whatever_ran_before"
 
 MUTATIONS = [
+    Mutation("stages that each hold the whole model are compared", "mpcore/verify/run.py",
+             "if stages[0] and all(names == stages[0] for names in stages):", "if False:",
+             "tests/test_verify.py::test_what_doesnt_run_is_said"),
+    Mutation("of what a model returns in a dict nothing is compared", "mpcore/verify/run.py",
+             "for x in tree_leaves(output) if", "for x in [output] if",
+             "tests/test_verify.py::test_a_model_may_return_what_its_loss_takes"),
     Mutation("30 the first owner of a parameter alone is asked", SHARDING,
              "said = [place for place in places if place", "said = [place for place in places[:1] if place", OWNERS),
     Mutation("11 the pending sums of the first owner alone count", SHARDING,
