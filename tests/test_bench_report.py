@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +75,15 @@ def test_one_command_draws_and_writes_between_the_markers_only(tmp_path, capsys)
     assert (tmp_path / "gpu_2026-01-02.png").read_bytes()[:4] == b"\x89PNG"
     main(["--results", str(tmp_path), "--write", str(readme)])
     assert readme.read_text() == f"before\n{BEGIN}{table(tmp_path)}{END}\nafter\n"
+
+
+def test_the_bench_extra_has_the_plugin_of_every_setting():
+    """And a pytest-benchmark that takes a path for its results: older ones fail after the last bench."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    extra = re.search(r"^bench = \[(.*)\]", text, re.MULTILINE).group(1)
+    assert "\ntimeout = " in text
+    assert "pytest-timeout" in extra
+    assert float(re.search(r"pytest-benchmark>=(\d+\.?\d*)", extra).group(1)) >= 5.3
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
