@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -9,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from bench.kernels import protocol
-from bench.kernels.protocol import BOTH, FORWARD, Kernel, WrongError, always, compare, imported
+from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongError, always, compare, compiled, imported
 from bench.report import BEGIN, END, main, table
 
+KERNELS = Path(protocol.__file__).parent
 ABOUT = {"device": "Some GPU", "date": "2026-01-02", "commit": "abc"}
 
 
@@ -170,11 +173,12 @@ class OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("which", [FORWARD, BOTH])
-def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_path, which):
-    """On a CUDA device of straw, so that the code that measures runs somewhere without one."""
+@pytest.fixture
+def straw(monkeypatch):
+    """A CUDA device of straw, so that the code that measures runs somewhere without one: compares, and returns a row."""
     for name, fake in {
         "is_available": lambda: True,
+        "empty_cache": lambda: None,
         "synchronize": lambda: None,
         "Event": Elapsed,
         "_sleep": lambda cycles: None,
@@ -186,17 +190,25 @@ def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_pat
     monkeypatch.setattr(protocol, "EVICT", 2)
     monkeypatch.setattr(protocol, "YARDSTICK", (2**8, 8))
     monkeypatch.setattr(protocol, "describe", lambda: ABOUT)
-    benchmark = SimpleNamespace(extra_info={}, group=None, pedantic=lambda call, **kwargs: call())
-    request = SimpleNamespace(getfixturevalue=lambda name: benchmark)
+
+    def run(kernel: Kernel, shape, which) -> dict:
+        benchmark = SimpleNamespace(extra_info={}, group=None, pedantic=lambda call, **kwargs: call())
+        with OnCPU():
+            compare(SimpleNamespace(getfixturevalue=lambda name: benchmark), kernel, shape, torch.float32, which)
+        return benchmark.extra_info
+
+    return run
+
+
+@pytest.mark.parametrize("which", [FORWARD, BOTH])
+def test_on_cuda_a_row_has_every_number_and_who_is_left_out(straw, tmp_path, which):
     peers = {
         "right": always(square),
         "wrong": always(lambda x: 1.5 * x * x),
         "too large": always(fails_from_the_second_call()),
         "nobody": imported("there_is_no_such_module", "f", lambda f: f),
     }
-    with OnCPU():
-        compare(request, kernel(square, peers), {"n": 1024}, torch.float32, which)
-    info = benchmark.extra_info
+    info = straw(kernel(square, peers), {"n": 1024}, which)
     assert list(info["providers"]) == ["mpcore", "right"]
     ours = info["providers"]["mpcore"]
     assert (ours["us"], ours["us_p20"], ours["us_p80"], ours["peak_mib"]) == (2000.0, 2000.0, 2000.0, 2.0)
@@ -209,3 +221,52 @@ def test_on_cuda_a_row_has_every_number_and_who_is_left_out(monkeypatch, tmp_pat
     entry = {"fullname": "bench/kernels/bench_square.py::test", "extra_info": info}
     (tmp_path / "gpu_2026-01-02.json").write_text(json.dumps({"benchmarks": [entry]}))
     assert "right: **1.0**" in table(tmp_path)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Let `torch.compile` trace on the CPU and compile nothing; returns what it was asked for."""
+    make, asked = torch.compile, []
+
+    def trace(function, **how):
+        made = make(function, backend="eager", **how)
+        asked.append(how)
+
+        def run(*args, **kwargs):
+            with monkeypatch.context() as real, DisableTorchFunction():
+                real.setattr(torch.cuda, "is_available", lambda: False)
+                return made(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", trace)
+    return asked
+
+
+def test_a_peer_is_compiled_for_every_shape(straw, traced):
+    """Of one function torch compiles eight shapes: then it raises, or runs a function that isn't whole as it is."""
+    for n in range(2, 6):
+        with torch._dynamo.config.patch(recompile_limit=2):
+            info = straw(kernel(square, {"torch.compile": compiled(square)}), {"n": n}, FORWARD)
+        assert list(info["providers"]) == ["mpcore", "torch.compile"], (n, info["skipped"])
+
+
+@pytest.mark.parametrize("bench", sorted(path.stem for path in KERNELS.glob("bench_*.py") if "host" not in path.stem))
+def test_what_is_called_compiled_is_compiled_whole(monkeypatch, traced, bench):
+    """Or else it raises, and is no peer: torch runs what it can't compile as it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    for k in list(vars(importlib.import_module(f"bench.kernels.{bench}")).values()):
+        for one in k if isinstance(k, list) else [k]:
+            for name, make in one.peers.items() if isinstance(one, Kernel) else ():
+                try:
+                    with OnCPU():
+                        function = make(one.toy)
+                except (ImportError, NotHereError):
+                    continue
+                assert ("compile" in name or name == "FlexAttention") == bool(traced), name
+                if traced:
+                    assert traced.pop() == {"dynamic": False, "fullgraph": True}
+                    inputs = one.inputs(one.toy, torch.float32, torch.device("cpu"))
+                    bounds = protocol._bounds(one, inputs, FORWARD)
+                    protocol._check(one, name, function, inputs, FORWARD, bounds)

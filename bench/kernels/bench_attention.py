@@ -61,7 +61,7 @@ def flex(shape: Shape) -> Function:
     if not torch.cuda.is_available():
         raise NotHereError("compiled for CUDA only")
     mask = create_block_mask(causal, None, None, shape["T"], shape["T"], device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)  # or an error: never run as it is
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

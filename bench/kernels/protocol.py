@@ -9,6 +9,7 @@ Without CUDA a bench runs at toy size: what can run is checked, nothing is timed
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import statistics
@@ -130,8 +131,17 @@ def imported(module: str, name: str, adapt: Callable[[Any], Function]) -> Callab
     return make
 
 
+def begin() -> None:
+    """Nothing of the case before: its memory, and its compiled code, which torch makes only so often of a function."""
+    if torch.cuda.is_available():
+        torch.compiler.reset()
+        gc.collect()  # an error keeps frames, and these tensors, in a cycle
+        torch.cuda.empty_cache()
+
+
 def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> None:
     """Check the kernel and its peers; on CUDA time them, and hand the row to pytest-benchmark."""
+    begin()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
