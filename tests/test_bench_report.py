@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,22 @@ def test_on_cuda_a_row_has_every_number_and_who_is_left_out(straw, tmp_path, whi
     entry = {"fullname": "bench/kernels/bench_square.py::test", "extra_info": info}
     (tmp_path / "gpu_2026-01-02.json").write_text(json.dumps({"benchmarks": [entry]}))
     assert "right: **1.0**" in table(tmp_path)
+
+
+def test_a_peer_that_does_not_fit_beside_the_others_is_left_out_with_the_reason(straw, monkeypatch):
+    leaves, held = protocol._leaves, []
+
+    def small(kernel, inputs, which):
+        held.extend([inputs] if inputs["x"].numel() == 1024 else [])
+        if len(held) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return leaves(kernel, inputs, which)
+
+    monkeypatch.setattr(protocol, "_leaves", small)
+    wide = replace(kernel(square, {"a": always(square), "b": always(square), "c": always(square)}), check={"n": 8})
+    info = straw(wide, {"n": 1024}, FORWARD)
+    assert list(info["providers"]) == ["mpcore", "a", "c"]
+    assert info["skipped"] == {"b": "OutOfMemoryError: no room"}
 
 
 @pytest.fixture

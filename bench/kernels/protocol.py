@@ -276,19 +276,19 @@ def _measure(
     """The row of one shape, and a call of ours that waits for the device."""
     yardstick, yardstick_cost = _yardstick(kernel.unit)
     inputs = kernel.inputs(shape, dtype, torch.device("cuda"))
-    calls: dict[str, Callable[[], object]] = {
-        name: _call(function, _leaves(kernel, inputs, which), which) for name, function in functions.items()
-    }
-    del inputs
+    calls: dict[str, Callable[[], object]] = {}
     host, skipped = {}, {}
-    for name in list(calls):
+    for name, function in functions.items():
         try:
-            host[name] = _host_seconds(calls[name])
+            call = _call(function, _leaves(kernel, inputs, which), which)
+            host[name] = _host_seconds(call)
+            calls[name] = call
         except Exception as error:  # such as out of memory, at the full size
             if name == OURS:
                 raise
             skipped[name] = _why(error)
-            del calls[name]
+        call = None  # who is left out leaves its memory to the next
+    del inputs
     memory = {name: _peak_bytes(call) for name, call in calls.items()}
     times = device_times({**calls, "yardstick": yardstick}, max(host.values()))
 
