@@ -176,7 +176,7 @@ class OnCPU(TorchFunctionMode):
 
 @pytest.fixture
 def straw(monkeypatch):
-    """A CUDA device of straw, so that the code that measures runs somewhere without one: compares, and returns a row."""
+    """A CUDA device of straw, so that what measures runs somewhere without one: compares, and returns the row."""
     for name, fake in {
         "is_available": lambda: True,
         "empty_cache": lambda: None,
@@ -268,22 +268,37 @@ def test_a_peer_is_compiled_for_every_shape(straw, traced):
         assert list(info["providers"]) == ["mpcore", "torch.compile"], (n, info["skipped"])
 
 
-@pytest.mark.parametrize("bench", sorted(path.stem for path in KERNELS.glob("bench_*.py") if "host" not in path.stem))
+def kernels_of(bench: str) -> list[Kernel]:
+    held = list(vars(importlib.import_module(f"bench.kernels.{bench}")).values())
+    return [k for one in held for k in (one if isinstance(one, list) else [one]) if isinstance(k, Kernel)]
+
+
+BENCHES = [path.stem for path in sorted(KERNELS.glob("bench_*.py")) if "host" not in path.stem]
+
+
+@pytest.mark.parametrize("bench", BENCHES)
 def test_what_is_called_compiled_is_compiled_whole(monkeypatch, traced, bench):
     """Or else it raises, and is no peer: torch runs what it can't compile as it is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    for k in list(vars(importlib.import_module(f"bench.kernels.{bench}")).values()):
-        for one in k if isinstance(k, list) else [k]:
-            for name, make in one.peers.items() if isinstance(one, Kernel) else ():
-                try:
-                    with OnCPU():
-                        function = make(one.toy)
-                except (ImportError, NotHereError):
-                    continue
-                assert ("compile" in name or name == "FlexAttention") == bool(traced), name
-                if traced:
-                    assert traced.pop() == {"dynamic": False, "fullgraph": True}
-                    inputs = one.inputs(one.toy, torch.float32, torch.device("cpu"))
-                    bounds = protocol._bounds(one, inputs, FORWARD)
-                    protocol._check(one, name, function, inputs, FORWARD, bounds)
+    for one in kernels_of(bench):
+        for name, make in one.peers.items():
+            try:
+                with OnCPU():
+                    function = make(one.toy)
+            except (ImportError, NotHereError):
+                continue
+            assert ("compile" in name or name == "FlexAttention") == bool(traced), name
+            if traced:
+                assert traced.pop() == {"dynamic": False, "fullgraph": True}
+                inputs = one.inputs(one.toy, torch.float32, torch.device("cpu"))
+                bounds = protocol._bounds(one, inputs, FORWARD)
+                protocol._check(one, name, function, inputs, FORWARD, bounds)
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_what_is_measured_lies_in_memory_as_the_bench_made_it(bench):
+    for one in kernels_of(bench):
+        inputs = one.inputs(one.toy, torch.bfloat16, torch.device("cpu"))
+        leaves = protocol._leaves(one, inputs, BOTH)
+        assert {name: x.stride() for name, x in leaves.items()} == {name: x.stride() for name, x in inputs.items()}
