@@ -46,14 +46,38 @@ def results_name(device: str) -> str:
     return f"{machine}_{describe()['date']}.json"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Write after each bench: the next may take the process with it, and what comes at the end of the run."""
+    result = yield
+    keep(item.config)
+    return result
+
+
+def keep(config: pytest.Config) -> None:
+    """Write what has been measured so far, where results are written at all."""
+    file, session = config.option.benchmark_json, getattr(config, "_benchmarksession", None)
+    if not file or session is None or not session.benchmarks:
+        return
+    output = config.hook.pytest_benchmark_generate_json(
+        config=config, benchmarks=session.benchmarks, include_data=False, machine_info={}, commit_info={}
+    )
+    pytest_benchmark_update_json(config, session.benchmarks, output)
+    part = Path(f"{file}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.write_text(json.dumps(output, indent=1))
+    part.replace(file)
+
+
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output_json: dict) -> None:
-    """Keep medians and what stands beside them; leave out raw rounds and the flags of the processor.
+    """Keep medians and what stands beside them; leave out raw rounds, functions and the flags of the processor.
 
     What the file has from earlier runs stays, unless it was run again.
     """
     output_json["machine_info"] = describe()
     for entry in output_json["benchmarks"]:
         entry["stats"].pop("data", None)
+        entry["params"] = None  # of a kernel's bench functions, which extra_info describes better
     again = {entry["fullname"] for entry in output_json["benchmarks"]}
     file = Path(config.option.benchmark_json or "")
     if torch.cuda.is_available() and file.is_file():

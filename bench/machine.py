@@ -30,9 +30,12 @@ def describe() -> dict[str, str | int]:
 
 
 def _commit() -> str:
-    """The commit's short hash, with a plus sign where files differ from it; empty outside a clone."""
+    """The commit's short hash, with a plus sign where files differ from it; empty outside a clone or without git."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=9", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _processor() -> str:

@@ -10,10 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import pytest_benchmark.plugin
 import torch
 from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
+from bench import machine
+from bench.conftest import keep
 from bench.kernels import protocol
 from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongError, always, compare, compiled, imported
 from bench.report import BEGIN, END, main, table
@@ -88,6 +91,41 @@ def test_the_bench_extra_has_the_plugin_of_every_setting():
     assert "\ntimeout = " in text
     assert "pytest-timeout" in extra
     assert float(re.search(r"pytest-benchmark>=(\d+\.?\d*)", extra).group(1)) >= 5.3
+
+
+class Measured:
+    """What pytest-benchmark keeps of a bench."""
+
+    def __init__(self, name: str, has_error: bool = False) -> None:
+        self.name, self.has_error = name, has_error
+
+    def as_dict(self, include_data: bool) -> dict:
+        return {"fullname": self.name, "params": {"f": len}, "stats": {"median": 1.0}, "extra_info": {}}
+
+
+def test_what_was_measured_is_written_before_the_next_bench(tmp_path, monkeypatch):
+    """And what an earlier run has written stays, but for what was run again."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("bench.conftest.describe", lambda: ABOUT)
+    file = tmp_path / "new" / "gpu_2026-01-02.json"
+    for names in (["a", "b"], ["b", "c"]):
+        held = SimpleNamespace(benchmarks=[])
+        config = SimpleNamespace(
+            option=SimpleNamespace(benchmark_json=str(file)), hook=pytest_benchmark.plugin, _benchmarksession=held
+        )
+        for name in names:
+            held.benchmarks.append(Measured(name))
+            keep(config)
+            assert json.loads(file.read_text())["benchmarks"][-1]["fullname"] == name
+        held.benchmarks.append(Measured("broken", has_error=True))
+        keep(config)
+    assert [entry["fullname"] for entry in json.loads(file.read_text())["benchmarks"]] == ["a", "b", "c"]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine._commit() == ""
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
