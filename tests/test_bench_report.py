@@ -171,6 +171,18 @@ def test_what_is_wrong_gets_no_number(monkeypatch, ours, which, wrong):
             compare(Refuses(), broken, shape, dtype, which)
 
 
+def test_ours_has_the_dtype_of_the_reference_and_a_peer_the_rounding_of_its_own():
+    inputs = {"x": torch.randn(1000)}
+    rounds, loses = (lambda x: (x * x).bfloat16()), (lambda x: 1.2 * (x * x).bfloat16())
+    bounds = protocol._bounds(kernel(square), inputs, FORWARD)
+    for name in ("mpcore", "mpcore other"):
+        with pytest.raises(WrongError, match="result 0 is bfloat16 instead of float32"):
+            protocol._check(kernel(rounds), name, rounds, inputs, FORWARD, bounds)
+    assert protocol._check(kernel(square), "peer", rounds, inputs, FORWARD, bounds) <= 1
+    with pytest.raises(WrongError, match="result 0 errs"):
+        protocol._check(kernel(square), "peer", loses, inputs, FORWARD, bounds)
+
+
 def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     peers = {"nobody": imported("there_is_no_such_module", "f", lambda f: f)}

@@ -60,8 +60,7 @@ class Kernel:
         constants: inputs without a gradient though they are floating.
         in_float64: the reference takes float64; otherwise its own dtype is the truth.
         slack: times the reference's error that ours may have.
-        random: a peer draws random numbers, or chooses scales, of its own, so only its shapes, dtypes and finiteness
-            are checked.
+        random: a peer draws random numbers, or chooses scales, of its own; only its shapes and finiteness are checked.
     """
 
     name: str
@@ -218,8 +217,11 @@ def _call(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[
     return both
 
 
-def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[tuple[Tensor, float]]:
-    """Each output and gradient of the reference, as exact as it can be, and the error of one in the inputs' dtype."""
+Bound = tuple[Tensor, float, torch.dtype]
+
+
+def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[Bound]:
+    """Each output and gradient of the reference, as exact as it can be; the error, and dtype, of one in the inputs'."""
     plain = _call(kernel.reference, _leaves(kernel, inputs, which), which)()
     if not kernel.in_float64:
         exact = plain
@@ -229,25 +231,35 @@ def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[tuple[Tensor, fl
     bounds = []
     for truth, found in zip(exact, plain, strict=True):
         if not found.is_floating_point():
-            bounds.append((found, 0.0))
+            bounds.append((found, 0.0, found.dtype))
             continue
-        granted = torch.finfo(found.dtype).eps * truth.abs().max().item()
-        bounds.append((truth, max((found - truth).abs().max().item(), granted)))
+        error = (found - truth).abs().max().item()
+        bounds.append((truth, max(error, _rounding(truth, found.dtype)), found.dtype))
     return bounds
 
 
-def _check(
-    kernel: Kernel, name: str, function: Function, inputs: Inputs, which: str, bounds: list[tuple[Tensor, float]]
-) -> float:
-    """The largest error, as a multiple of the reference's; raises where it is too large."""
+def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps * truth.abs().max().item()
+
+
+def _check(kernel: Kernel, name: str, function: Function, inputs: Inputs, which: str, bounds: list[Bound]) -> float:
+    """The largest error, as a multiple of the reference's; raises where it is too large.
+
+    A peer may have results of another dtype, such as a loss in bfloat16, and then their rounding too.
+    """
     found = _call(function, _leaves(kernel, inputs, which), which)()
     if len(found) != len(bounds):
         raise WrongError(f"{len(found)} results instead of {len(bounds)}")
-    slack, worst = kernel.slack if name.startswith(OURS) else PEER_SLACK, 0.0
-    for i, (y, (truth, bound)) in enumerate(zip(found, bounds, strict=True)):
+    own = name.startswith(OURS)
+    slack, worst = kernel.slack if own else PEER_SLACK, 0.0
+    for i, (y, (truth, bound, dtype)) in enumerate(zip(found, bounds, strict=True)):
         if y.shape != truth.shape:
             raise WrongError(f"result {i} has shape {tuple(y.shape)} instead of {tuple(truth.shape)}")
-        if kernel.random and name != OURS:
+        if own and y.dtype != dtype:
+            raise WrongError(f"result {i} is {short(y.dtype)} instead of {short(dtype)}")
+        if y.is_floating_point() and y.dtype != dtype:
+            bound = max(bound, _rounding(truth, y.dtype))
+        if kernel.random and not own:
             error = 0.0 if y.isfinite().all() else math.nan
         else:
             difference = y - truth if y.is_floating_point() else (y != truth).double()
