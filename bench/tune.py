@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import math
 import statistics
@@ -29,6 +30,7 @@ from bench.machine import describe
 from mpcore.kernels._rows import ceil_div, next_power_of_2
 
 AS_IT_IS = "as it is"
+HEAD = ["| kernel | shape | pass | as it is, us | fastest (time over that) |", "|---|---|---|---|---|"]
 
 
 class Candidate(NamedTuple):
@@ -269,6 +271,7 @@ def kernels_of(tunable: Tunable) -> list[Kernel]:
 def tune(tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> dict[str, Any]:
     """One row: microseconds of each candidate, its time over that of the kernel as it is, and what could not run."""
     module = importlib.import_module(f"mpcore.kernels.{tunable.module}")
+    protocol.begin()
     choices = {AS_IT_IS: None} | {c.name: c for c in tunable.candidates(module) if which in c.passes}
     torch.manual_seed(0)
     checked = {**shape, **{name: min(size, shape[name]) for name, size in kernel.check.items()}}
@@ -315,15 +318,12 @@ def _within(
     return call
 
 
-def table(rows: list[dict[str, Any]], best: int = 3) -> str:
-    """The fastest of each row; ratios under 1 are faster than the kernel as it is."""
-    lines = ["| kernel | shape | pass | as it is, us | fastest (time over that) |", "|---|---|---|---|---|"]
-    for row in rows:
-        found = [(name, one) for name, one in row["candidates"].items() if name != AS_IT_IS][:best]
-        told = "; ".join(f"{name} ({one['ratio']:.3f})" for name, one in found)
-        base = row["candidates"][AS_IT_IS]["us"]
-        lines.append(f"| {row['kernel']} | {row['shape']} {row['dtype']} | {row['pass']} | {base} | {told} |")
-    return "\n".join(lines)
+def line(row: dict[str, Any], best: int = 3) -> str:
+    """The fastest of a row; ratios under 1 are faster than the kernel as it is."""
+    found = [(name, one) for name, one in row["candidates"].items() if name != AS_IT_IS][:best]
+    told = "; ".join(f"{name} ({one['ratio']:.3f})" for name, one in found)
+    base = row["candidates"][AS_IT_IS]["us"]
+    return f"| {row['kernel']} | {row['shape']} {row['dtype']} | {row['pass']} | {base} | {told} |"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -345,26 +345,32 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(TUNABLE)} (default: all)")
     parser.add_argument("--shapes", type=int, help="only the first so many shapes of each bench")
-    parser.add_argument("--out", type=Path, help="JSON of all candidates, written after each row")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all candidates, written after each row")
     args = parser.parse_args(argv)
     unknown = [name for name in args.kernels if name not in TUNABLE]
     if unknown:
         sys.exit(f"error: {unknown[0]!r} is none of {', '.join(TUNABLE)}")
     if not torch.cuda.is_available():
         sys.exit("error: there is no GPU here: launch choices are timed on the one that they are for")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    broken = 0
+    print("\n".join(HEAD))
     for name in args.kernels or TUNABLE:
         for kernel in kernels_of(TUNABLE[name]):
-            for shape in kernel.shapes[: args.shapes]:
-                for dtype in kernel.dtypes:
-                    for which in kernel.passes:
-                        try:
-                            rows.append(tune(TUNABLE[name], kernel, shape, dtype, which))
-                        except NotHereError as why:
-                            print(f"{kernel.name} {label(shape)}: {why}")
-                        if args.out is not None:
-                            args.out.write_text(json.dumps({**describe(), "rows": rows}, indent=1) + "\n")
-    print(f"{table(rows)}\n\n{summary(rows)}")
+            for shape, dtype, which in itertools.product(kernel.shapes[: args.shapes], kernel.dtypes, kernel.passes):
+                try:
+                    rows.append(tune(TUNABLE[name], kernel, shape, dtype, which))
+                    print(line(rows[-1]), flush=True)
+                except Exception as error:  # the next has its turn
+                    broken += not isinstance(error, NotHereError)
+                    print(f"{kernel.name} {label(shape)} {which}: {protocol._why(error)}", file=sys.stderr)
+                if args.out is not None:
+                    args.out.write_text(json.dumps({**describe(), "rows": rows}, indent=1) + "\n")
+    print(f"\n{summary(rows)}")
+    if broken:
+        sys.exit(f"error: {broken} could not be timed as they are, see above")
 
 
 if __name__ == "__main__":

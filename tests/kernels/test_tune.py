@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 
 import pytest
 import torch
 from compile_table import cases_of
 from fake_gpu import fake_gpu
 
-from bench.kernels.protocol import NotHereError
-from bench.tune import AS_IT_IS, TUNABLE, Candidate, in_place, kernels_of, main, summary, table
+from bench.kernels.protocol import NotHereError, WrongError
+from bench.tune import AS_IT_IS, TUNABLE, Candidate, in_place, kernels_of, line, main, summary
 
 CASES = cases_of("sm_90")
 CASE = {
@@ -89,9 +90,26 @@ ROWS = [
 
 
 def test_the_fastest_is_named_and_what_ran_on_all_shapes_sums_up():
-    lines = table(ROWS).splitlines()
-    assert lines[2] == "| k | D 1 bfloat16 | forward | 10.0 | a (0.500); b (0.600) |"
+    assert line(ROWS[0]) == "| k | D 1 bfloat16 | forward | 10.0 | a (0.500); b (0.600) |"
     assert summary(ROWS) == "k forward: a, 0.632 of the time over 2 shapes"
+
+
+def test_a_row_that_raises_costs_no_other(monkeypatch, tmp_path, capsys):
+    def timed(tunable, kernel, shape, dtype, which):
+        if kernel.name == "rms_norm" and shape["D"] != 4096:
+            raise WrongError("result 0 errs")
+        return {**ROWS[0], "kernel": kernel.name, "shape": str(shape["D"]), "pass": which}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("bench.tune.describe", dict)
+    monkeypatch.setattr("bench.tune.tune", timed)
+    out = tmp_path / "new" / "tuned.json"
+    with pytest.raises(SystemExit, match="12 could not be timed as they are"):
+        main(["rms_norm", "--out", str(out)])
+    told = capsys.readouterr()
+    assert "| rms_norm | 4096 bfloat16 | forward+backward | 10.0 | a (0.500); b (0.600) |" in told.out.splitlines()
+    assert "rms_norm M 8192, D 65536 forward: WrongError: result 0 errs" in told.err.splitlines()
+    assert len(json.loads(out.read_text())["rows"]) == 2 + 4
 
 
 @pytest.mark.parametrize(("flags", "message"), [(["nothing"], "'nothing' is none of rms_norm"), ([], "no GPU here")])
