@@ -53,6 +53,7 @@ def dropout_add(
 
     Returns:
         `y`, of the shape of `x`, in the wider dtype of `x` and the residual.
+        With p = 0, no bias and no residual it is `x` itself.
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, p is outside [0, 1), or `impl` can't run here.

@@ -62,7 +62,7 @@ def rms_norm(
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
         weight: gain, `[D]`; its dtype may differ from that of `x`. The kernel adds its gradient to `weight.main_grad`,
-            float32, where there is one.
+            float32, where there is one, and post-accumulate hooks see a `.grad` of None; on the CPU it goes to `.grad`.
         eps: added to the mean square.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         zero_centered: the gain is `1 + weight`.

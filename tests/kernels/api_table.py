@@ -1,0 +1,77 @@
+"""What the kernels' modules have to call, from their docstrings and signatures: the head of `docs/kernels.md`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+MODULES = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("[a-z]*.py"))
+# The inputs that each has a gradient for.
+GRADIENTS = {
+    "adamw": "",
+    "sum_of_squares": "",
+    "attention": "query key value",
+    "attention_backward": "",
+    "cross_entropy_stats": "",
+    "cross_entropy_backward": "",
+    "cross_replica_hash": "",
+    "dropout_add": "x residual bias",
+    "fp8_matmul": "",
+    "geglu": "x bias",
+    "gelu": "x bias",
+    "grouped_linear": "x weight",
+    "layer_norm": "x weight bias residual",
+    "linear_cross_entropy": "x weight",
+    "moe_rows": "",
+    "moe_permute": "x",
+    "moe_unpermute": "y weight",
+    "quantize_fp8": "",
+    "relu_squared": "x bias",
+    "rms_norm": "x weight residual",
+    "rope": "q k q_weight k_weight",
+    "rope_qkv": "qkv q_weight k_weight",
+    "swiglu": "x bias",
+}
+HEAD = """\
+# Kernels
+
+## What to call
+
+Each module of `mpcore.kernels` is named for its function: `from mpcore.kernels.rms_norm import rms_norm`
+(`from mpcore.kernels import rms_norm` is the module). They take local tensors and know of no ranks. On a GPU they run
+Triton kernels, elsewhere plain torch, which is `rms_norm_reference` and so on in the same module: `impl="triton"` or
+`"reference"` chooses. Their docstrings have shapes, dtypes and sources. Gradients come from kernels too; `-` has none.
+
+| module | what it fuses | function | gradients of | options |
+|---|---|---|---|---|"""
+
+
+def functions() -> Iterator[tuple[ModuleType, Callable]]:
+    """All that can run by a kernel."""
+    for name in MODULES:
+        module = importlib.import_module(f"mpcore.kernels.{name}")
+        for function in vars(module).values():
+            own = inspect.isfunction(function) and function.__module__ == module.__name__
+            if own and not function.__name__.startswith("_") and "impl" in inspect.signature(function).parameters:
+                yield module, function
+
+
+def table() -> str:
+    """As Markdown."""
+    lines, above = [HEAD], None
+    for module, function in functions():
+        parameters = inspect.signature(function).parameters.values()
+        options = [p.name for p in parameters if p.default is not p.empty and p.name != "impl"]
+        about = f"`{module.__name__.rpartition('.')[2]}`", inspect.getdoc(module).split("\n")[0]
+        cells = [
+            *(about if module is not above else ("", "")),
+            f"`{function.__name__}`: {inspect.getdoc(function).split(chr(10))[0]}",
+            ", ".join(f"`{name}`" for name in GRADIENTS[function.__name__].split()) or "-",
+            ", ".join(f"`{name}`" for name in options) or "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        above = module
+    return "\n".join(lines) + "\n"
