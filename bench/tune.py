@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -268,8 +269,14 @@ def kernels_of(tunable: Tunable) -> list[Kernel]:
     return [provided(kernel) for kernel in found]
 
 
-def tune(tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> dict[str, Any]:
-    """One row: microseconds of each candidate, its time over that of the kernel as it is, and what could not run."""
+def tune(
+    tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str, seconds: float = math.inf
+) -> dict[str, Any]:
+    """One row: microseconds of each candidate, its time over that of the kernel as it is, and what could not run.
+
+    After so many seconds no further candidate is tried: each is a compilation or two.
+    """
+    until = time.monotonic() + seconds
     module = importlib.import_module(f"mpcore.kernels.{tunable.module}")
     protocol.begin()
     choices = {AS_IT_IS: None} | {c.name: c for c in tunable.candidates(module) if which in c.passes}
@@ -283,6 +290,9 @@ def tune(tunable: Tunable, kernel: Kernel, shape: Shape, dtype: torch.dtype, whi
     failed: dict[str, str] = {}
     host = 0.0
     for name, candidate in tqdm(choices.items(), desc=f"{kernel.name} {label(shape)} {which}", leave=False):
+        if candidate is not None and time.monotonic() > until:
+            failed[name] = f"not tried in {seconds:g} seconds"
+            continue
         call = _within(module, candidate, kernel, leaves, which)
         try:
             with in_place(module, candidate):
@@ -345,6 +355,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(TUNABLE)} (default: all)")
     parser.add_argument("--shapes", type=int, help="only the first so many shapes of each bench")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="a row's time to try candidates (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all candidates, written after each row")
     args = parser.parse_args(argv)
     unknown = [name for name in args.kernels if name not in TUNABLE]
@@ -361,7 +372,7 @@ def main(argv: list[str] | None = None) -> None:
         for kernel in kernels_of(TUNABLE[name]):
             for shape, dtype, which in itertools.product(kernel.shapes[: args.shapes], kernel.dtypes, kernel.passes):
                 try:
-                    rows.append(tune(TUNABLE[name], kernel, shape, dtype, which))
+                    rows.append(tune(TUNABLE[name], kernel, shape, dtype, which, args.seconds))
                     print(line(rows[-1]), flush=True)
                 except Exception as error:  # the next has its turn
                     broken += not isinstance(error, NotHereError)

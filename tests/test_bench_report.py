@@ -20,6 +20,7 @@ from bench.conftest import keep
 from bench.kernels import protocol
 from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongError, always, compare, compiled, imported
 from bench.report import BEGIN, END, main, table
+from bench.tune import AS_IT_IS, Candidate, Tunable, tune
 
 KERNELS = Path(protocol.__file__).parent
 ABOUT = {"device": "Some GPU", "date": "2026-01-02", "commit": "abc"}
@@ -288,6 +289,29 @@ def test_a_peer_that_does_not_fit_beside_the_others_is_left_out_with_the_reason(
     info = straw(wide, {"n": 1024}, FORWARD)
     assert list(info["providers"]) == ["mpcore", "a", "c"]
     assert info["skipped"] == {"b": "OutOfMemoryError: no room"}
+
+
+def test_a_row_of_tuning_has_what_ran_and_why_the_rest_did_not(straw):
+    """A candidate stands in the module while it is checked and timed, in forward alone if it says so."""
+    module = importlib.import_module("mpcore.kernels.adamw")
+    block, seen = module._BLOCK, []
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        seen.append(module._BLOCK)
+        return square(x) * (1.5 if module._BLOCK == 3 else 1)
+
+    patches = {name: Candidate(name, {"_BLOCK": n}) for n, name in ((2, "two"), (3, "three"))}
+    both = Candidate("backward", {"_BLOCK": 4}, (BOTH,))
+    tunable = Tunable("adamw", "", lambda module: iter([*patches.values(), both]))
+    for seconds, found in ((60.0, [AS_IT_IS, "two"]), (0.0, [AS_IT_IS])):
+        with OnCPU():
+            row = tune(tunable, kernel(ours), {"n": 1024}, torch.float32, FORWARD, seconds)
+        assert list(row["candidates"]) == found
+        assert row["candidates"][AS_IT_IS] == {"us": 2000.0, "ratio": 1.0}
+        assert list(row["failed"]) == [name for name in patches if name not in found]
+    assert row["failed"]["three"] == "not tried in 0 seconds"
+    assert set(seen) == {block, 2, 3}
+    assert block == module._BLOCK
 
 
 @pytest.fixture
