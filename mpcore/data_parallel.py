@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_leaves
 
 from mpcore.layers.module import refuse_second_derivative
+from mpcore.layers.moe import check_experts
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.sharding import Sharding, add_partial, declarations, is_dtensor, owners, reshard, sharding_of, shardings
 
@@ -98,7 +99,8 @@ def shard_data_parallel(
     Args:
         model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
             which may share parameters. Changed in place.
-        mesh: the mesh it lies on. With one data rank the model stays as it is.
+        mesh: the mesh it lies on. With one data rank the model stays as it is; but experts whose etp isn't tp have
+            replicas over tp, whose gradients only this call declares.
         blocks: submodules that are gathered and summed one after the other, in the order of forward; one within another
             is a unit of its own.
         zero: 0 keeps everything whole on each rank, and gradients are all-reduced by `reduce_gradients`. 1 shards the
@@ -117,7 +119,7 @@ def shard_data_parallel(
     Raises:
         ValueError: on every rank and before anything is changed, if `zero` or `replicate` can't be had, a block lies
             outside the model, units share a parameter, something is sharded already, trained parameters of one unit
-            differ in dtype, or ranks ask for different things.
+            differ in dtype, experts lie otherwise than the mesh says, or ranks ask for different things.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
     """
@@ -195,6 +197,7 @@ def _check(
     if any(isinstance(module, FSDPModule) or hasattr(module, "data_parallel") for module in within):
         raise ValueError("the model is sharded over data already")
     for stage in stages:
+        check_experts(stage, mesh)
         for name, parameter in stage.named_parameters():
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
+from mpcore.layers.moe import check_experts, check_replicas
 from mpcore.mesh import Axis, Mesh
 from mpcore.sharding import Shard, data_run, declarations, is_dtensor, local_tensor
 
@@ -119,8 +120,14 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
 
     Raises:
         ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already, or a
-            trained parameter was added after it.
+            trained parameter was added after it; or if experts lie otherwise than the mesh says, or have replicas over
+            tp that neither it nor a mesh speaks of.
     """
+    for on in over:
+        if isinstance(on, Mesh):
+            check_experts(model, on)
+    if not over:
+        check_replicas(model)
     pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
     declared = list(declarations(model))
     laid = {x.data.group: x.data for _, _, x in declared if x.data is not None and x.data.size > 1}

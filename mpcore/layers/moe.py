@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,8 @@ from mpcore.layers.mlp import ACTIVATIONS, GATED, ParallelMLP
 from mpcore.layers.module import Init, ParallelModule, uniform
 from mpcore.layers.products import autocast_dtype, cast
 from mpcore.layers.router import Places, Router, Routing
-from mpcore.mesh import Axis
-from mpcore.sharding import Shard, cut, cut_blocks
+from mpcore.mesh import Axis, Mesh
+from mpcore.sharding import Shard, Sharding, cut, cut_blocks, declarations
 
 DISPATCHES = ("all_gather", "all_to_all")
 
@@ -142,7 +143,7 @@ class ParallelMoE(nn.Module):
         dispatch: "all_gather" or "all_to_all"; None: all_to_all where a capacity bounds it, else all_gather, neither of
             which waits for the device.
         tp: the axis of the layers around this one, and of the shared experts.
-        ep, etp: the axes of the experts.
+        ep, etp: the axes of the experts; etp None: as tp.
         cp, data: the other axes that tokens are cut over.
         sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
         init, output_init: fill the logical weights of router and gate_up, and of down; None: as `torch.nn.Linear`.
@@ -165,7 +166,7 @@ class ParallelMoE(nn.Module):
         dispatch: str | None = None,
         tp: Axis = Axis(name="tp"),
         ep: Axis = Axis(name="ep"),
-        etp: Axis = Axis(name="etp"),
+        etp: Axis | None = None,
         cp: Axis = Axis(name="cp"),
         data: Axis = Axis(name="data"),
         sequence_parallel: bool = False,
@@ -181,6 +182,7 @@ class ParallelMoE(nn.Module):
             raise ValueError(f"dispatch {dispatch!r} is none of {DISPATCHES} and None")
         if shared_experts < 0:
             raise ValueError(f"shared_experts {shared_experts} is negative")
+        etp = replace(tp, name="etp") if etp is None else etp
         self.dim, self.tp, self.ep, self.etp, self.cp = dim, tp, ep, etp, cp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         like = {"device": device, "dtype": dtype}
@@ -345,6 +347,44 @@ class _WithLoss(Function):
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         return dy, ctx.like
+
+
+def check_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse mixtures whose experts lie otherwise than the mesh says: their gradients would be other ranks' sums.
+
+    Raises:
+        ValueError: if the ranks that bring tokens aren't those that an expert and its replicas take them from.
+    """
+    for name, moe in model.named_modules():
+        if not isinstance(moe, ParallelMoE):
+            continue
+        replicas = Sharding((), (cut(moe.ep.size, moe.ep, 0),)).data_axis(mesh)
+        if moe.tp.size * mesh.data.size != moe.etp.size * moe.ep.size * replicas.size:
+            axes = ("tp", "ep", "etp")
+            built = ", ".join(f"{axis} of size {getattr(moe, axis).size}" for axis in axes)
+            there = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in axes)
+            raise ValueError(
+                f"{name or 'the model'} is a ParallelMoE built with {built}; the mesh has {there}: pass tp=mesh.tp, "
+                f"ep=mesh.ep, etp=mesh.etp, or its experts' gradients are summed over other ranks than bring tokens"
+            )
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Refuse trained experts with replicas over tp of which nobody said that their gradients are to be summed.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, moe in model.named_modules():
+        if isinstance(moe, ParallelMoE) and moe.tp.size > moe.etp.size * moe.ep.size:
+            for leaf, parameter, sharding in declarations(moe.experts):
+                if parameter.requires_grad and sharding.data is None and not sharding.partial:
+                    raise ValueError(
+                        f"{name}.experts.{leaf} has replicas over tp ({moe.tp.size} ranks, etp x ep "
+                        f"{moe.etp.size * moe.ep.size}) whose gradients nothing sums: call "
+                        f"shard_data_parallel(model, mesh) before, also with one data rank, or "
+                        f"reduce_gradients(model, mesh)".lstrip(".")
+                    )
 
 
 def upcycle(state: Mapping[str, Tensor], num_experts: int, every: int = 1) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -702,3 +703,43 @@ def check_skew(sizes):
 @pytest.mark.parametrize("sizes", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "dp2xep2"])
 def test_a_skew_that_capacity_bounds_takes_no_more_memory(ranks, sizes):
     ranks(world(sizes), check_skew, sizes)
+
+
+def check_given(sizes):
+    """Whatever of the axes a user passes, and however gradients are summed: they are right, or refused."""
+    m, passed = mesh(**sizes), []
+    _, _, wanted, _ = truth("plain", 0, top_k=K, aux_coefficient=0.7)
+    for given in itertools.chain.from_iterable(itertools.combinations(("tp", "ep", "etp"), n) for n in range(4)):
+        for how in ("shard", "mesh", "alone"):
+            if how == "alone" and (m.data.size > 1 or "tp" not in given):
+                continue  # nobody tells the layer that others bring the same tokens
+            axes = {name: getattr(m, name) for name in given}
+            moe = ParallelMoE(D, HIDDEN, E, top_k=K, cp=m.cp, data=m.data, dtype=torch.float64, **axes)
+            load_full_state_dict(moe, weights({}, "plain"))
+            x, dy = (c._split(c._split(full, m.dp, 0), m.cp, 1) for full in (inputs("plain")[0], draw(9, B, T, D)))
+            try:
+                if how == "shard":
+                    shard_data_parallel(moe, m, zero=0)
+                (moe(x) * dy).sum().backward()
+                reduce_gradients(moe, *([m] if how == "mesh" else []))
+            except ValueError as error:
+                if re.search(r"built with .*etp of size \d|has replicas over tp \(2 ranks", str(error)):
+                    continue
+                raise
+            for name, gradient in full_gradients(moe).items():
+                close(gradient, wanted[name], f"gradient of {name}, given {given}, {how}")
+            passed.append((given, how))
+    return passed
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2}, {"tp": 2, "etp": 1}, {"dp": 2, "etp": 2}, {"cp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1, "ep": 4}],
+    ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()),
+)
+def test_axes_that_a_user_leaves_out_change_no_gradient_or_are_refused(ranks, sizes):
+    for passed in ranks(world(sizes), check_given, sizes):
+        assert (("tp", "ep", "etp"), "shard") in passed
+        assert (("tp", "ep", "etp"), "mesh") in passed
+        if "etp" not in sizes:
+            assert (("tp", "ep"), "shard") in passed, "etp is tp where it isn't given"
