@@ -281,11 +281,18 @@ def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig 
         if args.aux_loss or args.aux_coefficient:
             raise ValueError(f"--aux-loss and --aux-coefficient are of --balance aux, not of {args.balance}")
         changes["aux_loss"] = None
+    base = preset or MoEConfig()
+    if args.balance == "aux":
+        changes.setdefault("aux_loss", base.aux_loss or AUX_LOSSES[0])
     if args.balance == "bias":
-        changes.setdefault("bias_rate", 0.001)
-    elif args.balance is not None and args.bias_rate:
-        raise ValueError(f"--bias-rate {args.bias_rate} is of --balance bias, not of {args.balance}")
-    return dataclasses.replace(preset or MoEConfig(), **changes)
+        changes.setdefault("bias_rate", base.bias_rate or 0.001)
+    elif args.balance is not None:
+        if args.bias_rate:
+            raise ValueError(f"--bias-rate {args.bias_rate} is of --balance bias, not of {args.balance}")
+        changes["bias_rate"] = 0.0
+        if base.bias_rate > 0:
+            changes["bias"] = True  # what it learned goes on choosing
+    return dataclasses.replace(base, **changes)
 
 
 def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:

@@ -51,6 +51,7 @@ class MoEConfig:
     aux_coefficient: float = 0.01
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    bias: bool | None = None  # True with a rate of 0: one that was learned, and stays
     jitter: float = 0.0
     capacity_factor: float | None = None
     dispatch: str | None = None

@@ -136,7 +136,9 @@ class Trainer:
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
         if args.init_from:
-            load(args.init_from, model, mesh=mesh)
+            init_from(args.init_from, model, mesh)
+            if self.lead and config.moe is not None and config.moe.bias and config.moe.bias_rate == 0:
+                print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
@@ -656,6 +658,19 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "
             a, b = ("not set" if value is None else repr(value) for value in (a, b))
             found.append(f"{within}{name} is {a} there, {b} here")
     return found
+
+
+def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
+    """Load the weights of a checkpoint; what a router keeps besides its own begins anew where the checkpoint has none.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    kept = (".router.expert_bias", ".router.fractions")
+    loaded = load(path, model, mesh=mesh, strict=False)
+    missing = [name for name in loaded.missing_keys if not name.endswith(kept)]
+    if missing or any(not name.endswith(kept[1]) for name in loaded.unexpected_keys):
+        load(path, model, mesh=mesh)  # says what
 
 
 def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:

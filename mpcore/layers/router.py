@@ -84,7 +84,8 @@ class Router(ParallelModule):
             as the sum of its K / top_groups best experts.
         aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no such loss.
         aux_coefficient, z_loss: factors of the balance loss and of the squared log-sum-exp of the logits.
-        bias_rate: how far `update_routers` moves each expert's bias in selection; 0: no bias.
+        bias_rate: how far `update_routers` moves each expert's bias in selection.
+        bias: whether there is one; None: where the rate is not 0. With a rate of 0 it stays as it was loaded.
         jitter: in training the input is multiplied by uniform values in [1 - jitter, 1 + jitter].
         capacity_factor: an expert takes at most ceil(factor x tokens x K / E) of each sequence: first choices before
             second ones, earlier tokens before later ones, what is over goes nowhere. None: all are taken.
@@ -119,6 +120,7 @@ class Router(ParallelModule):
         aux_coefficient: float = 0.01,
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
+        bias: bool | None = None,
         jitter: float = 0.0,
         capacity_factor: float | None = None,
         tp: Axis = Axis(name="tp"),
@@ -142,7 +144,8 @@ class Router(ParallelModule):
         bound = 1 / math.sqrt(dim)
         self.declare("weight", (num_experts, dim), init or uniform(bound), partial=(tp,), **like)
         # Not trained, but parameters: they begin, are saved and are sharded as all others are.
-        for name, value, there in (("expert_bias", 0.0, bias_rate > 0), ("fractions", 1.0, aux_loss == "global")):
+        biased = bias_rate > 0 if bias is None else bias
+        for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, aux_loss == "global")):
             if there:
                 self.declare(name, (num_experts,), constant(value), **like)
                 getattr(self, name).requires_grad_(False)

@@ -78,3 +78,50 @@ def test_pitfall_26_27_28_every_layout_trains_the_same_mixture(ranks, sizes, kin
 
 def test_a_backward_split_in_two_adds_balance_losses_once(ranks):
     compare(ranks, {"pp": 2}, "sequence", 1, 1, "--schedule", "zb")
+
+
+def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
+    """`--init-from` with another `--balance`: the loss or the bias is that of the flags, and a learned bias stays."""
+    from examples.gpt.pretrain import Trainer, parse
+
+    def trainer(*flags: str) -> Trainer:
+        return Trainer(parse([*TINY, *flags, "--dtype", "float64", "--warmup", "1"]), mesh())
+
+    begun = {}
+    for kind in ("bias", "global", "sequence"):
+        t = trainer(*MIXTURE, *KINDS[kind], "--out", str(tmp_path / kind))
+        t.step(0)
+        t.save(1)
+        begun[kind] = str(tmp_path / kind / "checkpoints" / "step-00000001"), full_state_dict(t.model)
+    bias, fractions = "expert_bias", "fractions"
+    for kind, flags, (aux, rate), there in (
+        ("bias", ["--balance", "aux"], ("sequence", 0.0), {bias}),
+        ("bias", ["--balance", "aux", "--aux-loss", "global"], ("global", 0.0), {bias, fractions}),
+        ("bias", ["--balance", "none"], (None, 0.0), {bias}),
+        ("bias", ["--balance", "bias"], (None, 0.05), {bias}),
+        ("bias", [], (None, 0.05), {bias}),
+        ("global", ["--balance", "bias"], (None, 0.001), {bias}),
+        ("global", ["--balance", "none"], (None, 0.0), set()),
+        ("global", ["--balance", "aux"], ("global", 0.0), {fractions}),
+        ("sequence", ["--aux-loss", "global"], ("global", 0.0), {fractions}),
+    ):
+        path, state = begun[kind]
+        capsys.readouterr()
+        t = trainer("--init-from", path, *flags, "--out", str(tmp_path / "new"))
+        frozen = bias in there and rate == 0
+        assert ("bias of" in capsys.readouterr().out) == frozen
+        moe = t.config.moe
+        assert moe is not None
+        assert (moe.aux_loss, moe.bias_rate) == (aux, rate)
+        before = full_state_dict(t.model)
+        assert {name.rpartition(".")[2] for name in before if ".router." in name} == there | {"weight"}
+        for name, value in before.items():
+            want = state.get(name, math.nan if not name.endswith(tuple(there)) else float(name.endswith(fractions)))
+            close(value, value.new_tensor(want).expand_as(value) if isinstance(want, float) else want, name)
+        t.step(0)
+        moved = [
+            name for name, p in full_state_dict(t.model).items() if name.endswith(bias) and (p != before[name]).any()
+        ]
+        assert bool(moved) == (rate > 0)
+    with pytest.raises(ValueError, match=r"shared.up.weight: in the checkpoint, but not in the model"):
+        trainer("--init-from", begun["sequence"][0], "--shared-experts", "0", "--out", str(tmp_path / "new"))
