@@ -145,7 +145,7 @@ def dry_run(build: Build, arguments: Sequence[str] = (), rank: int = 0, **sizes:
         build: makes the rank's work.
         arguments: what else it takes.
         rank: the rank.
-        sizes: tp, cp, pp, ep, dp, etp of the mesh.
+        sizes: tp, cp, pp, ep, dp, etp and cp_inner of the mesh.
 
     Raises:
         ValueError: if the mesh has no such rank.
@@ -361,7 +361,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     """The mesh that a planner's command line asks for."""
-    return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
+    return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")}
 
 
 def parser_of(prog: str, about: str | None) -> argparse.ArgumentParser:
@@ -378,6 +378,7 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
     for name in ("tp", "cp", "pp", "ep", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
+    parser.add_argument("--cp-inner", type=int, help="ranks of a sub-group of cp, for two-level (default: none)")
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")
     args, args.arguments = parser.parse_known_args(argv)
     return args

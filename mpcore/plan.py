@@ -29,8 +29,16 @@ from mpcore.dry_run import Found, Kept, dry_run, parser_of, target
 from mpcore.pipeline.draw import matplotlib_part
 from mpcore.pipeline.prove import Times, prove
 
-AXES = ("tp", "cp", "pp", "ep", "dp")
-INSIDE = ("tp", "cp", "ep", "etp")  # what a micro-batch waits for; the other axes carry gradients and parameters
+AXES = ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")  # the last two where they are given
+PICTURES = (".png", ".svg", ".pdf")
+INSIDE = (
+    "tp",
+    "cp",
+    "cp_outer",
+    "cp_inner",
+    "ep",
+    "etp",
+)  # what a micro-batch waits for; the other axes carry gradients and parameters
 
 
 @dataclass(frozen=True)
@@ -98,30 +106,39 @@ def meshes(machine: Machine, **sizes: Sequence[int] | None) -> Iterator[dict[str
 
     Args:
         machine: the machine.
-        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1.
+        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1, etp that of tp, cp without sub-groups.
     """
     divisors = [n for n in range(1, machine.world + 1) if machine.world % n == 0]
     tps = sizes.get("tp") or [n for n in divisors if n <= machine.node]
-    for tp, pp, cp, ep in itertools.product(
-        tps, sizes.get("pp") or divisors, sizes.get("cp") or (1,), sizes.get("ep") or (1,)
+    for tp, pp, cp, ep, etp, inner in itertools.product(
+        tps,
+        sizes.get("pp") or divisors,
+        sizes.get("cp") or (1,),
+        sizes.get("ep") or (1,),
+        sizes.get("etp") or (None,),
+        sizes.get("cp_inner") or (None,),
     ):
         dp, rest = divmod(machine.world, tp * pp * cp)
-        if rest == 0 and dp and dp in (sizes.get("dp") or (dp,)) and (dp * cp * tp) % ep == 0:
-            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp}
+        divided = (dp * cp * tp) % (ep * (etp or 1)) == 0 and cp % (inner or 1) == 0
+        if rest == 0 and dp and dp in (sizes.get("dp") or (dp,)) and divided:
+            more = {name: size for name, size in (("etp", etp), ("cp_inner", inner)) if size is not None}
+            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, **more}
 
 
 def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """The arguments of every combination of `name=value,value,..`; `on` is a flag alone, `off` none.
 
     Raises:
-        ValueError: if one isn't of that form.
+        ValueError: if one isn't of that form, or is an axis of the mesh.
     """
     options = []
     for text in vary:
         name, equals, values = text.partition("=")
         if not (name and equals and all(values.split(","))):
             raise ValueError(f"--vary {text} isn't of the form name=value,value: such as zero=1,3")
-        flag = f"--{name.lstrip('-')}"
+        flag = f"--{name.lstrip('-').replace('_', '-')}"
+        if flag[2:].replace("-", "_") in AXES:
+            raise ValueError(f"--vary {text}: the axes of the mesh are the planner's own flags: {flag} {values}")
         each: dict[str, tuple[str, ...]] = {"on": (flag,), "off": ()}
         options.append([each.get(value, (flag, value)) for value in values.split(",")])
     for combination in itertools.product(*options):
@@ -248,22 +265,23 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
     """The layouts that fit, a line each, the fastest first; and what became of the others."""
     fits = [e for e in estimates if e.fits(machine)]
     large = [e for e in estimates if not e.fits(machine) and not e.refused]
-    axes = [a for a in AXES if a in ("tp", "pp", "dp") or any(e.sizes[a] > 1 for e in estimates)]
+    axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
+    wide = {a: max(4, len(a) + 1) for a in axes}
     lines = []
     if fits:
-        head = "".join(f"{a:>4}" for a in axes)
+        head = "".join(f"{a:>{wide[a]}}" for a in axes)
         lines.append(
             f"{head} {'GiB':>7} {'step, s':>9} {'compute':>8} {'tp,cp,ep':>8} {'bubble':>8} {'data':>8}  flags"
         )
     for e in fits[:top]:
         parts = "".join(f" {part / e.step:>8.1%}" for part in (e.compute, e.inside, e.bubble, e.data))
-        cells = "".join(f"{e.sizes[a]:>4}" for a in axes)
+        cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
         lines.append(f"{cells} {e.memory / 2**30:>7.1f} {e.step:>9.3f}{parts}  {' '.join(e.arguments)}".rstrip())
     if len(fits) > top:
         lines.append(f".. and {len(fits) - top} slower ones that fit")
     if large:
         least = large[0]
-        what = " ".join([*(f"{a} {least.sizes[a]}" for a in axes), *least.arguments])
+        what = " ".join([*(f"{a} {size}" for a, size in least.sizes.items() if a in axes), *least.arguments])
         needs = f"{least.memory / 2**30:.1f} GiB of {machine.memory / 2**30:.1f}"
         lines.append(f"{len(large)} don't fit; the smallest of them needs at least {needs}: {what}")
     reasons = Counter(e.refused for e in estimates if e.refused)
@@ -290,7 +308,7 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> N
     names = []
     for i, e in enumerate(fits[:5], 1):
         axes.annotate(str(i), (e.memory / 2**30, e.step), xytext=(3, 4), textcoords="offset points", fontsize=8)
-        names.append(f"{i}: {' '.join([*(f'{a}{e.sizes[a]}' for a in AXES if e.sizes[a] > 1), *e.arguments])}")
+        names.append(f"{i}: {' '.join([*(f'{a}{e.sizes[a]}' for a in AXES if e.sizes.get(a, 1) > 1), *e.arguments])}")
     axes.axvline(machine.memory / 2**30, color="#aa3333", linewidth=1)
     axes.set(xlabel="memory of the fullest rank, GiB", ylabel="estimated seconds of a step", ylim=(0, None))
     axes.set_title("\n".join([f"layouts of {machine.world} ranks that fit", *names]), loc="left", fontsize=8)
@@ -314,13 +332,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-bandwidth", type=float, default=300.0, help="GB/s to a rank of the node (300)")
     parser.add_argument("--bandwidth", type=float, default=40.0, help="GB/s to a rank of another node (40)")
     for name in AXES:
-        parser.add_argument(f"--{name}", type=_sizes, metavar="N,N", help="sizes to try; else any, of cp and ep 1")
+        text = {"etp": "sizes to try; else that of tp", "cp_inner": "sizes of sub-groups of cp to try; else none"}
+        flag, other = f"--{name.replace('_', '-')}", "sizes to try; else any, of cp and ep 1"
+        parser.add_argument(flag, type=_sizes, metavar="N,N", help=text.get(name, other))
     parser.add_argument(
         "--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off"
     )
     parser.add_argument("--top", type=int, default=20, help="lines to print (20)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that share the work")
-    parser.add_argument("--out", type=Path, help="draw the layouts that fit, as .png or .svg")
+    parser.add_argument("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     args, args.arguments = parser.parse_known_args(argv)
     return args
 
@@ -335,6 +355,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     machine = Machine(args.world, args.memory * 2**30, args.node, **rates)
     try:
+        if args.out and (args.out.suffix not in PICTURES or not args.out.parent.is_dir()):
+            raise ValueError(f"--out {args.out} is no {' or '.join(PICTURES)} in a folder that is there")
         target(args.target)
         cuts = list(meshes(machine, **{name: getattr(args, name) for name in AXES}))
         if not cuts:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.gpt.plan import build as build_gpt
 from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.dry_run import Work, dry_run
+from mpcore.memory import main as memory_main
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.plan import Estimate, Machine, choices, draw, estimate, main, meshes, plan, table
 
@@ -166,6 +168,8 @@ def test_meshes_are_all_factorisations():
     assert set(found) == every
     assert [m["dp"] for m in meshes(Machine(12), tp=[2, 5], pp=[3], cp=[2])] == [1]
     assert list(meshes(Machine(8), tp=[2], pp=[2], dp=[4])) == []
+    inner = [{**m} for m in meshes(Machine(8), tp=[2], pp=[1], cp=[4], ep=[2, 4], etp=[1, 2], cp_inner=[2, 3])]
+    assert [(m["ep"], m["etp"], m["cp_inner"]) for m in inner] == [(2, 1, 2), (2, 2, 2), (4, 1, 2), (4, 2, 2)]
     assert {m["ep"] for m in meshes(Machine(8), tp=[1], pp=[1], ep=[1, 4, 16])} == {1, 4}
 
 
@@ -205,6 +209,16 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
         (["--world", "4", "--tp", "3"], "no mesh of these sizes has 4 ranks"),
         (["--world", "4", "--refuse"], "no layout fits"),
         (["--world", "4", "--vary", "zero"], "isn't of the form"),
+        (
+            ["--world", "4", "--vary", "ep=1,2"],
+            "--vary ep=1,2: the axes of the mesh are the planner's own flags: --ep 1,2",
+        ),
+        (["--world", "4", "--vary", "cp_inner=2"], "flags: --cp-inner 2"),
+        (
+            ["--world", "4", "--out", "plan.json"],
+            "--out plan.json is no .png or .svg or .pdf in a folder that is there",
+        ),
+        (["--world", "4", "--out", "/nowhere/plan.png"], "in a folder that is there"),
     ],
 )
 def test_where_nothing_fits_it_says_so_and_fails(flags, message, capsys):
@@ -221,3 +235,30 @@ def test_a_function_that_is_not_there_is_named():
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([], Machine(1), tmp_path / "plan.png")
+
+
+MIXTURE = ["--experts", "4", "--top-k", "2", "--layers", "1", "--d-model", "16", "--heads", "4", "--d-ff", "16"]
+MIXTURE += ["--seq-len", "16", "--global-batch", "8", "--micro-batch", "1"]
+
+
+def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
+    """Also of etp and of two levels of cp; a mesh among the run's flags is refused, whichever planner takes it."""
+    flags = [*MIXTURE, "--cp-kind", "two-level"]
+    sizes = {"tp": 2, "cp": 4, "pp": 1, "ep": 2, "dp": 1}
+    command = ["examples.gpt.plan:build", "--world", "8", "--tp", "2", "--cp", "4", "--pp", "1", "--ep", "2"]
+    main([*command, "--etp", "1,2", "--cp-inner", "2", *flags, "--jobs", "1"])
+    head, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert head.split()[:7] == ["tp", "cp", "pp", "ep", "dp", "etp", "cp_inner"]
+    for etp, line in zip((1, 2), sorted(lines, key=lambda line: line.split()[5]), strict=True):
+        found = dry_run(build_gpt, flags, 0, **sizes, etp=etp, cp_inner=2)
+        assert line.split()[:7] == ["2", "4", "1", "2", "1", str(etp), "2"]
+        for axis in ("cp_outer", "cp_inner", "ep"):
+            assert found.ledger.volumes()[axis] > 0
+            assert len(found.ledger.ranks(axis)) == 2, "also where another axis has the same ranks"
+    memory_main([*command[:1], "--tp", "2", "--cp", "4", "--ep", "2", "--cp-inner", "2", *flags])
+    total = dry_run(build_gpt, flags, 0, **sizes, cp_inner=2).total
+    assert f"total        {total / 2**10:>12.3f} KiB" in capsys.readouterr().out
+    for name, size in (("tp", 4), ("cp", 2), ("pp", 2), ("ep", 4), ("dp", 2), ("etp", 1), ("cp_inner", 4)):
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(ValueError, match=f"{flag} {size} among the run's flags, on a mesh that has "):
+            dry_run(build_gpt, [*flags, flag, str(size)], 0, **sizes, cp_inner=2)

@@ -64,6 +64,16 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
 def build(mesh: Mesh, arguments: list[str]) -> Work:
     """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
     args = parse(arguments)
+    levels = mesh.cp.levels
+    there = {name: getattr(mesh, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
+    there["cp_inner"] = None if levels is None else levels[1].size
+    for name, size in there.items():
+        given = getattr(args, name)
+        if given not in (size, parse([]).__dict__[name]):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} {given} among the run's flags, on a mesh that has {size}: the mesh is the planner's"
+            )
     if set(args.offload) != {"none"}:
         raise ValueError(f"--offload {' '.join(args.offload)} is not counted here: what fits without it fits with it")
     if args.compile is not None:

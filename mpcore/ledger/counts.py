@@ -59,13 +59,16 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = {}
         self.weight = 1
-        named = [(name, axis) for name, axis in (mesh.axes | axes).items() if axis.group is not None]
+        levels = {axis.name: axis for axis in mesh.cp.levels or ()}
+        named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
         self.sizes = {name: axis.size for name, axis in named}
         self.by_group: dict[str, str] = {}
         self.by_ranks: dict[tuple[int, ...], str] = {}
+        self.ranks_of: dict[str, tuple[int, ...]] = {}  # two axes may have groups of the same ranks
         for name, axis in named:
+            self.ranks_of[name] = tuple(dist.get_process_group_ranks(axis.group))
             self.by_group.setdefault(axis.group_name, name)
-            self.by_ranks.setdefault(tuple(dist.get_process_group_ranks(axis.group)), name)
+            self.by_ranks.setdefault(self.ranks_of[name], name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -91,6 +94,7 @@ class Ledger(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group))
         unnamed = f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}"
         label = self.by_ranks.setdefault(ranks, unnamed)
+        self.ranks_of.setdefault(label, ranks)
         self.sizes.setdefault(label, len(ranks))
         return label
 
@@ -119,7 +123,7 @@ class Ledger(TorchDispatchMode):
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """The ranks of an axis that was counted, in the order of its group."""
-        return next((ranks for ranks, name in self.by_ranks.items() if name == axis), ())
+        return self.ranks_of.get(axis, ())
 
     def __str__(self) -> str:
         return self.table()
