@@ -63,9 +63,11 @@ def generate(
         for _ in range(new_tokens):
             window = ids[-model.config.seq_len :]
             x = torch.tensor([window], device=mesh.device)
-            # What stands behind the last token can't be seen from it.
-            x = F.pad(x, (0, -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))))
-            (y,) = pipeline.forward([shard_sequence(x, mesh.cp, model.context)])
+            # Attention doesn't see what stands behind the last token; experts must not, for it would take their room.
+            more = -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))
+            batch = {"x": F.pad(x, (0, more)), "mask": F.pad(torch.ones_like(x, dtype=torch.bool), (0, more))}
+            batch = shard_sequence(batch, mesh.cp, model.context)
+            (y,) = pipeline.forward([batch["x"]], mask=batch["mask"])
             logits = _last_logits(y, len(window) - 1, model, mesh)
             ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
+import torch
 
-from mpcore import full_state_dict
+from mpcore import full_state_dict, materialize
+from mpcore.pipeline import Pipeline
 from tests.equality import close
 from tests.examples.test_pretrain import TINY
 from tests.pool import mesh
@@ -125,3 +128,32 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
         assert bool(moved) == (rate > 0)
     with pytest.raises(ValueError, match=r"shared.up.weight: in the checkpoint, but not in the model"):
         trainer("--init-from", begun["sequence"][0], "--shared-experts", "0", "--out", str(tmp_path / "new"))
+
+
+def check_text(sizes: dict, **options) -> torch.Tensor:
+    """The logits of each token of a text."""
+    from examples.gpt import generate as command
+    from examples.gpt.model import GPT, GPTConfig, MoEConfig
+    from examples.gpt.tokenizer import load_tokenizer
+
+    m, seen = mesh(**sizes), []
+    moe = MoEConfig(experts=4, top_k=2, capacity_factor=1.0)
+    config = GPTConfig(layers=2, d_model=16, heads=2, d_ff=16, seq_len=32, init_std=0.5, moe=moe)
+    model = GPT(config, m, device="meta", dtype=torch.float64, **options)
+    materialize(model, 0)
+    pipeline = Pipeline(model, m, 1, lambda y, target: y.sum())
+
+    def draw(logits: torch.Tensor, *_) -> int:
+        seen.append(logits)
+        return 7 * len(seen)
+
+    with mock.patch.object(command, "_draw", draw):
+        command.generate(model, pipeline, m, load_tokenizer("byte"), "def ", new_tokens=16)
+    return torch.stack(seen)
+
+
+def test_pitfall_27_pads_take_no_experts_room_from_a_text(ranks):
+    [want] = ranks(1, check_text, {})
+    for sizes, options in (({"cp": 2}, {}), ({"tp": 2}, {"sequence_parallel": True})):
+        for got in ranks(2, check_text, sizes, **options):
+            close(got, want, str(sizes))
