@@ -21,6 +21,7 @@ weights: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; counts of the whole batc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -147,10 +148,22 @@ class Router(ParallelModule):
         biased = bias_rate > 0 if bias is None else bias
         for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, aux_loss == "global")):
             if there:
-                self.declare(name, (num_experts,), constant(value), **like)
+                wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+                self.declare(name, (num_experts,), constant(value), device=device, dtype=wide)
                 getattr(self, name).requires_grad_(False)
             else:
                 self.register_parameter(name, None)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+        """As torch, but what moves by small steps stays in fp32: in bfloat16 they would be lost."""
+        before = {name: self._parameters[name] for name in ("expert_bias", "fractions")}
+        kept = {name: p.data for name, p in before.items() if p is not None}
+        super()._apply(fn, recurse)
+        for name, data in kept.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != torch.promote_types(parameter.dtype, torch.float32):
+                parameter.data = data.to(parameter.device)
+        return self
 
     def _check(self) -> None:
         E, K = self.num_experts, self.top_k
@@ -354,10 +367,21 @@ def update_routers(model: nn.Module, mesh: Mesh) -> dict[str, RouterStatistics]:
 
     Returns:
         By name of each router what it did since the last call, on the device.
+
+    Raises:
+        ValueError: before anything is sent, naming a trained router that balances by its counts and has none.
     """
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if not routers:
         return {}
+    for name, r in routers.items():
+        by_counts = r.bias_rate > 0 or r.fractions is not None
+        if by_counts and r.tally is None and r.training and r.weight.requires_grad:
+            raise ValueError(
+                f"{name or 'the router'} counted no token since the last update_routers: it ran without gradients, as "
+                f"within torch.utils.checkpoint(use_reentrant=True), or not at all: recompute with mpcore.recompute "
+                f"or use_reentrant=False"
+            )
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tallies = [zero.expand(r.num_experts + _REST) if r.tally is None else r.tally for r in routers.values()]
     total = all_reduce(all_reduce(torch.cat(tallies), mesh.tp), mesh.data)

@@ -305,6 +305,42 @@ def test_pitfall_22_recomputation_changes_no_bit_and_counts_once():
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("balance", [{"bias_rate": 0.1}, {"aux_loss": "global"}])
+def test_pitfall_22_a_router_that_counted_nothing_is_named(balance):
+    moe = build(**balance)
+    x = draw(8, B, T, D).requires_grad_()
+    checkpoint(lambda x: moe(x, loss_scale=0.1), x, use_reentrant=True).sum().backward()
+    model = torch.nn.ModuleDict({"mlp": moe})
+    with pytest.raises(ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.recompute"):
+        update_routers(model, Mesh())
+    moe(x, mask=torch.zeros(B, T, dtype=torch.bool), loss_scale=0.1)
+    assert update_routers(model, Mesh())["mlp.router"].tokens_per_expert.sum() == 0, "padding alone is no mistake"
+    for change in (model.eval, lambda: model.train().requires_grad_(False)):
+        change()
+        with torch.no_grad():
+            moe(x)
+        update_routers(model, Mesh())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16().to("cpu"), torch.nn.Module.half, torch.nn.Module.double],
+    ids=["to", "bfloat16", "half", "double"],
+)
+def test_what_moves_by_small_steps_stays_wide(change):
+    """In bfloat16 a bias of 0.5 takes no step of 0.001 any more, and fractions of a step have three digits."""
+    options = {"aux_loss": "global", "bias_rate": 1e-3}
+    moe = change(ParallelMoE(D, HIDDEN, E, K, dtype=torch.bfloat16, **options))
+    assert {p.dtype for p in (moe.router.expert_bias, moe.router.fractions)} <= {torch.float32, torch.float64}
+    counts = torch.tensor([41.0, 3, 17, 19], dtype=torch.float64)
+    for _ in range(600):
+        moe.router.tally = torch.cat([counts, torch.tensor([40.0, 0, 0, 0, 0], dtype=torch.float64)])
+        update_routers(moe, Mesh())
+        change(moe)
+    close(moe.router.expert_bias.double(), 0.6 * (20 - counts).sign(), "bias", 1e-5)
+    close(moe.router.fractions.double(), counts / 20, "fractions", 1e-6)
+
+
 def test_pitfall_27_evaluation_moves_no_bias_and_counts_nothing():
     moe = build(bias_rate=0.1, aux_loss="global").eval()
     before = {name: p.detach().clone() for name, p in moe.named_parameters()}
