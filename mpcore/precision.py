@@ -17,6 +17,7 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients import gradient_of
 from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.layers.moe import GroupedLinear
 from mpcore.mesh import Mesh
 from mpcore.sharding import local_tensor
 
@@ -124,7 +125,8 @@ def convert_to_fp8(model: nn.Module, skip: Iterable[str] = ("*head",)) -> nn.Mod
         The model.
 
     Raises:
-        ValueError: if a layer's cut over tp isn't at multiples of 128, or all linear layers are torch's own.
+        ValueError: if a layer's cut over tp isn't at multiples of 128, or all linear layers are torch's own
+            or experts'.
     """
     skip = tuple(skip)
     named = [(name, m) for name, m in model.named_modules() if not any(fnmatchcase(name, p) for p in skip)]
@@ -134,6 +136,12 @@ def convert_to_fp8(model: nn.Module, skip: Iterable[str] = ("*head",)) -> nn.Mod
         raise ValueError(
             f"the model has {len(plain)} nn.Linear, such as {plain[0]!r}, and no parallel linear layer to convert: "
             f"parallelize(model, plan) comes before convert_to_fp8"
+        )
+    grouped = [name for name, m in named if isinstance(m, GroupedLinear)]
+    if grouped and not found:
+        raise ValueError(
+            f"the model has {len(grouped)} grouped linear layers of experts, such as {grouped[0]!r}, which stay in "
+            f"their dtype, and no other linear layer to convert"
         )
     for name, layer in found.items():
         _check_blocks(name, layer)

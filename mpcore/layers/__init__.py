@@ -18,7 +18,7 @@ from mpcore.layers.loss import (
     vocab_parallel_log_prob,
 )
 from mpcore.layers.mlp import ParallelMLP
-from mpcore.layers.moe import ParallelMoE, upcycle
+from mpcore.layers.moe import GroupedLinear, ParallelMoE, upcycle
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
 from mpcore.layers.router import Router, RouterStatistics, update_routers
@@ -27,6 +27,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Dropout",
     "GateUpParallelLinear",
+    "GroupedLinear",
     "LayerNorm",
     "ParallelAttention",
     "ParallelMLP",

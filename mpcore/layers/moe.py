@@ -80,7 +80,10 @@ class GroupedLinear(ParallelModule):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
-        return grouped_linear(cast(x, autocast_dtype(x)), self.weight, counts)
+        dtype = autocast_dtype(x)
+        if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:
+            raise ValueError(f"x is of {x.dtype}, the experts of {self.weight.dtype}: cast one, or use torch.autocast")
+        return grouped_linear(cast(x, dtype), self.weight, counts)
 
     def extra_repr(self) -> str:
         """Global sizes."""
@@ -211,7 +214,9 @@ class ParallelMoE(nn.Module):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] (or [T, B, D]), or this rank's shard of the sequence to the same.
 
-        All ranks of ep and etp bring inputs of one shape.
+        All ranks of ep and etp bring inputs of one shape, and so do those of cp where there is a capacity: a sequence
+        whose length cp doesn't divide is padded, and masked. Only all_to_all without a capacity, and etp 1, takes other
+        numbers of tokens from each rank of ep.
 
         Args:
             samples: [B] global sample index of each row, for jitter in training.
@@ -220,10 +225,19 @@ class ParallelMoE(nn.Module):
             positions: [T] global index of each token of this cp rank's sequence; None: cp ranks hold one run each.
             loss_scale: what the main loss's sum over tokens is multiplied by, a number or [B]: balance losses are
                 scaled alike, and their gradient joins in backward. Needed in training where there are any.
+
+        Raises:
+            ValueError: before anything is sent, if shapes don't fit each other, or the mask isn't of booleans.
         """
         check_last(x, self.dim, "dim")
         if x.dim() != 3:
             raise ValueError(f"x {tuple(x.shape)} is not [B, T, D]")
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"the mask is of {mask.dtype}: give mask.bool(), True for tokens and False for padding")
+        rows = x.shape[1 if self.sequence_dim == 0 else 0]
+        if isinstance(loss_scale, Tensor) and loss_scale.shape not in ((), (1,), (rows,)):
+            shape = tuple(loss_scale.shape)
+            raise ValueError(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
         y = x.transpose(0, 1) if self.sequence_dim == 0 else x
         y = self._routed(y, samples, mask, positions, loss_scale)
         y = y.transpose(0, 1) if self.sequence_dim == 0 else y

@@ -66,7 +66,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: [T] or [B, T] integers.
-            dtype: of the result; angles are computed in fp32, or in fp64 for fp64.
+            dtype: of the result; angles are computed in fp32, or in fp64 for fp64; frequencies are in fp32 for both, as
+                Hugging Face has them, worked out in fp64 and rounded once.
 
         Returns:
             cos, sin: [T, R/2] or [B, T, R/2], R the turning dimensions.

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcore import (
     Axis,
+    GroupedLinear,
     Mesh,
     ParallelMLP,
     ParallelMoE,
+    convert_to_fp8,
     full_state_dict,
     grad_norm,
     load_full_state_dict,
@@ -32,7 +34,7 @@ from mpcore.checkpoint import load, save
 from mpcore.data_parallel import shard_data_parallel, sync_gradients
 from mpcore.layers import moe as moe_module
 from mpcore.layers.router import AUX_LOSSES
-from mpcore.sharding import full_tensor
+from mpcore.sharding import add_partial, cut, full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh
@@ -779,3 +781,71 @@ def test_axes_that_a_user_leaves_out_change_no_gradient_or_are_refused(ranks, si
         assert (("tp", "ep", "etp"), "mesh") in passed
         if "etp" not in sizes:
             assert (("tp", "ep"), "shard") in passed, "etp is tp where it isn't given"
+
+
+class LoRA(torch.nn.Module):
+    """As docs/megatron.md has it: an adapter beside a `GroupedLinear`."""
+
+    def __init__(self, base, m, rank=3):
+        super().__init__()
+        E, inner, outer = base.sizes
+        shard, like = base.shardings["weight"].shards[1], {"ep": m.ep, "dtype": torch.float64}
+        column = shard.dim == 1
+        self.base = base.requires_grad_(False)
+        self.A = GroupedLinear(E, inner, rank, shard=cut(rank, Axis(), 1) if column else shard, **like)
+        self.B = GroupedLinear(E, rank, outer, shard=shard if column else cut(outer, Axis(), 1), **like)
+        add_partial(self.A if column else self.B, "weight", m.etp)
+
+    def forward(self, x, counts):
+        return self.base(x, counts) + self.B(self.A(x, counts), counts)
+
+
+def check_lora(sizes):
+    gradients, state = [], None
+    for m in (Mesh(), mesh(**sizes)):
+        axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
+        moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64, **axes)
+        moe.experts.gate_up, moe.experts.down = LoRA(moe.experts.gate_up, m), LoRA(moe.experts.down, m)
+        state = {n: draw(len(n), *s.shape) for n, s in shardings(moe).items()} if state is None else state
+        load_full_state_dict(moe, state)
+        shard_data_parallel(moe, m, zero=0)
+        x, dy = (c._split(full, m.dp, 0) for full in (inputs("plain")[0], draw(9, B, T, D)))
+        (moe(x) * dy).sum().backward()
+        reduce_gradients(moe)
+        gradients.append(full_gradients(moe))
+    assert len(gradients[0]) == 5
+    for name, want in gradients[0].items():
+        close(gradients[1][name], want, name)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "etp": 1}, {"dp": 2, "ep": 2}], ids=str)
+def test_adapters_of_experts_as_the_docs_have_them(ranks, sizes):
+    ranks(2, check_lora, sizes)
+
+
+def check_refusals():
+    """Before anything is sent: this rank calls alone."""
+    m = mesh(tp=2)
+    if m.tp.rank:
+        return
+    moe = ParallelMoE(D, HIDDEN, E, K, tp=m.tp, capacity_factor=1.0, aux_loss="sequence", dtype=torch.float64)
+    x = draw(8, B, T, D)
+    for mask in (torch.ones(B, T), torch.ones(B, T).long()):
+        with pytest.raises(ValueError, match=rf"the mask is of {mask.dtype}: give mask.bool\(\)"):
+            moe(x, mask=mask, loss_scale=0.1)
+    with pytest.raises(ValueError, match=r"loss_scale has shape \(3,\), the batch 4 rows"):
+        moe(x, loss_scale=torch.ones(3))
+    moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64)
+    for other in (x.float(), x.bfloat16()):
+        with pytest.raises(ValueError, match=rf"x is of {other.dtype}, the experts of torch.float64"):
+            moe(other)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks):
+    ranks(2, check_refusals)
+
+
+def test_a_model_of_experts_alone_has_nothing_for_eight_bits():
+    with pytest.raises(ValueError, match=r"2 grouped linear layers of experts, such as 'experts.gate_up'"):
+        convert_to_fp8(ParallelMoE(D, HIDDEN, E, K))
+    assert convert_to_fp8(ParallelMoE(128, 128, E, K, shared_experts=1)).shared.up.fp8

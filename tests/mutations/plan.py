@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation(
         "gradients' sums are waited for in each micro-batch",
         "mpcore/plan.py",
-        'INSIDE = ("tp", "cp", "ep", "etp")',
+        'INSIDE = ("tp", "cp", "cp_outer", "cp_inner", "ep", "etp")',
         'INSIDE = ("tp", "cp", "ep", "etp", "dp", "data")',
         PLAN,
     ),
