@@ -31,14 +31,8 @@ from mpcore.pipeline.prove import Times, prove
 
 AXES = ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")  # the last two where they are given
 PICTURES = (".png", ".svg", ".pdf")
-INSIDE = (
-    "tp",
-    "cp",
-    "cp_outer",
-    "cp_inner",
-    "ep",
-    "etp",
-)  # what a micro-batch waits for; the other axes carry gradients and parameters
+# What a micro-batch waits for; the other axes carry gradients and parameters.
+INSIDE = ("tp", "cp", "cp_outer", "cp_inner", "ep", "etp")
 
 
 @dataclass(frozen=True)
