@@ -46,7 +46,7 @@ def generate(
         model: this rank's stage, in eval mode for the call.
         pipeline: what runs the stages.
         mesh: the mesh they lie on.
-        tokenizer: the one that the model was trained with.
+        tokenizer: the one that the model was trained with; an id that it doesn't have is not drawn.
         prompt: its beginning; an empty one begins a new document.
         new_tokens: how many tokens to add at the most; the end of a document ends the text.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -67,7 +67,8 @@ def generate(
             x = F.pad(x, (0, -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))))
             (y,) = pipeline.forward([shard_sequence(x, mesh.cp, model.context)])
             logits = _last_logits(y, len(window) - 1, model, mesh)
-            ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
+            logits = pipeline.from_last(logits)[: tokenizer.vocab_size]  # a padded table has more rows than tokens
+            ids.append(_draw(logits.cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:
                 break
     model.train(training)

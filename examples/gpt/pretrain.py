@@ -588,17 +588,27 @@ class Trainer:
                 self._try(lambda done=done: self.save(done))
             self.beat()
         bar.close()
-        self.set_training(False)
-        with self.eager():
-            text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
-        self.set_training(True)
         if lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(self.pipeline.plan, self.spans, out))
         if lead:
             self.write("loss.png", lambda: plot_losses(records, out / "loss.png"))
+        text = self.sample_text()
         if self.shows:
             written = sorted(str(p) for p in out.iterdir() if p.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
+
+    def sample_text(self) -> str:
+        """A sample for people; a tokenizer that fails at it, on all ranks alike, ends no run that is done."""
+        self.set_training(False)
+        try:
+            with self.eager():
+                return generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=self.args.seed)
+        except RuntimeError:  # of this rank alone, as may be: the others wait for it
+            raise
+        except Exception as error:  # the tokenizers' library has no narrower class
+            return f"none: {error}"
+        finally:
+            self.set_training(True)
 
     def finish(self, step: int) -> None:
         """Save and leave."""

@@ -358,6 +358,39 @@ def test_every_layout_writes_the_same_text(ranks):
         assert ranks(4, check_generation, sizes, flags) == [want] * 4
 
 
+def check_padded_vocabulary(sizes: dict) -> str:
+    """Half of the table's rows are of no byte, and as likely as the others."""
+    from dataclasses import replace
+
+    from examples.gpt.generate import generate
+    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.tokenizer import ByteTokenizer
+    from mpcore import materialize
+    from mpcore.pipeline import Pipeline
+
+    on = mesh(**sizes)
+    model = GPT(replace(GPTConfig(), vocab_size=515, layers=1, d_model=16), on, device="meta")
+    materialize(model, 1)
+    return generate(model, Pipeline(model, on, 1, lambda y, t: y.sum()), on, ByteTokenizer(), "a", new_tokens=40)
+
+
+def test_no_id_is_drawn_that_the_tokenizer_has_not(ranks):
+    (want,) = ranks(1, check_padded_vocabulary, {})
+    assert ranks(2, check_padded_vocabulary, {"tp": 2}) == [want] * 2
+
+
+def test_a_sample_that_fails_ends_no_run_that_is_done(tmp_path, monkeypatch, capsys):
+    def failing(*_, **options) -> str:
+        raise Exception("token id 315 is outside the vocabulary of 300")
+
+    monkeypatch.setattr("examples.gpt.pretrain.generate", failing)
+    data = write_corpus(tmp_path / "corpus", list(range(100)))
+    out = tmp_path / "out"
+    trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).run()
+    assert "--- a sample\nnone: token id 315 is outside the vocabulary of 300\n" in capsys.readouterr().out
+    assert (out / "loss.png").is_file()
+
+
 def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
