@@ -137,7 +137,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=["none"],
         help="what lies in the host's memory until it is needed; several may be given (default none)",
     )
-    add("--seed", type=int, default=0, help="of weights, dropout and the order of the data (default 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of weights, dropout and the order of the data, not of what is held out (default 0)",
+    )
     add(
         "--dtype",
         choices=DTYPES,
