@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from examples.gpt.hf import (
-    FOLDER,
     Carried,
     carried_by_checkpoint,
     carried_by_hf,
     open_checkpoint,
     read_config,
     read_json,
+    tokenizer_of_checkpoint,
+    tokenizer_of_hf,
 )
 from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
-from mpcore.checkpoint.folders import resolve
 from mpcore.layers.context import KINDS, check_heads, check_kind
 from mpcore.layers.moe import DISPATCHES
 from mpcore.layers.router import AUX_LOSSES
@@ -205,11 +205,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The one that is named, or that of the model to begin with, or bytes."""
-    own = None
-    if args.init_from_hf or args.init_from:
-        own = Path(args.init_from_hf or resolve(args.init_from) / FOLDER) / "tokenizer.json"
-    return load_tokenizer(args.tokenizer or (own if own is not None and own.is_file() else "byte"))
+    """The one that is named, or that of the model to begin with, or bytes.
+
+    Raises:
+        ValueError: if it can't be read, or the model to begin with has none and may be one of more than bytes.
+    """
+    if args.tokenizer is None and args.init_from_hf:
+        return load_tokenizer(tokenizer_of_hf(args.init_from_hf))
+    if args.tokenizer is None and args.init_from:
+        return load_tokenizer(tokenizer_of_checkpoint(args.init_from))
+    return load_tokenizer(args.tokenizer or "byte")
 
 
 def find_carried(args: argparse.Namespace) -> Carried:

@@ -9,18 +9,16 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.hf import FOLDER, carried_by_checkpoint, open_checkpoint
+from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
-from mpcore.checkpoint.folders import resolve
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
 from mpcore.data_parallel import gathered
@@ -108,14 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 <= args.temperature < math.inf:
             raise ValueError(f"--temperature {args.temperature} is no number from 0")
         manifest, _, config = open_checkpoint(args.checkpoint)
-        own = Path(resolve(args.checkpoint)) / FOLDER / "tokenizer.json"
-        carried = "tokenizer.json" in carried_by_checkpoint(args.checkpoint).files
-        tokenizer = load_tokenizer(args.tokenizer or (own if carried else "byte"))
-        if not (args.tokenizer or carried) and config.vocab_size != tokenizer.vocab_size:
-            raise ValueError(
-                f"{args.checkpoint} carries no tokenizer, and its vocabulary of {config.vocab_size} is not the "
-                f"{tokenizer.vocab_size} of bytes: --tokenizer says which it was trained with"
-            )
+        tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint))
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
         dtype = DTYPES[manifest.tensors["model/norm.weight"].dtype]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.tokenizer import ByteTokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
@@ -874,6 +875,40 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
     """
     found = inspect(path).extra.get(FOLDER, {})
     return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
+
+
+def tokenizer_of_hf(folder: str | os.PathLike[str]) -> Path:
+    """The tokenizer.json of a folder of theirs.
+
+    Raises:
+        ValueError: if it has none, or is none of theirs, naming what it has.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        read_json(path.with_name("config.json"))
+        there = ", ".join(sorted(other.name for other in path.parent.iterdir()))
+        raise ValueError(
+            f"{folder} has no tokenizer.json, but {there}: --tokenizer says which its model was trained with, a "
+            f"tokenizer.json or byte"
+        )
+    return path
+
+
+def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
+    """The tokenizer.json that goes along with a checkpoint of ours, or "byte".
+
+    Raises:
+        ValueError: if the checkpoint can't be read, or has none and a vocabulary that is not that of bytes.
+    """
+    if "tokenizer.json" in carried_by_checkpoint(path).files:
+        return resolve(path) / FOLDER / "tokenizer.json"
+    vocab_size = open_checkpoint(path)[2].vocab_size
+    if vocab_size != ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{path} carries no tokenizer, and its vocabulary of {vocab_size} is not the {ByteTokenizer.vocab_size} of "
+            f"bytes: --tokenizer says which it was trained with"
+        )
+    return "byte"
 
 
 def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:

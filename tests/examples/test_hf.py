@@ -615,7 +615,7 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
-    t = trainer("--init-from-hf", folder, "--out", out, "--lr", "1e-3", *flags, **sizes)
+    t = trainer("--init-from-hf", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
     losses = [t.step(i)["loss"] for i in range(2)]
     if not sizes:
@@ -625,9 +625,10 @@ def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tupl
 
 def check_training_refused(folder: str, out: str) -> None:
     for flags, message in (
-        (["--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
-        (["--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
+        (["--tokenizer", "byte", "--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
+        (["--tokenizer", "byte", "--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
         (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
+        ([], r"hf has no tokenizer.json, but config.json, generation_config.json, model.safetensors: --tokenizer says"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer("--init-from-hf", folder, "--out", out, *flags, tp=2)
@@ -661,6 +662,8 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     sample_of = ["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "5"]
     assert generate_main([*sample_of, "--tokenizer", "byte"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+    with pytest.raises(ValueError, match=r"carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes"):
+        trainer("--init-from", str(step), "--out", out)
     assert generate_main(sample_of) == 2
     assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
     assert generate_main([*sample_of, "--temperature", "-1"]) == 2
