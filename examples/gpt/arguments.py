@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from examples.gpt.hf import (
+    LENGTH,
     Carried,
     carried_by_checkpoint,
     carried_by_hf,
@@ -107,6 +108,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library)",
     )
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
+    add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, help="of the whole run (default 200)")
@@ -210,24 +212,34 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     Raises:
         ValueError: if it can't be read, or the model to begin with has none and may be one of more than bytes.
     """
-    if args.tokenizer is None and args.init_from_hf:
-        return load_tokenizer(tokenizer_of_hf(args.init_from_hf))
-    if args.tokenizer is None and args.init_from:
-        return load_tokenizer(tokenizer_of_checkpoint(args.init_from))
-    return load_tokenizer(args.tokenizer or "byte")
+    named = args.tokenizer
+    if named is None and args.init_from_hf:
+        named = tokenizer_of_hf(args.init_from_hf)
+    elif named is None and args.init_from:
+        named = tokenizer_of_checkpoint(args.init_from)
+    return load_tokenizer(named or "byte", args.end_of_document)
 
 
-def find_carried(args: argparse.Namespace) -> Carried:
-    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's."""
-    carried = Carried()
+def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
+    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's.
+
+    Else it is the tokenizer and what ends a document; and the length of the model to begin with, where it is larger.
+    """
+    carried, config = Carried(), None
     if args.init_from_hf:
         folder = Path(args.init_from_hf)
-        carried = carried_by_hf(folder, read_json(folder / "config.json"))
+        carried, config = carried_by_hf(folder, read_json(folder / "config.json")), read_config(folder)
     elif args.init_from:
-        carried = carried_by_checkpoint(args.init_from)
-    if args.tokenizer is None:
-        return carried
-    return carried.with_tokenizer(None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes())
+        carried, config = carried_by_checkpoint(args.init_from), open_checkpoint(args.init_from)[2]
+    length = max(config.seq_len, carried.config.get(LENGTH, 0)) if config is not None else 0
+    if args.tokenizer is not None:
+        content = None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes()
+        carried = carried.with_tokenizer(content, tokenizer)
+    elif not args.init_from_hf:
+        carried = carried.with_tokenizer(carried.files.get("tokenizer.json"), tokenizer)
+    if config is not None and length > (args.seq_len or config.seq_len):
+        carried = dataclasses.replace(carried, config={**carried.config, LENGTH: length})
+    return carried
 
 
 def inner_size(args: argparse.Namespace) -> int | None:

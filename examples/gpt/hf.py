@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
-from examples.gpt.tokenizer import ByteTokenizer
+from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
@@ -60,6 +60,7 @@ CARRIED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 FOLDER = "hugging_face"  # of a checkpoint: what is carried along
+LENGTH = "max_position_embeddings"
 
 # --- configs ------------------------------------------------------------------------------------------------------
 
@@ -756,6 +757,8 @@ def export_hf(
             **config_to_hf(config),
             "torch_dtype": str(written).removeprefix("torch."),
         }
+        if LENGTH in carried.config:
+            values[LENGTH] = max(values[LENGTH], carried.config[LENGTH])
         _write_json(new / "config.json", values)
         for name, data in (carried.files if tokenizer is None else _read_files(Path(tokenizer))).items():
             write_beside(new / name, data)
@@ -837,7 +840,7 @@ class Carried:
     """What goes along with a model besides its weights.
 
     Attributes:
-        config: the token ids of its config.json.
+        config: the token ids of its config.json, and the length where that is larger than the run's.
         files: by name, the tokenizer's and the like.
     """
 
@@ -855,11 +858,21 @@ class Carried:
         """The files by their path in a checkpoint."""
         return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
 
-    def with_tokenizer(self, content: bytes | None) -> Carried:
-        """This, where the tokenizer is its own one; else the other alone, or for None (bytes) nothing."""
-        if content is not None and content == self.files.get("tokenizer.json"):
+    def with_tokenizer(self, content: bytes | None, tokenizer: Tokenizer) -> Carried:
+        """This, where the tokenizer is its own one; else the other alone, or for None (bytes) nothing.
+
+        Either says what ends a document: without it their families have one of their own, at which nothing stops.
+        """
+        own = content == self.files.get("tokenizer.json")
+        if own and "eos_token_id" in self.config:
             return self
-        return Carried(files={} if content is None else {"tokenizer.json": content})
+        ids = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}
+        if own:
+            return dataclasses.replace(self, config=ids | self.config)
+        if content is None or not isinstance(tokenizer, JsonTokenizer):
+            return Carried(ids)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_of_document_name}
+        return Carried(ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()})
 
 
 def carried_by_hf(folder: Path, values: Mapping[str, Any]) -> Carried:

@@ -89,7 +89,8 @@ class Trainer:
         check_same("code", code_versions(Path(__file__).parent))
         error = None
         try:
-            self.tokenizer, self.carried = find_tokenizer(args), find_carried(args)
+            self.tokenizer = find_tokenizer(args)
+            self.carried = find_carried(args, self.tokenizer)
             prefix = args.data or default_corpus(tokenizer=self.tokenizer)
             refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
             if refused is not None:

@@ -704,14 +704,17 @@ def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_
     ranks(1, check_carried, str(folder), data, str(out))
     steps = [step_path(out / "checkpoints", i + 1) for i in range(4)]
     files = ["generation_config.json", "tokenizer.json"]
-    for i, (step, carried) in enumerate(zip(steps, (files, files, files[1:], []), strict=True)):
+    for i, (step, carried) in enumerate(
+        zip(steps, (files, files, [*files[1:], "tokenizer_config.json"], []), strict=True)
+    ):
         back = export_hf(step, tmp_path / f"back{i}")
         assert sorted({p.name for p in back.iterdir()} - {"config.json", "model.safetensors"}) == carried
-        for name in carried:
+        for name in carried[:2] if i < 2 else carried[:1]:
             source = folder / name if i < 2 else tmp_path / "other.json"
             assert (back / name).read_bytes() == source.read_bytes()
         ids = json.loads((back / "config.json").read_text())
-        assert (ids.get("bos_token_id"), ids.get("eos_token_id")) == ((3, [5, 7]) if i < 2 else (None, None))
+        assert (ids["bos_token_id"], ids["eos_token_id"]) == ((3, [5, 7]), (3, [5, 7]), (None, 0), (None, 256))[i]
+        assert ids["max_position_embeddings"] == 64, "the run's 8 tokens are no limit of the model"
         sampled = generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "3"])
         assert sampled == (0 if carried else 2)
         assert capsys.readouterr().out.startswith("def " if carried else "")
@@ -719,3 +722,37 @@ def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_
     at.write_bytes(at.read_bytes() + b" ")
     assert generate_main(["--checkpoint", str(steps[0])]) == 2
     assert "tokenizer.json is damaged: its CRC-32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["byte", "json", "json of another name"])
+@torch.no_grad()
+def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, capsys, kind):
+    """With nothing but what the folder says: models of no import had ids 1 and 2 of their family."""
+    from transformers import AutoTokenizer
+
+    text = "".join(f"def f{i}(): return {i * i}\n" for i in range(200))
+    (tmp_path / "text").write_text(text)
+    file = tmp_path / "tokenizer.json"
+    trained = train_tokenizer([text], 290, file)
+    named, flags, name = str(file) if kind != "byte" else "byte", [], "<|endoftext|>"
+    if kind == "json of another name":
+        name, flags = "<stop>", ["--end-of-document", "<stop>"]
+        file.write_text(file.read_text().replace("<|endoftext|>", name))
+    prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=(flags or [None])[-1])
+    flags += ["--tokenizer", named]
+    t = trainer("--data", str(tmp_path / "corpus"), *flags, "--out", str(tmp_path / "out"))
+    end = t.tokenizer.end_of_document
+    for parameter in t.model.parameters():
+        parameter.zero_()
+    stage = t.stages[0]
+    for parameter in (stage.embedding.weight, stage.norm.weight, stage.head.weight[end]):
+        parameter.fill_(1.0)  # whatever there is, a document ends
+    t.save(1)
+    back = export_hf(step_path(t.checkpoints, 1), tmp_path / "back")
+    assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
+    assert generate_main(["--checkpoint", str(t.checkpoints / "step-00000001"), "--prompt", "d", *flags]) == 0
+    assert capsys.readouterr().out == "d\n"
+    if kind != "byte":
+        tokenizer = AutoTokenizer.from_pretrained(back)
+        assert (tokenizer.eos_token, tokenizer.eos_token_id) == (name, end)
+        assert tokenizer("def f(1)")["input_ids"] == trained.encode("def f(1)").tolist()
