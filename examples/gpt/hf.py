@@ -697,12 +697,13 @@ def export_hf(
         path: the checkpoint, checked as it is read; of training or of `import_hf`.
         folder: what to make.
         dtype: of the tensors written; None: as they are.
-        tokenizer: a folder whose tokenizer files go along; None: those that came with an import.
+        tokenizer: a folder whose tokenizer files go along, or a tokenizer.json; None: those that came with an import.
         shard_bytes: of a file, unless one tensor is larger; an index is written where there are several.
 
     Raises:
-        ValueError: if the checkpoint is damaged or no family of theirs is such a model, be it for a router's bias, or
-            `folder` is there and holds something. OSError if it can't be written. Nothing partial is left.
+        ValueError: if the checkpoint is damaged, `tokenizer` has no such file, no family of theirs is such a model, be
+            it for a router's bias, or `folder` is there and holds something. OSError if it can't be written. Nothing
+            partial is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path)
@@ -725,6 +726,7 @@ def export_hf(
         if name.endswith(_BIAS):
             _check_bias(name, manifest.tensors[f"model/{name}"], files)
     carried = carried_by_checkpoint(path)
+    beside = carried.files if tokenizer is None else _tokenizer_files(Path(tokenizer))
     new = temporary(folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -760,7 +762,7 @@ def export_hf(
         if LENGTH in carried.config:
             values[LENGTH] = max(values[LENGTH], carried.config[LENGTH])
         _write_json(new / "config.json", values)
-        for name, data in (carried.files if tokenizer is None else _read_files(Path(tokenizer))).items():
+        for name, data in beside.items():
             write_beside(new / name, data)
         sync_folder(new)
         if folder.exists():
@@ -940,6 +942,14 @@ def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str
     return found
 
 
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Those of a folder, or a file as tokenizer.json."""
+    found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
+    if not found:
+        raise ValueError(f"{path} is no tokenizer.json, and no folder with one of {', '.join(CARRIED)}")
+    return found
+
+
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     with open(path, "w") as file:
         json.dump(values, file, indent=2)
@@ -962,7 +972,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
     convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
     convert.add_argument("--force", action="store_true", help="with --to: replace the checkpoint that is there")
-    convert.add_argument("--tokenizer", metavar="DIR", help="with --to-hf: whose tokenizer files go along")
+    convert.add_argument(
+        "--tokenizer", metavar="PATH", help="with --to-hf: a tokenizer.json, or a folder whose tokenizer files go along"
+    )
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: as it is)")
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype) if args.dtype else None
