@@ -137,7 +137,7 @@ class Trainer:
         if args.init_from_hf:
             load_hf(args.init_from_hf, model, mesh)
         if args.init_from:
-            load(args.init_from, model, mesh=mesh)
+            load(args.init_from, model, mesh=mesh, cast=True)  # of an import, which may be in half precision
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]

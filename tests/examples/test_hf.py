@@ -680,6 +680,26 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     assert "is no complete checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_training_begins_with_an_import_in_half_precision(tmp_path, dtype):
+    """`--init-from` makes the run's float32 of it, as `--init-from-hf` does, to the bit."""
+    config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
+    step = save(tmp_path / "step", build(config).to(dtype), mesh=Mesh(), step=0, config={"model": asdict(config)})
+    back, data = export_hf(step, tmp_path / "hf"), str(tmp_path / "corpus")
+    (tmp_path / "text").write_text("def f(): return 1\n" * 99)
+    prepare([tmp_path / "text"], data)
+    flags = ["--data", data, "--tokenizer", "byte", "--out", str(tmp_path / "out")]
+    cast, want = (
+        trainer(*flags, *begin).model for begin in (["--init-from", str(step)], ["--init-from-hf", str(back)])
+    )
+    for p, q in zip(cast.parameters(), want.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, q)
+    assert torch.equal(cast.head.weight.to(dtype).float(), cast.head.weight)
+    with pytest.raises(ValueError, match=r"model/embedding.weight: expected dtype F32, found B?F16 in model-00000"):
+        load(step, cast, mesh=Mesh())
+
+
 def check_carried(folder: str, data: str, out: str) -> None:
     """Saves 1 from their folder, in the background; 2 from that; 3 and 4 with another tokenizer."""
     step = step_path(Path(out) / "checkpoints", 1)
