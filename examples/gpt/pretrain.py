@@ -134,10 +134,6 @@ class Trainer:
         if args.compile is not None:
             compile_blocks(layers, args.compile)
         self.model: nn.Module = model
-        if args.init_from_hf:
-            load_hf(args.init_from_hf, model, mesh)
-        if args.init_from:
-            load(args.init_from, model, mesh=mesh, cast=True)  # of an import, which may be in half precision
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
@@ -160,7 +156,11 @@ class Trainer:
         self.stragglers = Stragglers(mesh)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
         self.parameters_elsewhere: ParameterOffload | None = None
-        self.resume()
+        if not self.resume():
+            if args.init_from_hf:
+                load_hf(args.init_from_hf, model, mesh)
+            if args.init_from:
+                load(args.init_from, model, mesh=mesh, cast=True)  # of an import, which may be in half precision
         if self.merges is not None:
             self.merges.begin()
         if "parameters" in args.offload:
@@ -293,9 +293,12 @@ class Trainer:
         found = differing(saved, self.about() | {"seed": self.args.seed})
         if not found:
             return None
+        begun = ""
+        if not (self.args.init_from_hf or self.args.init_from) and saved["model"] != self.about()["model"]:
+            begun = " If it began with --init-from-hf or --init-from, give that again: the shape comes from there."
         return ValueError(
-            f"{path} is of another run: {'; '.join(found)}. --init-from {path} with another --out begins a new one "
-            f"from its weights"
+            f"{path} is of another run: {'; '.join(found)}.{begun} --init-from {path} with another --out begins a new "
+            f"one from its weights"
         )
 
     def left_behind(self, path: Path, newest: Path | None) -> ValueError | None:
@@ -339,8 +342,8 @@ class Trainer:
                 f"saved {saving.path.name}: {saving.bytes / 1e6:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)"
             )
 
-    def resume(self) -> None:
-        """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged.
+    def resume(self) -> bool:
+        """Go on from the checkpoint that `--resume` asks for, if there is one; auto passes over those that are damaged.
 
         Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges;
         one that has none there takes worker 0's.
@@ -351,7 +354,7 @@ class Trainer:
             own = self.common(self.own_checkpoints())
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
-            return
+            return False
         found = self.own_checkpoints() if resume == "auto" else [Path(resume)]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
@@ -380,7 +383,7 @@ class Trainer:
             raise_together(error)
             if found and self.lead:
                 print(f"{found[0]} is passed over: the workers have none in common", file=sys.stderr, flush=True)
-            return
+            return False
         if self.merges is None:
             for slots in self.optimizer.state.values():  # of a run with workers
                 for slot in OUTER_SLOTS:
@@ -397,6 +400,7 @@ class Trainer:
             worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
             other = f" of {path}" if path is not None and self.out not in path.parents else ""
             print(f"{worker}resumed after step {manifest.step}, from sample {manifest.sample}{other}", flush=True)
+        return True
 
     def own_checkpoints(self) -> list[Path]:
         """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""

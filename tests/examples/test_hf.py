@@ -700,6 +700,29 @@ def test_training_begins_with_an_import_in_half_precision(tmp_path, dtype):
         load(step, cast, mesh=Mesh())
 
 
+def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_path):
+    """They would be read over; without the flag the refusal says that it is missing."""
+    config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, d_ff=28)
+    first = save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
+    folder, data = export_hf(first, tmp_path / "hf"), str(tmp_path / "corpus")
+    (tmp_path / "text").write_text("def f(): return 1\n" * 99)
+    prepare([tmp_path / "text"], data)
+    flags = ["--data", data, "--tokenizer", "byte", "--seq-len", "8"]
+    for begin, files in ((["--init-from-hf", str(folder)], folder), (["--init-from", str(first)], first)):
+        here = [*flags, "--out", str(tmp_path / "out" / files.name)]
+        begun = Trainer(parse([*here, *begin]), mesh())
+        begun.step(0)
+        begun.save(1)
+        (weights,) = files.glob("*.safetensors")
+        weights.write_bytes(bytes(weights.stat().st_size))
+        went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
+        assert went_on.first_step == 1
+        for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+        with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from-hf or --init-from, give tha"):
+            Trainer(parse([*here, "--resume", "auto"]), mesh())
+
+
 def check_carried(folder: str, data: str, out: str) -> None:
     """Saves 1 from their folder, in the background; 2 from that; 3 and 4 with another tokenizer."""
     step = step_path(Path(out) / "checkpoints", 1)
