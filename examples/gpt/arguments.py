@@ -185,7 +185,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--init-from-hf",
         metavar="DIR",
-        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json",
+        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json; "
+        "without --seq-len, samples are as long as its max_position_embeddings",
     )
     add(
         "--init-from",

@@ -143,6 +143,8 @@ def _open(path: str, prefix: str) -> BinaryIO:
         hint = ""
         if prefix.endswith((".bin", ".idx")):
             hint = f"; pass the path without its ending: {prefix[:-4]}"
+        elif os.path.exists(prefix):
+            hint = f"; of text, python -m examples.gpt.prepare --input {prefix} --out PREFIX makes a corpus"
         raise ValueError(f"{path}: cannot be read: {error.strerror}{hint}") from error
 
 

@@ -99,13 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
     parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
     parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
-    parser.add_argument("--new-tokens", type=int, default=120)
+    parser.add_argument("--new-tokens", type=int, default=120, help="at the most (default 120)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
         if not 0 <= args.temperature < math.inf:
             raise ValueError(f"--temperature {args.temperature} is no number from 0")
+        if args.new_tokens < 0:
+            raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
         manifest, _, config = open_checkpoint(args.checkpoint)
         tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
         if tokenizer.vocab_size > config.vocab_size:

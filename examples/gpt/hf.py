@@ -101,7 +101,10 @@ class _Fields:
         """A field, or its default; without one it must be there."""
         if name not in self.left and not default:
             raise ValueError(f"{self.where} has no {name}")
-        return self.left.pop(name, *default)
+        found = self.left.pop(name, *default)
+        if isinstance(found, str) and default and isinstance(default[0], (int, float)):
+            raise ValueError(f"{self.where} has {name} {found!r}: it must be a number, not text")
+        return found
 
     def expect(self, name: str, wanted: Any) -> None:
         """Refuse any other value than the one that this model has."""

@@ -96,6 +96,8 @@ class Trainer:
             if refused is not None:
                 raise refused
             data = IndexedDataset(prefix)
+            if not len(data):
+                raise ValueError(f"{prefix}.idx has no document: there is nothing to train on")
             files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)

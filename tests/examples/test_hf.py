@@ -238,6 +238,8 @@ REFUSED = [
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
+    ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6': it must be a number, not text"),
+    ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0': it must be a number"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, r"rope_type 'longrope' is unknown"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
@@ -266,6 +268,11 @@ REFUSED = [
 def test_what_would_be_a_silently_different_model_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(values)
+
+
+def test_an_epsilon_of_zero_is_one():
+    config = config_from_hf({**LLAMA, "rms_norm_eps": 0})
+    assert config.eps == config_to_hf(config)["rms_norm_eps"] == GPT(config, device="meta").norm.eps == 0
 
 
 def test_a_model_of_no_family_is_not_exported(tmp_path):
@@ -676,6 +683,8 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
     assert generate_main([*sample_of, "--temperature", "-1"]) == 2
     assert "--temperature -1.0 is no number from 0" in capsys.readouterr().err
+    assert generate_main([*sample_of, "--new-tokens", "-3"]) == 2
+    assert "--new-tokens -3 is smaller than 0" in capsys.readouterr().err
     assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
     assert "is no complete checkpoint" in capsys.readouterr().err
 

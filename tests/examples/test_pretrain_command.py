@@ -165,6 +165,19 @@ def test_a_truncated_corpus_is_refused(ranks, tmp_path):
     )
 
 
+def test_text_and_a_corpus_of_nothing_are_no_corpus(ranks, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    empty, out = write_corpus(tmp_path / "empty", [], documents=0), str(tmp_path / "out")
+    for data, message in (
+        (
+            str(tmp_path / "in.jsonl"),
+            r"jsonl.bin: .*; of text, python -m examples.gpt.prepare --input .*in.jsonl --o",
+        ),
+        (empty, r"empty.idx has no document: there is nothing to train on"),
+    ):
+        ranks(2, check_refused, {"tp": 2}, ["--data", data], message, out, timeout=30)
+
+
 def test_too_little_text_is_refused(ranks, tmp_path):
     data = write_corpus(tmp_path / "corpus", list(range(6)))
     ranks(2, check_refused, {"tp": 2}, ["--data", data], r"holds 6 tokens.*17", str(tmp_path / "out"), timeout=30)
