@@ -279,6 +279,7 @@ class Trainer:
             "model": dataclasses.asdict(self.config),
             "corpus": self.corpus,
             "optimizer": self.args.optimizer,
+            "tokenizer": self.tokenizer.fingerprint,
         }
 
     def other_run(self, path: Path) -> ValueError | None:
@@ -287,7 +288,7 @@ class Trainer:
             manifest = inspect(path)
         except (ValueError, OSError):
             return None
-        saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
+        saved: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint, **manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
         refused = other_dtype(path, manifest, self.args.dtype)
         if refused is not None:

@@ -732,6 +732,28 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
             Trainer(parse([*here, "--resume", "auto"]), mesh())
 
 
+def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
+    """Of one size, and of one corpus; an older checkpoint doesn't say which it had."""
+    corpora = [tmp_path / "ab", tmp_path / "cd"]
+    for path in corpora:
+        path.write_text(f"{path.name} " * 300)
+        train_tokenizer([path.read_text()], 258, f"{path}.json")
+    prepare(corpora, tmp_path / "corpus")
+
+    def run(name: str, *flags: str) -> Trainer:
+        flags = ("--data", str(tmp_path / "corpus"), "--tokenizer", str(tmp_path / name), *flags)
+        return trainer(*flags, "--out", str(tmp_path / "out"))
+
+    run("ab.json").save(1)
+    assert run("ab.json", "--resume", "auto").first_step == 1
+    with pytest.raises(ValueError, match=r"another run: tokenizer is '\w+-0' there, '\w+-0' here\. --init-from"):
+        run("cd.json", "--resume", "auto")
+    older = run("ab.json")
+    older.about = lambda about=older.about: {k: v for k, v in about().items() if k != "tokenizer"}
+    older.save(2)
+    assert run("cd.json", "--resume", "auto").first_step == 2
+
+
 def check_carried(folder: str, data: str, out: str) -> None:
     """Saves 1 from their folder, in the background; 2 from that; 3 and 4 with another tokenizer."""
     step = step_path(Path(out) / "checkpoints", 1)
