@@ -916,12 +916,13 @@ def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
     """The tokenizer.json that goes along with a checkpoint of ours, or "byte".
 
     Raises:
-        ValueError: if the checkpoint can't be read, or has none and a vocabulary that is not that of bytes.
+        ValueError: if the checkpoint can't be read, or has none, nor says that bytes it was, nor has their vocabulary.
     """
     if "tokenizer.json" in carried_by_checkpoint(path).files:
         return resolve(path) / FOLDER / "tokenizer.json"
-    vocab_size = open_checkpoint(path)[2].vocab_size
-    if vocab_size != ByteTokenizer.vocab_size:
+    manifest, _, config = open_checkpoint(path)
+    vocab_size = config.vocab_size
+    if manifest.config.get("tokenizer") != ByteTokenizer.fingerprint and vocab_size != ByteTokenizer.vocab_size:
         raise ValueError(
             f"{path} carries no tokenizer, and its vocabulary of {vocab_size} is not the {ByteTokenizer.vocab_size} of "
             f"bytes: --tokenizer says which it was trained with"
