@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from examples.gpt.hf import (
-    FOLDER,
+    LENGTH,
     Carried,
     carried_by_checkpoint,
     carried_by_hf,
     open_checkpoint,
     read_config,
     read_json,
+    tokenizer_of_checkpoint,
+    tokenizer_of_hf,
 )
 from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
-from mpcore.checkpoint.folders import resolve
 from mpcore.layers.context import KINDS, check_heads, check_kind
 from mpcore.layers.moe import DISPATCHES
 from mpcore.layers.router import AUX_LOSSES
@@ -107,6 +108,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library)",
     )
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
+    add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, help="of the whole run (default 200)")
@@ -137,7 +139,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=["none"],
         help="what lies in the host's memory until it is needed; several may be given (default none)",
     )
-    add("--seed", type=int, default=0, help="of weights, dropout and the order of the data (default 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of weights, dropout and the order of the data, not of what is held out (default 0)",
+    )
     add(
         "--dtype",
         choices=DTYPES,
@@ -178,7 +185,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--init-from-hf",
         metavar="DIR",
-        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json",
+        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json; "
+        "without --seq-len, samples are as long as its max_position_embeddings",
     )
     add(
         "--init-from",
@@ -200,24 +208,39 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The one that is named, or that of the model to begin with, or bytes."""
-    own = None
-    if args.init_from_hf or args.init_from:
-        own = Path(args.init_from_hf or resolve(args.init_from) / FOLDER) / "tokenizer.json"
-    return load_tokenizer(args.tokenizer or (own if own is not None and own.is_file() else "byte"))
+    """The one that is named, or that of the model to begin with, or bytes.
+
+    Raises:
+        ValueError: if it can't be read, or the model to begin with has none and may be one of more than bytes.
+    """
+    named = args.tokenizer
+    if named is None and args.init_from_hf:
+        named = tokenizer_of_hf(args.init_from_hf)
+    elif named is None and args.init_from:
+        named = tokenizer_of_checkpoint(args.init_from)
+    return load_tokenizer(named or "byte", args.end_of_document)
 
 
-def find_carried(args: argparse.Namespace) -> Carried:
-    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's."""
-    carried = Carried()
+def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
+    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's.
+
+    Else it is the tokenizer and what ends a document; and the length of the model to begin with, where it is larger.
+    """
+    carried, config = Carried(), None
     if args.init_from_hf:
         folder = Path(args.init_from_hf)
-        carried = carried_by_hf(folder, read_json(folder / "config.json"))
+        carried, config = carried_by_hf(folder, read_json(folder / "config.json")), read_config(folder)
     elif args.init_from:
-        carried = carried_by_checkpoint(args.init_from)
-    if args.tokenizer is None:
-        return carried
-    return carried.with_tokenizer(None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes())
+        carried, config = carried_by_checkpoint(args.init_from), open_checkpoint(args.init_from)[2]
+    length = max(config.seq_len, carried.config.get(LENGTH, 0)) if config is not None else 0
+    if args.tokenizer is not None:
+        content = None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes()
+        carried = carried.with_tokenizer(content, tokenizer)
+    elif not args.init_from_hf:
+        carried = carried.with_tokenizer(carried.files.get("tokenizer.json"), tokenizer)
+    if config is not None and length > (args.seq_len or config.seq_len):
+        carried = dataclasses.replace(carried, config={**carried.config, LENGTH: length})
+    return carried
 
 
 def inner_size(args: argparse.Namespace) -> int | None:

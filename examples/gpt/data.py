@@ -143,6 +143,8 @@ def _open(path: str, prefix: str) -> BinaryIO:
         hint = ""
         if prefix.endswith((".bin", ".idx")):
             hint = f"; pass the path without its ending: {prefix[:-4]}"
+        elif os.path.exists(prefix):
+            hint = f"; of text, python -m examples.gpt.prepare --input {prefix} --out PREFIX makes a corpus"
         raise ValueError(f"{path}: cannot be read: {error.strerror}{hint}") from error
 
 
@@ -554,6 +556,7 @@ def split_samples(
 ) -> tuple[TokenSamples, TokenSamples | None]:
     """Training and held-out samples, with no token in both: of documents as `split_documents` deals them out.
 
+    The seed draws the order alone: what is held out stays so in a run of another seed that begins with these weights.
     Of a single document the end is held out: a twentieth of it, and one sample at least.
 
     Args:
@@ -565,7 +568,7 @@ def split_samples(
         ValueError: a part that is too short for a sample, by its name.
     """
     parts: list[tuple[Documents, np.ndarray | None]]
-    parts = [(dataset, ids) for ids in split_documents(len(dataset), seed=seed)]
+    parts = [(dataset, ids) for ids in split_documents(len(dataset))]
     if len(dataset) == 1:
         tokens = int(dataset.lengths[0])
         end = max(tokens - max(tokens // 20, seq_len + 1), 0)

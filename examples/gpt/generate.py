@@ -9,18 +9,16 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.hf import FOLDER, carried_by_checkpoint, open_checkpoint
+from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
-from mpcore.checkpoint.folders import resolve
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
 from mpcore.data_parallel import gathered
@@ -46,7 +44,7 @@ def generate(
         model: this rank's stage, in eval mode for the call.
         pipeline: what runs the stages.
         mesh: the mesh they lie on.
-        tokenizer: the one that the model was trained with.
+        tokenizer: the one that the model was trained with; an id that it doesn't have is not drawn.
         prompt: its beginning; an empty one begins a new document.
         new_tokens: how many tokens to add at the most; the end of a document ends the text.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -69,7 +67,8 @@ def generate(
             batch = shard_sequence(batch, mesh.cp, model.context)
             (y,) = pipeline.forward([batch["x"]], mask=batch["mask"])
             logits = _last_logits(y, len(window) - 1, model, mesh)
-            ids.append(_draw(pipeline.from_last(logits).cpu(), temperature, draws))
+            logits = pipeline.from_last(logits)[: tokenizer.vocab_size]  # a padded table has more rows than tokens
+            ids.append(_draw(logits.cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:
                 break
     model.train(training)
@@ -101,22 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
     parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
     parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
-    parser.add_argument("--new-tokens", type=int, default=120)
+    parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
+    parser.add_argument("--new-tokens", type=int, default=120, help="at the most (default 120)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
         if not 0 <= args.temperature < math.inf:
             raise ValueError(f"--temperature {args.temperature} is no number from 0")
+        if args.new_tokens < 0:
+            raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
         manifest, _, config = open_checkpoint(args.checkpoint)
-        own = Path(resolve(args.checkpoint)) / FOLDER / "tokenizer.json"
-        carried = "tokenizer.json" in carried_by_checkpoint(args.checkpoint).files
-        tokenizer = load_tokenizer(args.tokenizer or (own if carried else "byte"))
-        if not (args.tokenizer or carried) and config.vocab_size != tokenizer.vocab_size:
-            raise ValueError(
-                f"{args.checkpoint} carries no tokenizer, and its vocabulary of {config.vocab_size} is not the "
-                f"{tokenizer.vocab_size} of bytes: --tokenizer says which it was trained with"
-            )
+        tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
         dtype = DTYPES[manifest.tensors["model/norm.weight"].dtype]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
@@ -59,6 +60,7 @@ CARRIED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 FOLDER = "hugging_face"  # of a checkpoint: what is carried along
+LENGTH = "max_position_embeddings"
 
 # --- configs ------------------------------------------------------------------------------------------------------
 
@@ -99,7 +101,10 @@ class _Fields:
         """A field, or its default; without one it must be there."""
         if name not in self.left and not default:
             raise ValueError(f"{self.where} has no {name}")
-        return self.left.pop(name, *default)
+        found = self.left.pop(name, *default)
+        if isinstance(found, str) and default and isinstance(default[0], (int, float)):
+            raise ValueError(f"{self.where} has {name} {found!r}: it must be a number, not text")
+        return found
 
     def expect(self, name: str, wanted: Any) -> None:
         """Refuse any other value than the one that this model has."""
@@ -695,12 +700,13 @@ def export_hf(
         path: the checkpoint, checked as it is read; of training or of `import_hf`.
         folder: what to make.
         dtype: of the tensors written; None: as they are.
-        tokenizer: a folder whose tokenizer files go along; None: those that came with an import.
+        tokenizer: a folder whose tokenizer files go along, or a tokenizer.json; None: those that came with an import.
         shard_bytes: of a file, unless one tensor is larger; an index is written where there are several.
 
     Raises:
-        ValueError: if the checkpoint is damaged or no family of theirs is such a model, be it for a router's bias, or
-            `folder` is there and holds something. OSError if it can't be written. Nothing partial is left.
+        ValueError: if the checkpoint is damaged, `tokenizer` has no such file, no family of theirs is such a model, be
+            it for a router's bias, or `folder` is there and holds something. OSError if it can't be written. Nothing
+            partial is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path)
@@ -723,6 +729,7 @@ def export_hf(
         if name.endswith(_BIAS):
             _check_bias(name, manifest.tensors[f"model/{name}"], files)
     carried = carried_by_checkpoint(path)
+    beside = carried.files if tokenizer is None else _tokenizer_files(Path(tokenizer))
     new = temporary(folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -755,8 +762,10 @@ def export_hf(
             **config_to_hf(config),
             "torch_dtype": str(written).removeprefix("torch."),
         }
+        if LENGTH in carried.config:
+            values[LENGTH] = max(values[LENGTH], carried.config[LENGTH])
         _write_json(new / "config.json", values)
-        for name, data in (carried.files if tokenizer is None else _read_files(Path(tokenizer))).items():
+        for name, data in beside.items():
             write_beside(new / name, data)
         sync_folder(new)
         if folder.exists():
@@ -836,7 +845,7 @@ class Carried:
     """What goes along with a model besides its weights.
 
     Attributes:
-        config: the token ids of its config.json.
+        config: the token ids of its config.json, and the length where that is larger than the run's.
         files: by name, the tokenizer's and the like.
     """
 
@@ -854,11 +863,21 @@ class Carried:
         """The files by their path in a checkpoint."""
         return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
 
-    def with_tokenizer(self, content: bytes | None) -> Carried:
-        """This, where the tokenizer is its own one; else the other alone, or for None (bytes) nothing."""
-        if content is not None and content == self.files.get("tokenizer.json"):
+    def with_tokenizer(self, content: bytes | None, tokenizer: Tokenizer) -> Carried:
+        """This, where the tokenizer is its own one; else the other alone, or for None (bytes) nothing.
+
+        Either says what ends a document: without it their families have one of their own, at which nothing stops.
+        """
+        own = content == self.files.get("tokenizer.json")
+        if own and "eos_token_id" in self.config:
             return self
-        return Carried(files={} if content is None else {"tokenizer.json": content})
+        ids = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}
+        if own:
+            return dataclasses.replace(self, config=ids | self.config)
+        if content is None or not isinstance(tokenizer, JsonTokenizer):
+            return Carried(ids)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_of_document_name}
+        return Carried(ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()})
 
 
 def carried_by_hf(folder: Path, values: Mapping[str, Any]) -> Carried:
@@ -876,6 +895,41 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
     return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
 
 
+def tokenizer_of_hf(folder: str | os.PathLike[str]) -> Path:
+    """The tokenizer.json of a folder of theirs.
+
+    Raises:
+        ValueError: if it has none, or is none of theirs, naming what it has.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        read_json(path.with_name("config.json"))
+        there = ", ".join(sorted(other.name for other in path.parent.iterdir()))
+        raise ValueError(
+            f"{folder} has no tokenizer.json, but {there}: --tokenizer says which its model was trained with, a "
+            f"tokenizer.json or byte"
+        )
+    return path
+
+
+def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
+    """The tokenizer.json that goes along with a checkpoint of ours, or "byte".
+
+    Raises:
+        ValueError: if the checkpoint can't be read, or has none, nor says that bytes it was, nor has their vocabulary.
+    """
+    if "tokenizer.json" in carried_by_checkpoint(path).files:
+        return resolve(path) / FOLDER / "tokenizer.json"
+    manifest, _, config = open_checkpoint(path)
+    vocab_size = config.vocab_size
+    if manifest.config.get("tokenizer") != ByteTokenizer.fingerprint and vocab_size != ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{path} carries no tokenizer, and its vocabulary of {vocab_size} is not the {ByteTokenizer.vocab_size} of "
+            f"bytes: --tokenizer says which it was trained with"
+        )
+    return "byte"
+
+
 def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
     """The tokenizer's files, each held against its CRC-32 where there are such."""
     found = {}
@@ -889,6 +943,14 @@ def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str
             raise ValueError(
                 f"{folder / name} is damaged: its CRC-32 is {zlib.crc32(found[name]):08x}, written was {sums.get(name)}"
             )
+    return found
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Those of a folder, or a file as tokenizer.json."""
+    found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
+    if not found:
+        raise ValueError(f"{path} is no tokenizer.json, and no folder with one of {', '.join(CARRIED)}")
     return found
 
 
@@ -914,7 +976,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
     convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
     convert.add_argument("--force", action="store_true", help="with --to: replace the checkpoint that is there")
-    convert.add_argument("--tokenizer", metavar="DIR", help="with --to-hf: whose tokenizer files go along")
+    convert.add_argument(
+        "--tokenizer", metavar="PATH", help="with --to-hf: a tokenizer.json, or a folder whose tokenizer files go along"
+    )
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: as it is)")
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype) if args.dtype else None

@@ -114,7 +114,9 @@ class GPTConfig:
     @property
     def eps(self) -> float:
         """Of all norms."""
-        return self.norm_eps or (1e-6 if self.norm == "rms" else 1e-5)
+        if self.norm_eps is not None:
+            return self.norm_eps
+        return 1e-6 if self.norm == "rms" else 1e-5
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

@@ -1,8 +1,9 @@
 """Turns text into a corpus: `python -m examples.gpt.prepare --input FILE_OR_DIR ... --out PREFIX`.
 
-A plain text file is one document; a `.jsonl` file holds one document a line, under --json-key. Folders are
-walked in sorted order, without hidden entries and links. The output is a pair of files in Megatron's format.
-A training run holds some documents out, and of a single one its end.
+A plain text file is one document; a `.jsonl` or `.ndjson` file holds one document a line, under --json-key.
+Folders are walked in sorted order, without hidden entries and links. The output is a pair of files in Megatron's
+format. Names of special tokens that a text holds are text, split like any other; the end of a document is added,
+a token at its beginning is not. A training run holds some documents out, and of a single one its end.
 """
 
 import argparse
@@ -124,6 +125,11 @@ def prepare(
     return Prepared(documents, tokens, size, reader.skipped, tuple(reader.first), outputs if train else outputs[:2])
 
 
+def _has_lines(path: str) -> bool:
+    """Whether each line of a file is a record."""
+    return path.lower().endswith((".jsonl", ".ndjson"))
+
+
 def _find_sources(paths: Sequence[str], left_out: set[str]) -> list[_Source]:
     sources = []
     for given in paths:
@@ -166,20 +172,37 @@ class _Reader:
 
     def _contents(self, source: _Source) -> Iterator[tuple[str, bytes]]:
         with open(source.path, "rb") as file:
-            if not source.path.endswith(".jsonl"):
-                yield source.path, file.read()
+            if not _has_lines(source.path):
+                content = file.read()
+                if source.path.lower().endswith(".json"):
+                    self._refuse_records(source.path, content)
+                yield source.path, content
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{source.path}:{number}", line
 
+    def _refuse_records(self, path: str, content: bytes) -> None:
+        """Refuse what would be one document of many: an array of records, or lines that are records."""
+        for part in (content, content.partition(b"\n")[0]):
+            try:
+                found = json.loads(part)
+            except (ValueError, RecursionError):
+                continue
+            first = found[0] if isinstance(found, list) and found else found
+            if isinstance(first, dict) and self.json_key in first:
+                raise ValueError(
+                    f"{path}: holds records with {self.json_key!r}, which would be one text: in a .jsonl file each "
+                    f"line is a document"
+                )
+
     def _text(self, source: _Source, where: str, content: bytes) -> str:
         try:
-            if not source.path.endswith(".jsonl"):
+            if not _has_lines(source.path):
                 return content.decode("utf-8-sig")
             record = json.loads(content.decode("utf-8-sig").rstrip())
         except UnicodeDecodeError as error:
-            if source.named or source.path.endswith(".jsonl"):
+            if source.named or _has_lines(source.path):
                 raise ValueError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from error
             return ""
         except (ValueError, RecursionError) as error:
@@ -210,7 +233,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.prepare", description=__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE_OR_DIR", help="text, a document a file; .jsonl; folders"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE_OR_DIR",
+        help="text, a document a file; .jsonl, .ndjson; folders",
     )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", default="byte", help="byte, the path of a tokenizer.json, or train")

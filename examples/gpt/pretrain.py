@@ -89,12 +89,15 @@ class Trainer:
         check_same("code", code_versions(Path(__file__).parent))
         error = None
         try:
-            self.tokenizer, self.carried = find_tokenizer(args), find_carried(args)
+            self.tokenizer = find_tokenizer(args)
+            self.carried = find_carried(args, self.tokenizer)
             prefix = args.data or default_corpus(tokenizer=self.tokenizer)
             refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
             if refused is not None:
                 raise refused
             data = IndexedDataset(prefix)
+            if not len(data):
+                raise ValueError(f"{prefix}.idx has no document: there is nothing to train on")
             files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
@@ -133,12 +136,6 @@ class Trainer:
         if args.compile is not None:
             compile_blocks(layers, args.compile)
         self.model: nn.Module = model
-        if args.init_from_hf:
-            load_hf(args.init_from_hf, model, mesh)
-        if args.init_from:
-            init_from(args.init_from, model, mesh)
-            if self.lead and config.moe is not None and config.moe.bias and config.moe.bias_rate == 0:
-                print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
         if self.dtype in (torch.bfloat16, torch.float16) and not any(map(is_dtensor, model.parameters())):
             main_gradients(model)  # `fully_shard` accumulates in float32 by itself
         heads = [stage.head for stage in self.stages if stage.last]
@@ -161,7 +158,13 @@ class Trainer:
         self.stragglers = Stragglers(mesh)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
         self.parameters_elsewhere: ParameterOffload | None = None
-        self.resume()
+        if not self.resume():
+            if args.init_from_hf:
+                load_hf(args.init_from_hf, model, mesh)
+            if args.init_from:
+                init_from(args.init_from, model, mesh)
+                if self.lead and config.moe is not None and config.moe.bias and config.moe.bias_rate == 0:
+                    print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
         if self.merges is not None:
             self.merges.begin()
         if "parameters" in args.offload:
@@ -278,6 +281,7 @@ class Trainer:
             "model": dataclasses.asdict(self.config),
             "corpus": self.corpus,
             "optimizer": self.args.optimizer,
+            "tokenizer": self.tokenizer.fingerprint,
         }
 
     def other_run(self, path: Path) -> ValueError | None:
@@ -286,7 +290,7 @@ class Trainer:
             manifest = inspect(path)
         except (ValueError, OSError):
             return None
-        saved: dict[str, Any] = {**manifest.config, "seed": manifest.seed}
+        saved: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint, **manifest.config, "seed": manifest.seed}
         saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
         refused = other_dtype(path, manifest, self.args.dtype)
         if refused is not None:
@@ -294,9 +298,12 @@ class Trainer:
         found = differing(saved, self.about() | {"seed": self.args.seed})
         if not found:
             return None
+        begun = ""
+        if not (self.args.init_from_hf or self.args.init_from) and saved["model"] != self.about()["model"]:
+            begun = " If it began with --init-from-hf or --init-from, give that again: the shape comes from there."
         return ValueError(
-            f"{path} is of another run: {'; '.join(found)}. --init-from {path} with another --out begins a new one "
-            f"from its weights"
+            f"{path} is of another run: {'; '.join(found)}.{begun} --init-from {path} with another --out begins a new "
+            f"one from its weights"
         )
 
     def left_behind(self, path: Path, newest: Path | None) -> ValueError | None:
@@ -340,8 +347,8 @@ class Trainer:
                 f"saved {saving.path.name}: {saving.bytes / 1e6:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)"
             )
 
-    def resume(self) -> None:
-        """Go on from the checkpoint that `--resume` asks for; auto passes over those that are damaged.
+    def resume(self) -> bool:
+        """Go on from the checkpoint that `--resume` asks for, if there is one; auto passes over those that are damaged.
 
         Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges;
         one that has none there takes worker 0's.
@@ -352,7 +359,7 @@ class Trainer:
             own = self.common(self.own_checkpoints())
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
-            return
+            return False
         found = self.own_checkpoints() if resume == "auto" else [Path(resume)]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         error, manifest = None, None
@@ -381,7 +388,7 @@ class Trainer:
             raise_together(error)
             if found and self.lead:
                 print(f"{found[0]} is passed over: the workers have none in common", file=sys.stderr, flush=True)
-            return
+            return False
         if self.merges is None:
             for slots in self.optimizer.state.values():  # of a run with workers
                 for slot in OUTER_SLOTS:
@@ -398,6 +405,7 @@ class Trainer:
             worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
             other = f" of {path}" if path is not None and self.out not in path.parents else ""
             print(f"{worker}resumed after step {manifest.step}, from sample {manifest.sample}{other}", flush=True)
+        return True
 
     def own_checkpoints(self) -> list[Path]:
         """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""
@@ -590,17 +598,27 @@ class Trainer:
                 self._try(lambda done=done: self.save(done))
             self.beat()
         bar.close()
-        self.set_training(False)
-        with self.eager():
-            text = generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=args.seed)
-        self.set_training(True)
         if lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(self.pipeline.plan, self.spans, out))
         if lead:
             self.write("loss.png", lambda: plot_losses(records, out / "loss.png"))
+        text = self.sample_text()
         if self.shows:
             written = sorted(str(p) for p in out.iterdir() if p.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
+
+    def sample_text(self) -> str:
+        """A sample for people; a tokenizer that fails at it, on all ranks alike, ends no run that is done."""
+        self.set_training(False)
+        try:
+            with self.eager():
+                return generate(self.stages[-1], self.pipeline, self.mesh, self.tokenizer, "def ", seed=self.args.seed)
+        except RuntimeError:  # of this rank alone, as may be: the others wait for it
+            raise
+        except Exception as error:  # the tokenizers' library has no narrower class
+            return f"none: {error}"
+        finally:
+            self.set_training(True)
 
     def finish(self, step: int) -> None:
         """Save and leave."""
@@ -667,10 +685,10 @@ def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
         ValueError: as `load`.
     """
     kept = (".router.expert_bias", ".router.fractions")
-    loaded = load(path, model, mesh=mesh, strict=False)
+    loaded = load(path, model, mesh=mesh, strict=False, cast=True)  # an import may be in half precision
     missing = [name for name in loaded.missing_keys if not name.endswith(kept)]
     if missing or any(not name.endswith(kept[1]) for name in loaded.unexpected_keys):
-        load(path, model, mesh=mesh)  # says what
+        load(path, model, mesh=mesh, cast=True)  # says what
 
 
 def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:

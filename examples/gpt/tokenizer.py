@@ -94,12 +94,16 @@ class JsonTokenizer:
         path: the file.
         end_of_document: name of the token that ends a document; None looks for a usual one.
 
+    Attributes:
+        end_of_document_name: that name.
+
     Raises:
         ValueError: `tokenizers` is not installed, the file cannot be read, or no such token is in it.
     """
 
     vocab_size: int
     end_of_document: int
+    end_of_document_name: str
     fingerprint: str
 
     def __init__(self, path: str | os.PathLike[str], end_of_document: str | None = None) -> None:
@@ -118,7 +122,7 @@ class JsonTokenizer:
         if not vocabulary:
             raise ValueError(f"{os.fspath(path)}: the vocabulary is empty")
         names = _END_OF_DOCUMENT_NAMES if end_of_document is None else (end_of_document,)
-        found = [vocabulary[name] for name in names if name in vocabulary]
+        found = [name for name in names if name in vocabulary]
         if not found:
             raise ValueError(
                 f"{os.fspath(path)}: none of {', '.join(names)} is among the {len(vocabulary)} tokens; "
@@ -126,8 +130,8 @@ class JsonTokenizer:
             )
         # Ids may have gaps, so the largest id counts, not the number of entries.
         self.vocab_size = max(vocabulary.values()) + 1
-        self.end_of_document = found[0]
-        self.fingerprint = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{found[0]}"
+        self.end_of_document_name, self.end_of_document = found[0], vocabulary[found[0]]
+        self.fingerprint = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{self.end_of_document}"
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, without any token that the text itself does not hold.

@@ -64,6 +64,7 @@ def load(
     mesh: Mesh,
     strict: bool = True,
     check_bytes: bool = True,
+    cast: bool = False,
 ) -> Loaded:
     """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
 
@@ -79,6 +80,7 @@ def load(
         strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left;
             the result's `missing_keys` and `unexpected_keys` name them. Shapes, dtypes and damage are never forgiven.
         check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
+        cast: True: tensors of the model may lie there in another dtype; the model's stays.
 
     Returns:
         The manifest: step, sample, seed, config and extra among others; and the names that were not read.
@@ -92,7 +94,7 @@ def load(
     path = Path(path)
 
     def plan() -> _Plan:
-        return _plan(resolve(path), model, optimizer, mesh)
+        return _plan(resolve(path), model, optimizer, mesh, cast)
 
     mine = together(group, plan)
     found = collect(group, lambda: ({item.name for item in mine.held}, mine.missing))
@@ -119,20 +121,20 @@ def load(
     return Loaded(**vars(mine.files.manifest), **keys)
 
 
-def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> _Plan:
+def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, cast: bool) -> _Plan:
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint at {folder}: there is no such folder")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     plan = _Plan(Files(folder, manifest))
     for item in held_by_model(model, mesh):
-        _want(plan, item)
+        _want(plan, item, cast)
     if optimizer is not None:
         _plan_optimizer(plan, model, optimizer, mesh)
     return plan
 
 
-def _want(plan: _Plan, item: Held) -> None:
+def _want(plan: _Plan, item: Held, cast: bool = False) -> None:
     """Take an item into the plan, or say why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
@@ -141,7 +143,7 @@ def _want(plan: _Plan, item: Held) -> None:
     where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
     if entry.shape != item.shape:
         plan.problems.append(f"{item.name}: expected shape {item.shape}, found {entry.shape} in {where}")
-    elif entry.dtype != dtype_name(item.tensor.dtype):
+    elif entry.dtype != dtype_name(item.tensor.dtype) and not cast:
         plan.problems.append(
             f"{item.name}: expected dtype {dtype_name(item.tensor.dtype)}, found {entry.dtype} in {where}"
         )

@@ -238,6 +238,8 @@ REFUSED = [
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
+    ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6': it must be a number, not text"),
+    ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0': it must be a number"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, r"rope_type 'longrope' is unknown"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
@@ -266,6 +268,11 @@ REFUSED = [
 def test_what_would_be_a_silently_different_model_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(values)
+
+
+def test_an_epsilon_of_zero_is_one():
+    config = config_from_hf({**LLAMA, "rms_norm_eps": 0})
+    assert config.eps == config_to_hf(config)["rms_norm_eps"] == GPT(config, device="meta").norm.eps == 0
 
 
 def test_a_model_of_no_family_is_not_exported(tmp_path):
@@ -607,6 +614,14 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     assert tensors_of(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["convert", "--from", step, "--to-hf", back]) == 2
     assert "is there: it is not overwritten" in capsys.readouterr().err
+    for path in (tmp_path, tmp_path / "gone.json"):
+        assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
+        assert f"error: {path} is no tokenizer.json, and no folder with one of tok" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
+    (tmp_path / "mine.json").write_text('{"made": "here"}')
+    named = ["--tokenizer", str(tmp_path / "mine.json")]
+    assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), *named]) == 0
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"made": "here"}'
     with pytest.raises(SystemExit):
         main(["convert", "--from-hf", step])
 
@@ -615,7 +630,7 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
-    t = trainer("--init-from-hf", folder, "--out", out, "--lr", "1e-3", *flags, **sizes)
+    t = trainer("--init-from-hf", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
     losses = [t.step(i)["loss"] for i in range(2)]
     if not sizes:
@@ -625,9 +640,10 @@ def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tupl
 
 def check_training_refused(folder: str, out: str) -> None:
     for flags, message in (
-        (["--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
-        (["--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
+        (["--tokenizer", "byte", "--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
+        (["--tokenizer", "byte", "--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
         (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
+        ([], r"hf has no tokenizer.json, but config.json, generation_config.json, model.safetensors: --tokenizer says"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer("--init-from-hf", folder, "--out", out, *flags, tp=2)
@@ -659,14 +675,85 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
         assert (trained(sample).logits - ours(sample)).abs().max() < 1e-5
         assert not torch.allclose(trained(sample).logits, model.eval()(sample).logits, atol=1e-4)
     sample_of = ["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "5"]
-    assert generate_main([*sample_of, "--tokenizer", "byte"]) == 0
-    assert capsys.readouterr().out.startswith("def ")
-    assert generate_main(sample_of) == 2
+    for named in ([], ["--tokenizer", "byte"]):  # the checkpoint says it too
+        assert generate_main([*sample_of, *named]) == 0
+        assert capsys.readouterr().out.startswith("def ")
+    bare = str(import_hf(folder, tmp_path / "bare"))
+    with pytest.raises(ValueError, match=r"carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes"):
+        trainer("--init-from", bare, "--out", out)
+    assert generate_main(["--checkpoint", bare]) == 2
     assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
     assert generate_main([*sample_of, "--temperature", "-1"]) == 2
     assert "--temperature -1.0 is no number from 0" in capsys.readouterr().err
+    assert generate_main([*sample_of, "--new-tokens", "-3"]) == 2
+    assert "--new-tokens -3 is smaller than 0" in capsys.readouterr().err
     assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
     assert "is no complete checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_training_begins_with_an_import_in_half_precision(tmp_path, dtype):
+    """`--init-from` makes the run's float32 of it, as `--init-from-hf` does, to the bit."""
+    config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
+    step = save(tmp_path / "step", build(config).to(dtype), mesh=Mesh(), step=0, config={"model": asdict(config)})
+    back, data = export_hf(step, tmp_path / "hf"), str(tmp_path / "corpus")
+    (tmp_path / "text").write_text("def f(): return 1\n" * 99)
+    prepare([tmp_path / "text"], data)
+    flags = ["--data", data, "--tokenizer", "byte", "--out", str(tmp_path / "out")]
+    cast, want = (
+        trainer(*flags, *begin).model for begin in (["--init-from", str(step)], ["--init-from-hf", str(back)])
+    )
+    for p, q in zip(cast.parameters(), want.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, q)
+    assert torch.equal(cast.head.weight.to(dtype).float(), cast.head.weight)
+    with pytest.raises(ValueError, match=r"model/embedding.weight: expected dtype F32, found B?F16 in model-00000"):
+        load(step, cast, mesh=Mesh())
+
+
+def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_path):
+    """They would be read over; without the flag the refusal says that it is missing."""
+    config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, d_ff=28)
+    first = save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
+    folder, data = export_hf(first, tmp_path / "hf"), str(tmp_path / "corpus")
+    (tmp_path / "text").write_text("def f(): return 1\n" * 99)
+    prepare([tmp_path / "text"], data)
+    flags = ["--data", data, "--tokenizer", "byte", "--seq-len", "8"]
+    for begin, files in ((["--init-from-hf", str(folder)], folder), (["--init-from", str(first)], first)):
+        here = [*flags, "--out", str(tmp_path / "out" / files.name)]
+        begun = Trainer(parse([*here, *begin]), mesh())
+        begun.step(0)
+        begun.save(1)
+        (weights,) = files.glob("*.safetensors")
+        weights.write_bytes(bytes(weights.stat().st_size))
+        went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
+        assert went_on.first_step == 1
+        for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+        with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from-hf or --init-from, give tha"):
+            Trainer(parse([*here, "--resume", "auto"]), mesh())
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
+    """Of one size, and of one corpus; an older checkpoint doesn't say which it had."""
+    corpora = [tmp_path / "ab", tmp_path / "cd"]
+    for path in corpora:
+        path.write_text(f"{path.name} " * 300)
+        train_tokenizer([path.read_text()], 258, f"{path}.json")
+    prepare(corpora, tmp_path / "corpus")
+
+    def run(name: str, *flags: str) -> Trainer:
+        flags = ("--data", str(tmp_path / "corpus"), "--tokenizer", str(tmp_path / name), *flags)
+        return trainer(*flags, "--out", str(tmp_path / "out"))
+
+    run("ab.json").save(1)
+    assert run("ab.json", "--resume", "auto").first_step == 1
+    with pytest.raises(ValueError, match=r"another run: tokenizer is '\w+-0' there, '\w+-0' here\. --init-from"):
+        run("cd.json", "--resume", "auto")
+    older = run("ab.json")
+    older.about = lambda about=older.about: {k: v for k, v in about().items() if k != "tokenizer"}
+    older.save(2)
+    assert run("cd.json", "--resume", "auto").first_step == 2
 
 
 def check_carried(folder: str, data: str, out: str) -> None:
@@ -701,18 +788,55 @@ def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_
     ranks(1, check_carried, str(folder), data, str(out))
     steps = [step_path(out / "checkpoints", i + 1) for i in range(4)]
     files = ["generation_config.json", "tokenizer.json"]
-    for i, (step, carried) in enumerate(zip(steps, (files, files, files[1:], []), strict=True)):
+    for i, (step, carried) in enumerate(
+        zip(steps, (files, files, [*files[1:], "tokenizer_config.json"], []), strict=True)
+    ):
         back = export_hf(step, tmp_path / f"back{i}")
         assert sorted({p.name for p in back.iterdir()} - {"config.json", "model.safetensors"}) == carried
-        for name in carried:
+        for name in carried[:2] if i < 2 else carried[:1]:
             source = folder / name if i < 2 else tmp_path / "other.json"
             assert (back / name).read_bytes() == source.read_bytes()
         ids = json.loads((back / "config.json").read_text())
-        assert (ids.get("bos_token_id"), ids.get("eos_token_id")) == ((3, [5, 7]) if i < 2 else (None, None))
+        assert (ids["bos_token_id"], ids["eos_token_id"]) == ((3, [5, 7]), (3, [5, 7]), (None, 0), (None, 256))[i]
+        assert ids["max_position_embeddings"] == 64, "the run's 8 tokens are no limit of the model"
         sampled = generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "3"])
-        assert sampled == (0 if carried else 2)
-        assert capsys.readouterr().out.startswith("def " if carried else "")
+        assert sampled == 0
+        assert capsys.readouterr().out.startswith("def ")
     at = steps[0] / hf.FOLDER / "tokenizer.json"
     at.write_bytes(at.read_bytes() + b" ")
     assert generate_main(["--checkpoint", str(steps[0])]) == 2
     assert "tokenizer.json is damaged: its CRC-32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["byte", "json", "json of another name"])
+@torch.no_grad()
+def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, capsys, kind):
+    """With nothing but what the folder says: models of no import had ids 1 and 2 of their family."""
+    from transformers import AutoTokenizer
+
+    text = "".join(f"def f{i}(): return {i * i}\n" for i in range(200))
+    (tmp_path / "text").write_text(text)
+    file = tmp_path / "tokenizer.json"
+    trained = train_tokenizer([text], 290, file)
+    named, flags, name = str(file) if kind != "byte" else "byte", [], "<|endoftext|>"
+    if kind == "json of another name":
+        name, flags = "<stop>", ["--end-of-document", "<stop>"]
+        file.write_text(file.read_text().replace("<|endoftext|>", name))
+    prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=(flags or [None])[-1])
+    flags += ["--tokenizer", named]
+    t = trainer("--data", str(tmp_path / "corpus"), *flags, "--out", str(tmp_path / "out"))
+    end = t.tokenizer.end_of_document
+    for parameter in t.model.parameters():
+        parameter.zero_()
+    stage = t.stages[0]
+    for parameter in (stage.embedding.weight, stage.norm.weight, stage.head.weight[end]):
+        parameter.fill_(1.0)  # whatever there is, a document ends
+    t.save(1)
+    back = export_hf(step_path(t.checkpoints, 1), tmp_path / "back")
+    assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
+    assert generate_main(["--checkpoint", str(t.checkpoints / "step-00000001"), "--prompt", "d", *flags]) == 0
+    assert capsys.readouterr().out == "d\n"
+    if kind != "byte":
+        tokenizer = AutoTokenizer.from_pretrained(back)
+        assert (tokenizer.eos_token, tokenizer.eos_token_id) == (name, end)
+        assert tokenizer("def f(1)")["input_ids"] == trained.encode("def f(1)").tolist()

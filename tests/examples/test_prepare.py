@@ -134,6 +134,29 @@ def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, line, message, t
     assert output(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.jsonl"])
+def test_records_have_a_line_each_by_any_usual_name(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    jsonl(tmp_path / "in" / name, {"text": "one"}, {"text": "two"})
+    prepare([tmp_path / "in"], tmp_path / "out" / "c")
+    assert texts(tmp_path / "out" / "c") == ["one", "two"]
+
+
+def test_records_in_a_json_file_are_not_one_document(tmp_path):
+    path = tmp_path / "in.json"
+    message = r"in\.json: holds records with 'text', which would be one text: in a \.jsonl file each line is a document"
+    for content in (json.dumps([{"text": "one"}, {"text": "two"}], indent=1), '{"text": "one"}\n{"text": "two"}\n'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            prepare([path], tmp_path / "out" / "c", force=True)
+        prepare([path], tmp_path / "out" / "c", json_key="body", force=True)
+        assert texts(tmp_path / "out" / "c") == [content]
+    for content in ('{"name": "a package"}', "[]", "[1]", "{}", "[" * 100_000, "text"):
+        path.write_text(content)
+        prepare([path], tmp_path / "out" / "c", force=True)
+        assert texts(tmp_path / "out" / "c") == [content]
+
+
 def test_text_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')

@@ -165,6 +165,19 @@ def test_a_truncated_corpus_is_refused(ranks, tmp_path):
     )
 
 
+def test_text_and_a_corpus_of_nothing_are_no_corpus(ranks, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    empty, out = write_corpus(tmp_path / "empty", [], documents=0), str(tmp_path / "out")
+    for data, message in (
+        (
+            str(tmp_path / "in.jsonl"),
+            r"jsonl.bin: .*; of text, python -m examples.gpt.prepare --input .*in.jsonl --o",
+        ),
+        (empty, r"empty.idx has no document: there is nothing to train on"),
+    ):
+        ranks(2, check_refused, {"tp": 2}, ["--data", data], message, out, timeout=30)
+
+
 def test_too_little_text_is_refused(ranks, tmp_path):
     data = write_corpus(tmp_path / "corpus", list(range(6)))
     ranks(2, check_refused, {"tp": 2}, ["--data", data], r"holds 6 tokens.*17", str(tmp_path / "out"), timeout=30)
@@ -356,6 +369,39 @@ def test_every_layout_writes_the_same_text(ranks):
         ({"pp": 2, "dp": 2}, ["--micro-batch", "1"]),
     ):
         assert ranks(4, check_generation, sizes, flags) == [want] * 4
+
+
+def check_padded_vocabulary(sizes: dict) -> str:
+    """Half of the table's rows are of no byte, and as likely as the others."""
+    from dataclasses import replace
+
+    from examples.gpt.generate import generate
+    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.tokenizer import ByteTokenizer
+    from mpcore import materialize
+    from mpcore.pipeline import Pipeline
+
+    on = mesh(**sizes)
+    model = GPT(replace(GPTConfig(), vocab_size=515, layers=1, d_model=16), on, device="meta")
+    materialize(model, 1)
+    return generate(model, Pipeline(model, on, 1, lambda y, t: y.sum()), on, ByteTokenizer(), "a", new_tokens=40)
+
+
+def test_no_id_is_drawn_that_the_tokenizer_has_not(ranks):
+    (want,) = ranks(1, check_padded_vocabulary, {})
+    assert ranks(2, check_padded_vocabulary, {"tp": 2}) == [want] * 2
+
+
+def test_a_sample_that_fails_ends_no_run_that_is_done(tmp_path, monkeypatch, capsys):
+    def failing(*_, **options) -> str:
+        raise Exception("token id 315 is outside the vocabulary of 300")
+
+    monkeypatch.setattr("examples.gpt.pretrain.generate", failing)
+    data = write_corpus(tmp_path / "corpus", list(range(100)))
+    out = tmp_path / "out"
+    trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).run()
+    assert "--- a sample\nnone: token id 315 is outside the vocabulary of 300\n" in capsys.readouterr().out
+    assert (out / "loss.png").is_file()
 
 
 def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
