@@ -135,11 +135,23 @@ def define(schema: str, empty: Callable) -> Callable:
 
 
 def launches(op: Callable) -> Callable[[Callable], Callable]:
-    """Decorate the launcher that runs `op` on CUDA tensors, and in Triton's interpreter on CPU tensors."""
+    """Decorate the launcher that runs `op` on CUDA tensors, and in Triton's interpreter on CPU tensors.
+
+    What the operator writes over has a new version then, so that autograd refuses a graph that had kept the old values.
+    """
+    arguments = op._schema.arguments  # pyright: ignore[reportFunctionMemberAccess]
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def register(launch: Callable) -> Callable:
+        def launch_and_count(*given: Any) -> Any:
+            outs = launch(*given)
+            torch.autograd.graph.increment_version(
+                [given[i] for i in written if i < len(given) and given[i] is not None]
+            )
+            return outs
+
         for device in ("CUDA", "CPU"):
-            _library.impl(op, launch, device)
+            _library.impl(op, launch_and_count if written else launch, device)
         return launch
 
     return register

@@ -30,6 +30,7 @@ from ._rows import ceil_div
 _BLOCK = 1024
 
 
+@torch.no_grad()
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -46,7 +47,7 @@ def adamw(
     place: tuple[Tensor, Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
-    """Update a parameter, its moments and its master in place.
+    """Update a parameter, its moments and its master in place. Nothing is differentiated.
 
     Args:
         param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
@@ -74,6 +75,7 @@ def adamw(
     adamw_reference(param, grad, exp_avg, exp_avg_sq, now, key=key, place=place, **options)
 
 
+@torch.no_grad()
 def adamw_reference(
     param: Tensor,
     grad: Tensor,
@@ -139,20 +141,21 @@ def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor, impl: str | None = None) -> Tensor:
-    """The sum of the squares of all elements, the same from run to run.
+    """The sum of the squares of all elements, the same from run to run. Nothing is differentiated.
 
     Args:
         x: any shape, float32, bfloat16 or float16 (the reference takes float64 too).
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        A float64 scalar; inf where a square exceeds float32 (the reference: float64).
+        A float64 scalar; inf where a square, or a program's sum of them, exceeds float32 (the reference: float64).
 
     Raises:
         ValueError: `x` is of another dtype, or `impl` can't run here.
     """
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
+    x = x.detach()
     return _sum_of_squares_op(x) if runs_triton(impl, x) else sum_of_squares_reference(x)
 
 

@@ -71,6 +71,7 @@ def cross_entropy_stats(
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
     _check(logits, target, softcap)
+    logits = logits.detach()
     if not runs_triton(impl, logits):
         return cross_entropy_stats_reference(
             logits,
@@ -163,6 +164,7 @@ def log_prob_of_stats(stats: Tensor, target: Tensor, *, ignore_index: int = -100
     return log_prob, (log_total - stats[4] / stats[1]).masked_fill(ignored, 0)
 
 
+@torch.no_grad()
 def cross_entropy_backward(
     logits: Tensor,
     target: Tensor,
@@ -181,6 +183,8 @@ def cross_entropy_backward(
     impl: str | None = None,
 ) -> Tensor:
     """The gradient of this rank's logits, recomputed from them. Ignored rows are not read; their gradient is 0.
+
+    Nothing is differentiated.
 
     Args:
         logits: `[..., V/tp]`, as of `cross_entropy_stats`.

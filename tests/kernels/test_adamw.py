@@ -99,6 +99,17 @@ def test_sums_of_squares():
         sum_of_squares(torch.ones(2, dtype=torch.int64))
 
 
+def test_a_parameter_that_needs_a_gradient_is_updated_outside_no_grad():
+    made = dict(zip(("param", "grad", "exp_avg", "exp_avg_sq"), state(), strict=True))
+    want = {name: x.clone() for name, x in made.items()}
+    adamw(**want, now=now(), **OPTIONS)
+    adamw(
+        **made | {"param": made["param"].requires_grad_(), "grad": made["grad"].requires_grad_()}, now=now(), **OPTIONS
+    )
+    assert all(made[name].is_leaf and torch.equal(made[name], want[name]) for name in want)
+    assert not sum_of_squares(made["param"]).requires_grad
+
+
 def launched(n, dtype=torch.bfloat16, **optional):
     p, g, m, v = (torch.zeros(n, dtype=dtype) for _ in range(4))
     optional = {"master": None, "scale": None, "rows": None, "columns": None, "key": None} | optional

@@ -110,6 +110,20 @@ def test_the_reference_computes_in_float32_and_rounds_once(dtype):
     assert torch.equal(gradient, wide.to(dtype))
 
 
+def test_nothing_is_differentiated():
+    logits, target = torch.randn(3, 9).requires_grad_(), torch.tensor([1, -100, 8])
+    stats = cross_entropy_stats(logits, target, entropy=True)
+    assert not stats.requires_grad
+    rows = stats[0].clone().requires_grad_()
+    for in_place in (False, True):
+        assert (
+            cross_entropy_backward(logits, target, stats, rows, vocab_size=9, in_place=in_place).requires_grad
+            == in_place
+        )
+    assert logits.is_leaf
+    assert logits._version == 1
+
+
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
     logits = LOGITS.clone()
     stats = cross_entropy_stats(logits, TARGET, entropy=True, sum_logits=True)
