@@ -55,6 +55,10 @@ def test_the_references_run_under_torchs_own_autograd():
         (lambda: moe_unpermute(torch.ones(7, 2), ROW, torch.ones(4)), r"weight \(4,\) are not"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 3), torch.ones(4).int()), r"x \(7, 2\), weight"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(3).int()), r"counts \(3,\) are not"),
+        (
+            lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4)),
+            "counts are torch.float32 on cpu",
+        ),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2).half(), torch.ones(4).int()), "torch.float16"),
         (lambda: moe_permute(torch.ones(4, 2), ROW, 7, impl="triton"), "impl='triton', but x is on cpu"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4).int(), impl="no"), "impl 'no'"),

@@ -67,6 +67,14 @@ def test_random_rounding_is_the_references_bit_for_bit(moments, master):
     assert (nearest["param" if not master else "exp_avg"] != found["param" if not master else "exp_avg"]).sum() > 100
 
 
+def test_places_may_have_any_strides():
+    made = inputs(6 * 20, BF16, BF16, False)
+    rows, columns = torch.arange(12)[::2] * 977, torch.tensor(5).expand(20)
+    dense = updated(kernel, made, key=KEY, place=(rows.contiguous(), columns.contiguous()))
+    for name, x in updated(kernel, made, key=KEY, place=(rows, columns)).items():
+        assert torch.equal(x, dense[name]), name
+
+
 def test_the_scale_multiplies_the_gradient():
     made = inputs(300, F32, F32, False)
     half = updated(kernel, made, scale=torch.tensor(0.5, dtype=torch.float64))
