@@ -108,13 +108,13 @@ def runs_triton(impl: str | None, x: Tensor, any_dtype: bool = False) -> bool:
     return True
 
 
-def refuse_second_derivative(name: str) -> None:
-    """Raise if the backward pass of kernel `name`, running now, is itself being differentiated.
+def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> None:
+    """Raise if the backward pass of kernel `name`, running now, is itself being differentiated; says what to use.
 
     Stricter than torch's `once_differentiable`, which lets the dependence on saved inputs go lost unnoticed.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"the {name} kernel has no second derivative; use impl='reference'")
+        raise RuntimeError(f"the {name} kernel has no second derivative; use {instead}")
 
 
 _library = torch.library.Library("mpcore", "FRAGMENT")

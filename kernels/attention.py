@@ -354,7 +354,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, doutput, dlse):
-        refuse_second_derivative("attention")
+        refuse_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention")
         query, key, value, output, lse, low, high = ctx.saved_tensors
         if doutput is None and dlse is None:
             return (None,) * 7
