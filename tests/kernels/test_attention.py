@@ -208,7 +208,7 @@ def test_autocast_takes_its_dtype():
 
 def test_second_derivatives_are_refused():
     inputs = [x.requires_grad_() for x in draw()]
-    with pytest.raises(RuntimeError, match="no second derivative; use .*scaled_dot_product_attention"):
+    with pytest.raises(RuntimeError, match=r"no second derivative; use .*scaled_dot_product_attention"):
         torch.autograd.grad(attention(*inputs)[0].sum(), inputs, create_graph=True)
 
 
