@@ -134,8 +134,13 @@ def define(schema: str, empty: Callable) -> Callable:
     return getattr(torch.ops.mpcore, name).default
 
 
-def launches(op: Callable) -> Callable[[Callable], Callable]:
+launching_on_cpu = INTERPRETING  # a fake GPU sets it: its tensors are there too
+
+
+def launches(op: Callable, reference: Callable | None = None) -> Callable[[Callable], Callable]:
     """Decorate the launcher that runs `op` on CUDA tensors, and in Triton's interpreter on CPU tensors.
+
+    Where nothing interprets, `reference` runs on CPU tensors: fake ones trace the operator, and a graph gets real ones.
 
     What the operator writes over has a new version then, so that autograd refuses a graph that had kept the old values.
     """
@@ -150,8 +155,13 @@ def launches(op: Callable) -> Callable[[Callable], Callable]:
             )
             return outs
 
-        for device in ("CUDA", "CPU"):
-            _library.impl(op, launch_and_count if written else launch, device)
+        run = launch_and_count if written else launch
+
+        def run_on_cpu(*given: Any) -> Any:
+            return reference(*given) if reference is not None and not launching_on_cpu else run(*given)
+
+        _library.impl(op, run, "CUDA")
+        _library.impl(op, run if reference is None else run_on_cpu, "CPU")
         return launch
 
     return register

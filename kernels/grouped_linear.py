@@ -163,14 +163,29 @@ def _step(x: Tensor) -> int:
     return 32 if x.dtype == torch.float32 else 64
 
 
-@launches(_forward_op)
+def _activated_reference(
+    x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    z = grouped_linear_reference(x, weight, counts)
+    return ACTIVATIONS[activation].reference(z), z if keep else z.new_empty(0)
+
+
+def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    dweight, sizes = _empty_weight(dy, x, counts), counts.tolist()
+    rest = len(x) - sum(sizes)
+    for term, rows, group in zip(dweight, dy.split([*sizes, rest]), x.split([*sizes, rest]), strict=False):
+        term.copy_(rows.t() @ group)
+    return dweight
+
+
+@launches(_forward_op, grouped_linear_reference)
 def _launch_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     y = _empty_forward(x, weight, counts)
     _run(x, weight, counts, y, None, None)
     return y
 
 
-@launches(_activated_op)
+@launches(_activated_op, _activated_reference)
 def _launch_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
     y, z = outs = _empty_activated(x, weight, counts, activation, keep)
     _run(x, weight, counts, y, z if keep else None, ACTIVATIONS[activation])
@@ -197,7 +212,7 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
     launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
 
 
-@launches(_weight_op)
+@launches(_weight_op, _weight_reference)
 def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     dweight = _empty_weight(dy, x, counts)
     if dweight.numel() == 0 or x.shape[0] == 0:
