@@ -108,13 +108,13 @@ def runs_triton(impl: str | None, x: Tensor, any_dtype: bool = False) -> bool:
     return True
 
 
-def refuse_second_derivative(name: str) -> None:
-    """Raise if the backward pass of kernel `name`, running now, is itself being differentiated.
+def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> None:
+    """Raise if the backward pass of kernel `name`, running now, is itself being differentiated; says what to use.
 
     Stricter than torch's `once_differentiable`, which lets the dependence on saved inputs go lost unnoticed.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"the {name} kernel has no second derivative; use impl='reference'")
+        raise RuntimeError(f"the {name} kernel has no second derivative; use {instead}")
 
 
 _library = torch.library.Library("mpcore", "FRAGMENT")
@@ -134,12 +134,34 @@ def define(schema: str, empty: Callable) -> Callable:
     return getattr(torch.ops.mpcore, name).default
 
 
-def launches(op: Callable) -> Callable[[Callable], Callable]:
-    """Decorate the launcher that runs `op` on CUDA tensors, and in Triton's interpreter on CPU tensors."""
+launching_on_cpu = INTERPRETING  # a fake GPU sets it: its tensors are there too
+
+
+def launches(op: Callable, reference: Callable | None = None) -> Callable[[Callable], Callable]:
+    """Decorate the launcher that runs `op` on CUDA tensors, and in Triton's interpreter on CPU tensors.
+
+    Where nothing interprets, `reference` runs on CPU tensors: fake ones trace the operator, and a graph gets real ones.
+
+    What the operator writes over has a new version then, so that autograd refuses a graph that had kept the old values.
+    """
+    arguments = op._schema.arguments  # pyright: ignore[reportFunctionMemberAccess]
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def register(launch: Callable) -> Callable:
-        for device in ("CUDA", "CPU"):
-            _library.impl(op, launch, device)
+        def launch_and_count(*given: Any) -> Any:
+            outs = launch(*given)
+            torch.autograd.graph.increment_version(
+                [given[i] for i in written if i < len(given) and given[i] is not None]
+            )
+            return outs
+
+        run = launch_and_count if written else launch
+
+        def run_on_cpu(*given: Any) -> Any:
+            return reference(*given) if reference is not None and not launching_on_cpu else run(*given)
+
+        _library.impl(op, run, "CUDA")
+        _library.impl(op, run if reference is None else run_on_cpu, "CPU")
         return launch
 
     return register

@@ -40,11 +40,16 @@ class _OnImport:
         if name != _COUNTER:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # whoever asks need not import
         if spec is not None and spec.loader is not None:
             plain = spec.loader.exec_module
 
             def execute(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)  # type: ignore[arg-type]
                 plain(module)
                 for op, formula in _formulas:
                     module.register_flop_formula(op)(formula)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import tl, triton
+from ._dispatch import define, launches, tl, triton
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
@@ -54,11 +54,32 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     Returns:
         [B, T, len(features)] int64 in [0, 2^32).
     """
-    first, last = features.start // 4, (features.stop + 3) // 4
+    if torch.compiler.is_compiling():
+        return _words_op(key if key < 2**63 else key - 2**64, samples, tokens, features.start, features.stop)
+    return _words(key, samples, tokens, features.start, features.stop)
+
+
+def _words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
+    first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, device=samples.device)
     words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
     flat = torch.stack(words, dim=-1).flatten(-2)
-    return flat[..., features.start - 4 * first : features.stop - 4 * first]
+    return flat[..., start - 4 * first : stop - 4 * first]
+
+
+def _empty_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
+    return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
+
+
+# Compilers see one operator: Inductor's C++ has wrong words for keys whose products overflow, and none for a symbol.
+_words_op = define(
+    "random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor", _empty_words
+)
+
+
+@launches(_words_op)
+def _run_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
+    return _words(key, samples, tokens, start, stop).contiguous()
 
 
 def threshold_of(p: float) -> int:

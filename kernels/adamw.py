@@ -30,6 +30,7 @@ from ._rows import ceil_div
 _BLOCK = 1024
 
 
+@torch.no_grad()
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -46,7 +47,7 @@ def adamw(
     place: tuple[Tensor, Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
-    """Update a parameter, its moments and its master in place.
+    """Update a parameter, its moments and its master in place. Nothing is differentiated.
 
     Args:
         param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
@@ -64,7 +65,7 @@ def adamw(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    _check(param, grad, exp_avg, exp_avg_sq, now, master, key, place)
+    _check(param, grad, exp_avg, exp_avg_sq, now, master, scale, key, place)
     if runs_triton(impl, param):
         rows, columns = (None, None) if place is None else place
         tensors = (param, grad, exp_avg, exp_avg_sq, master, now, scale, rows, columns)
@@ -74,6 +75,7 @@ def adamw(
     adamw_reference(param, grad, exp_avg, exp_avg_sq, now, key=key, place=place, **options)
 
 
+@torch.no_grad()
 def adamw_reference(
     param: Tensor,
     grad: Tensor,
@@ -139,20 +141,21 @@ def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor, impl: str | None = None) -> Tensor:
-    """The sum of the squares of all elements, the same from run to run.
+    """The sum of the squares of all elements, the same from run to run. Nothing is differentiated.
 
     Args:
         x: any shape, float32, bfloat16 or float16 (the reference takes float64 too).
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        A float64 scalar; inf where a square exceeds float32 (the reference: float64).
+        A float64 scalar; inf where a square, or a program's sum of them, exceeds float32 (the reference: float64).
 
     Raises:
         ValueError: `x` is of another dtype, or `impl` can't run here.
     """
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
+    x = x.detach()
     return _sum_of_squares_op(x) if runs_triton(impl, x) else sum_of_squares_reference(x)
 
 
@@ -174,6 +177,7 @@ def _check(
     exp_avg_sq: Tensor,
     now: Tensor,
     master: Tensor | None,
+    scale: Tensor | None,
     key: int | None,
     place: tuple[Tensor, Tensor] | None,
 ) -> None:
@@ -194,7 +198,15 @@ def _check(
         raise ValueError(f"now is {now.dtype} {tuple(now.shape)} on {now.device}; adamw_now gives float64 (4,) there")
     if key is not None and not 0 <= key < 2**63:
         raise ValueError(f"key {key} is not in [0, 2^63)")
-    if place is not None and place[0].numel() * place[1].numel() != param.numel():
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}, but it is one number")
+    if place is None:
+        return
+    for index in place:
+        if index.dtype != torch.int64 or index.dim() != 1 or index.device != param.device:
+            there = f"{index.dtype} {tuple(index.shape)} on {index.device}"
+            raise ValueError(f"place has indices of {there}; they must be int64 in one dimension on {param.device}")
+    if place[0].numel() * place[1].numel() != param.numel():
         counts = f"{place[0].numel()} x {place[1].numel()}"
         raise ValueError(f"place has {counts} indices, but param has {param.numel()} elements")
 
@@ -236,7 +248,8 @@ def _launch_adamw(
     N = param.numel()
     if N == 0:
         return
-    tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now, scale, rows, columns)
+    indices = (None if index is None else index.contiguous() for index in (rows, columns))
+    tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now.contiguous(), scale, *indices)
     C = N if columns is None else columns.numel()
     scalars = (N, C, key or 0, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
     launch(_adamw_kernel, (ceil_div(N, _BLOCK), 1, 1), tensors, scalars, (key is not None, _BLOCK), num_warps=4)

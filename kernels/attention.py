@@ -235,11 +235,10 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None
 ) -> tuple[float, float]:
     """Refuse what doesn't fit; return the scale and the cap, 0 for none."""
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("query", query), ("key", key), ("value", value)))
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError(f"{shapes}: each must have 4 dimensions [B, T, H, K]")
+        raise ValueError(f"{_shapes(query, key, value)}: each must have 4 dimensions [B, T, H, K]")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"{shapes} are not [B, Tq, H, K], [B, Tk, Hkv, K] and [B, Tk, Hkv, Kv]")
+        raise ValueError(f"{_shapes(query, key, value)} are not [B, Tq, H, K], [B, Tk, Hkv, K] and [B, Tk, Hkv, Kv]")
     if query.shape[2] % max(key.shape[2], 1) or query.shape[2] < key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} KV heads")
     for name, t in (("key", key), ("value", value)):
@@ -253,6 +252,10 @@ def _check(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap {softcap} is not a positive number; None is none")
     return factor, softcap or 0.0
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _bounds(
@@ -351,7 +354,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, doutput, dlse):
-        refuse_second_derivative("attention")
+        refuse_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention")
         query, key, value, output, lse, low, high = ctx.saved_tensors
         if doutput is None and dlse is None:
             return (None,) * 7

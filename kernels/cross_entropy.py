@@ -56,7 +56,8 @@ def cross_entropy_stats(
 
     Args:
         logits: `[..., V/tp]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        target: `[...]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`.
+        target: `[...]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Nobody checks them: one that
+            no rank holds has the logit 0, so that its loss is the log of the sum of exponentials.
         start: the id of the first column here.
         ignore_index: rows with this target are not read.
         softcap: c; 0: none.
@@ -71,6 +72,7 @@ def cross_entropy_stats(
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
     _check(logits, target, softcap)
+    logits = logits.detach()
     if not runs_triton(impl, logits):
         return cross_entropy_stats_reference(
             logits,
@@ -163,6 +165,7 @@ def log_prob_of_stats(stats: Tensor, target: Tensor, *, ignore_index: int = -100
     return log_prob, (log_total - stats[4] / stats[1]).masked_fill(ignored, 0)
 
 
+@torch.no_grad()
 def cross_entropy_backward(
     logits: Tensor,
     target: Tensor,
@@ -182,11 +185,13 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The gradient of this rank's logits, recomputed from them. Ignored rows are not read; their gradient is 0.
 
+    Nothing is differentiated.
+
     Args:
         logits: `[..., V/tp]`, as of `cross_entropy_stats`.
         target: `[...]`.
         stats: `[4 or 5, ...]`, of all ranks.
-        dloss: `[...]`, the gradient of each row's loss; weights of tokens come in by it.
+        dloss: `[...]`, the gradient of each row's loss, of any dtype; weights of tokens come in by it.
         vocab_size: V, of all ranks.
         start, ignore_index, label_smoothing, z_loss, softcap: as in the forward pass.
         dlog_prob: `[...]`, the gradient of log p.
@@ -232,9 +237,10 @@ def _backward_reference(
 ) -> Tensor:
     z = _cap(logits, softcap)
     column, here = _target_column(z, target, start, ignore_index)
-    ignored = target == ignore_index
+    ignored, stats = target == ignore_index, stats.to(z.dtype)
     largest, total = stats[0], stats[1]
     slope, at_target = torch.zeros_like(total), torch.zeros_like(total)
+    dloss, dlog_prob, dentropy = (None if d is None else d.to(z.dtype) for d in (dloss, dlog_prob, dentropy))
     if dloss is not None:
         dloss = dloss.masked_fill(ignored, 0)
         slope = dloss * (1 + twice_z_loss * (largest + total.log())) if twice_z_loss else dloss
@@ -254,7 +260,7 @@ def _backward_reference(
     dz.scatter_add_(-1, column, at_target.masked_fill(~here, 0).unsqueeze(-1))
     if softcap:
         dz *= 1 - (z / softcap).square()
-    return dz.to(logits.dtype)
+    return dz.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
 
 
 def _cap(logits: Tensor, softcap: float) -> Tensor:

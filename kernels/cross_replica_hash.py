@@ -65,8 +65,9 @@ def _signed(word: int) -> int:
 
 def _bytes(x: Tensor) -> Tensor:
     """The bytes of `x` in logical order, `[n]`, beginning at a multiple of eight; copies only where it must."""
-    data = x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return data.clone() if data.data_ptr() % 8 else data
+    x = x.resolve_conj().resolve_neg().contiguous()
+    data = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous with any stride
+    return data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -177,12 +177,12 @@ def _empty_backward(
 
 
 _forward_op = define(
-    "dropout_add_forward(Tensor x, Tensor? residual, Tensor? bias, Tensor? samples, Tensor? tokens, float p, int key,"
-    " int first_feature, int sequence_dim) -> Tensor y",
+    "dropout_add_forward(Tensor x, Tensor? residual, Tensor? bias, Tensor? samples, Tensor? tokens, float p,"
+    " SymInt key, int first_feature, int sequence_dim) -> Tensor y",
     _empty_forward,
 )
 _backward_op = define(
-    "dropout_add_backward(Tensor dy, Tensor? bias, Tensor? samples, Tensor? tokens, float p, int key,"
+    "dropout_add_backward(Tensor dy, Tensor? bias, Tensor? samples, Tensor? tokens, float p, SymInt key,"
     " int first_feature, int sequence_dim, ScalarType dtype) -> (Tensor dx, Tensor dbias)",
     _empty_backward,
 )

@@ -105,7 +105,15 @@ def _flops(a: list[int], a_scales: list[int], b: list[int], *_, **__) -> int:
     return 2 * a[0] * a[1] * b[0]
 
 
-@launches(_matmul_op)
+def _reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return fp8_matmul_reference(Quantized(a, a_scales), Quantized(b, b_scales), dtype)
+
+
+def _reference_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
+    fp8_matmul_reference(Quantized(a, a_scales), Quantized(b, b_scales), out=out)
+
+
+@launches(_matmul_op, _reference)
 def _launch(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     y = _empty(a, a_scales, b, b_scales, dtype)
     if a.shape[1] == 0:
@@ -114,7 +122,7 @@ def _launch(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: tor
     return y
 
 
-@launches(_add_op)
+@launches(_add_op, _reference_add)
 def _launch_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
     if a.shape[1] > 0:
         _run(a, a_scales, b, b_scales, out, True)

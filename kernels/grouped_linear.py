@@ -78,6 +78,8 @@ def grouped_linear(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and counts {tuple(counts.shape)} are not [R, D], "
             f"[E, F, D] and [E]"
         )
+    if counts.dtype.is_floating_point or counts.device != x.device:
+        raise ValueError(f"counts are {counts.dtype} on {counts.device}; they must be integers on {x.device}, as x is")
     if torch.promote_types(x.dtype, weight.dtype) != weight.dtype:
         raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}")
     if activation is not None:
@@ -161,14 +163,29 @@ def _step(x: Tensor) -> int:
     return 32 if x.dtype == torch.float32 else 64
 
 
-@launches(_forward_op)
+def _activated_reference(
+    x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    z = grouped_linear_reference(x, weight, counts)
+    return ACTIVATIONS[activation].reference(z), z if keep else z.new_empty(0)
+
+
+def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    dweight, sizes = _empty_weight(dy, x, counts), counts.tolist()
+    rest = len(x) - sum(sizes)
+    for term, rows, group in zip(dweight, dy.split([*sizes, rest]), x.split([*sizes, rest]), strict=False):
+        term.copy_(rows.t() @ group)
+    return dweight
+
+
+@launches(_forward_op, grouped_linear_reference)
 def _launch_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     y = _empty_forward(x, weight, counts)
     _run(x, weight, counts, y, None, None)
     return y
 
 
-@launches(_activated_op)
+@launches(_activated_op, _activated_reference)
 def _launch_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
     y, z = outs = _empty_activated(x, weight, counts, activation, keep)
     _run(x, weight, counts, y, z if keep else None, ACTIVATIONS[activation])
@@ -191,10 +208,11 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
     block_m, block_k = 128, _step(x)
     tiles = R // block_m + E + 1  # each expert, and the rest after the last, ends in at most one tile that isn't full
     constants = (stride, *weight.stride(), E, N, K, gated, function, next_power_of_2(E), block_m, block_n, block_k)
-    launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), (x, weight, counts, y, z), (R,), constants, 8)
+    tensors = (x, weight, counts.contiguous(), y, z)
+    launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
 
 
-@launches(_weight_op)
+@launches(_weight_op, _weight_reference)
 def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     dweight = _empty_weight(dy, x, counts)
     if dweight.numel() == 0 or x.shape[0] == 0:
@@ -205,7 +223,7 @@ def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     block_n, block_k = (min(128, max(16, next_power_of_2(size))) for size in (N, K))
     grid = (ceil_div(N, block_n) * ceil_div(K, block_k), E, 1)
     constants = (dy_stride, x_stride, E, N, K, next_power_of_2(E), _step(x), block_n, block_k)
-    launch(_weight_kernel, grid, (dy, x, counts, dweight), (), constants, 8)
+    launch(_weight_kernel, grid, (dy, x, counts.contiguous(), dweight), (), constants, 8)
     return dweight
 
 

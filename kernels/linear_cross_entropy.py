@@ -49,8 +49,9 @@ def linear_cross_entropy(
     Args:
         x: `[N, D]`.
         weight: `[V/tp, D]`, this rank's rows.
-        target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`.
-        scale: `[N]`, the weight of each token in the sum; not differentiated.
+        target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Only a CPU checks them: elsewhere
+            one outside it has the logit 0. What `x` holds in an ignored row must be finite: dW is a product with it.
+        scale: `[N]`, the weight of each token in the sum, of any dtype; not differentiated.
         start: the id of the first row of `weight`.
         vocab_size: V; `None`: `weight` has all of it.
         ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy.py`.
@@ -63,10 +64,14 @@ def linear_cross_entropy(
         ranks.
 
     Raises:
-        ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
+        ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or (on a CPU) a target lies
+            outside the vocabulary.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
+    device = x.device.type
+    if x.dtype != weight.dtype and (device == "meta" or not torch.is_autocast_enabled(device)):
+        raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
     for name, row in (("target", target), ("scale", scale)):
         if row.shape != x.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(row.shape)}, but x has {x.shape[0]} rows")
@@ -74,15 +79,18 @@ def linear_cross_entropy(
         chunk_rows = rows_of_chunk(x, weight.shape[0])
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows {chunk_rows} is not positive")
+    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    _check_targets(target, vocab_size, ignore_index)
     loss = {
-        "vocab_size": weight.shape[0] if vocab_size is None else vocab_size,
+        "vocab_size": vocab_size,
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
     }
     logits = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    return _LinearCrossEntropy.apply(x, weight, target, scale.detach(), gather, chunk_rows, loss, logits, wanted)
+    return _LinearCrossEntropy.apply(x, weight, target, scale, gather, chunk_rows, loss, logits, wanted)
 
 
 def linear_cross_entropy_reference(
@@ -106,7 +114,18 @@ def linear_cross_entropy_reference(
     )
     if z_loss:
         loss = loss + z_loss * z.logsumexp(-1).square().masked_fill(target == ignore_index, 0)
-    return (loss * scale.detach()).sum()
+    return (loss * scale.detach().to(loss.dtype)).sum()
+
+
+def _check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Refuse ids outside the vocabulary where reading them stalls nothing."""
+    if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ids = target[target != ignore_index]
+    if ids.numel() > 0:
+        low, high = (int(v) for v in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"target {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
 
 
 def rows_of_chunk(x: Tensor, columns: int) -> int:
@@ -147,6 +166,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal):
-        refuse_second_derivative("linear_cross_entropy")
+        refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.cross_entropy of the logits")
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *((None if d is None else (d * dtotal).to(dtype)) for d, dtype in gradients), *[None] * 7

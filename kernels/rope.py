@@ -51,7 +51,8 @@ def rope(
         k: `[B, T, Hkv, K]` of the same dtype, or `None`.
         cos, sin: `[T, R/2]` or `[B, T, R/2]`, of any such dtype, R <= K; with positions `[P, R/2]`. The kernel has no
             gradient for them.
-        positions: `[T]` or `[B, T]` int64, the row of the table for each token, in 0 .. P-1.
+        positions: `[T]` or `[B, T]` int64, the row of the table for each token, in 0 .. P-1. The kernel makes NaN of
+            tokens with others, and the reference on a CPU refuses them.
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
         q_weight, k_weight: `[K]` gains of an RMS norm of each head before the turn; both or none.
         eps: added to the mean square.
@@ -143,6 +144,8 @@ def _reference(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor | None]:
     exact = torch.promote_types(q.dtype, torch.float32)
+    if positions is not None:
+        _check_positions(positions, cos.shape[0])
     cos, sin = ((t if positions is None else t[positions]).to(exact).unsqueeze(-2) for t in (cos, sin))
     R = 2 * cos.shape[-1]
 
@@ -174,6 +177,16 @@ def _runs_triton(impl: str | None, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if runs and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
     return runs
+
+
+def _check_positions(positions: Tensor, P: int) -> None:
+    """Refuse rows that the tables lack where reading them stalls nothing: an index below 0 counts from the end."""
+    if type(positions) is not Tensor or positions.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if positions.numel() > 0:
+        low, high = (int(v) for v in positions.aminmax())
+        if low < 0 or high >= P:
+            raise ValueError(f"position {low if low < 0 else high} is in no row of tables of {P}")
 
 
 def _check(

@@ -330,8 +330,8 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
     """Have torch.compile make the forward of each block; hooks, such as those of ZeRO-3 and offloading, stay around it.
 
-    Call it last, after recomputation and sharding. Blocks that are alike share one graph; those that draw dropout masks
-    of their own can't.
+    Call it last, after recomputation and sharding. Blocks that are alike share one graph, or two where each has keys of
+    its own for dropout.
 
     Args:
         blocks: in place.
@@ -340,6 +340,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
     from torch._dynamo import config  # imported when it is needed, for it takes a second
 
     config.recompile_limit = max(config.recompile_limit, 2 * len(blocks))
+    config.allow_unspec_int_on_nn_module = True  # the keys of dropout, else constants of a graph for each block
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)
 

@@ -23,7 +23,8 @@ class Dropout(nn.Module):
             sequence.
 
     Attributes:
-        key: the stream; None until it is seeded.
+        key: the stream; None until it is seeded. To torch.compile it is a constant, so that each module has a graph of
+            its own, unless `torch._dynamo.config.allow_unspec_int_on_nn_module` is set.
     """
 
     def __init__(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from examples.gpt.arguments import check, parse
-from examples.gpt.model import GPTConfig
+from examples.gpt.model import GPT, GPTConfig, compile_blocks
 from examples.gpt.plan import build
-from mpcore import Mesh, full_state_dict
+from mpcore import Mesh, full_state_dict, seed_dropout
 from tests.pool import mesh
 
 FLAGS = [
@@ -70,6 +70,28 @@ def check_layout(ranks, name: str, out: str, backend: str = "aot_eager", toleran
 
 def test_compiled_blocks_train_to_the_bit(ranks, tmp_path):
     assert check_layout(ranks, "tp2-pp2-selective", str(tmp_path)) == [1, 1]  # one graph for all blocks
+
+
+@pytest.mark.slow
+def test_blocks_with_dropout_share_two_graphs():
+    from torch._dynamo import config
+    from torch._dynamo.utils import counters
+
+    made = GPT(GPTConfig(layers=5, d_model=16, heads=4, d_ff=24, seq_len=8, dropout=0.3), dtype=torch.float64)
+    seed_dropout(made, 3)
+    ids, samples = torch.arange(16).view(2, 8), torch.arange(2)
+    wanted = made(ids, samples)
+    wanted_gradients = torch.autograd.grad(wanted.sum(), list(made.parameters()))
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=2):
+        compile_blocks([*made.blocks.values()], "aot_eager")
+        found = made(ids, samples)
+        found_gradients = torch.autograd.grad(found.sum(), list(made.parameters()))
+    assert counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+    for got, want in zip((found, *found_gradients), (wanted, *wanted_gradients), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from mpcore.kernels import _launch
+from mpcore.kernels import _dispatch, _launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -81,13 +81,14 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Lau
     """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded."""
     launches: list[Launch] = []
     driver = triton.runtime.driver
-    previous, plain = driver._active, CompiledKernel.launch_metadata
+    previous, plain, launching = driver._active, CompiledKernel.launch_metadata, _dispatch.launching_on_cpu
 
     def append(kernel: CompiledKernel, grid: tuple[int, ...], stream: int, *args: Any) -> None:
         named = dict(zip(kernel.src.fn.arg_names, args, strict=True))
         launches.append(Launch(kernel.name, kernel, tuple(grid), named))
 
     driver.set_active(_Driver(target))
+    _dispatch.launching_on_cpu = True
     if record:
         CompiledKernel.launch_metadata = append
     _launch._compiled.clear()
@@ -95,6 +96,7 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Lau
         yield launches
     finally:
         driver._active, CompiledKernel.launch_metadata = previous, plain
+        _dispatch.launching_on_cpu = launching
         _launch._compiled.clear()
 
 

@@ -82,6 +82,13 @@ def test_rounding_bits_are_philox_words_of_index_and_step():
         ({"now": torch.ones(4)}, r"now is torch.float32 \(4,\) on cpu; adamw_now gives float64"),
         ({"key": 2**63}, "key 9223372036854775808 is not in"),
         ({"key": 1, "place": (torch.arange(2), torch.arange(2))}, "place has 2 x 2 indices, but param has 6 elements"),
+        (
+            {"place": (torch.arange(2).int(), torch.arange(3))},
+            r"indices of torch.int32 \(2,\) on cpu; they must be int64",
+        ),
+        ({"place": (torch.arange(2), torch.arange(3)[None])}, r"indices of torch.int64 \(1, 3\) on cpu"),
+        ({"place": (torch.arange(2, device="meta"), torch.arange(3))}, r"int64 \(2,\) on meta; they must be"),
+        ({"scale": torch.ones(6)}, r"scale has shape \(6,\), but it is one number"),
         ({"impl": "triton"}, "impl='triton', but x is on cpu"),
     ],
 )
@@ -97,6 +104,17 @@ def test_sums_of_squares():
     assert sum_of_squares(torch.tensor([1e30])) == torch.tensor(1e30).double() ** 2
     with pytest.raises(ValueError, match=r"x is torch.int64"):
         sum_of_squares(torch.ones(2, dtype=torch.int64))
+
+
+def test_a_parameter_that_needs_a_gradient_is_updated_outside_no_grad():
+    made = dict(zip(("param", "grad", "exp_avg", "exp_avg_sq"), state(), strict=True))
+    want = {name: x.clone() for name, x in made.items()}
+    adamw(**want, now=now(), **OPTIONS)
+    adamw(
+        **made | {"param": made["param"].requires_grad_(), "grad": made["grad"].requires_grad_()}, now=now(), **OPTIONS
+    )
+    assert all(made[name].is_leaf and torch.equal(made[name], want[name]) for name in want)
+    assert not sum_of_squares(made["param"]).requires_grad
 
 
 def launched(n, dtype=torch.bfloat16, **optional):

@@ -2,6 +2,8 @@
 
 import contextvars
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import laws
@@ -206,7 +208,7 @@ def test_autocast_takes_its_dtype():
 
 def test_second_derivatives_are_refused():
     inputs = [x.requires_grad_() for x in draw()]
-    with pytest.raises(RuntimeError, match="no second derivative"):
+    with pytest.raises(RuntimeError, match=r"no second derivative; use .*scaled_dot_product_attention"):
         torch.autograd.grad(attention(*inputs)[0].sum(), inputs, create_graph=True)
 
 
@@ -219,6 +221,34 @@ def test_flops_are_those_of_the_products():
     pairs = 3 * 4 * 8 * 8
     assert forward == 2 * pairs * (6 + 5)
     assert counter.get_total_flops() - forward == 2 * pairs * (3 * 6 + 2 * 5)
+
+
+FOUND_FIRST = """
+import importlib.util
+import mpcore.kernels.attention
+for _ in range(2):
+    importlib.util.find_spec("torch.utils.flop_counter")
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.ones(1, 3, 2, 4)
+with FlopCounterMode(display=False) as counter:
+    mpcore.kernels.attention.attention(q, q, q)
+print(counter.get_total_flops())
+"""
+
+
+def test_flops_are_counted_whoever_looked_for_the_counter_before():
+    done = subprocess.run([sys.executable, "-c", FOUND_FIRST], capture_output=True, text=True)
+    assert done.stdout.split() == [str(2 * 2 * 3 * 3 * (4 + 4))], done.stderr
+
+
+def test_it_compiles_in_one_graph_for_every_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for T in (3, 4, 5):
+        q = torch.linspace(-1, 1, T * 8).view(1, T, 2, 4)
+        for found, want in zip(compiled(q, q, q), attention(q, q, q), strict=True):
+            torch.testing.assert_close(found, want)
 
 
 def test_flops_of_linear_cross_entropy_are_counted_by_its_products():

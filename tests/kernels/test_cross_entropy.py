@@ -57,6 +57,31 @@ def test_the_reference_is_the_formula(cuts, label_smoothing, z_loss, softcap):
     torch.testing.assert_close(torch.cat(shards, -1), leaf.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}, {"softcap": 2.0}])
+def test_pitfall_08_an_ignored_row_is_not_read(options):
+    logits, target = torch.randn(4, 9), torch.tensor([3, -100, -100, 2])
+    logits[1], logits[2, 5] = torch.nan, torch.inf
+    softcap = {"softcap": options.get("softcap", 0.0)}
+    stats = cross_entropy_stats(logits, target, sum_logits=True, entropy=True, **softcap)
+    rows = {"dlog_prob": stats[0] * 0 + 1, "dentropy": torch.full((4,), 0.5)}
+    found = cross_entropy_backward(logits, target, stats, torch.ones(4), vocab_size=9, **rows, **options)
+    assert not found[1:3].any()
+    assert found[::3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("logits", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_rows_may_have_any_dtype(logits, dtype):
+    z, target, ones = torch.randn(3, 9).to(logits), torch.tensor([3, -100, 2]), torch.ones(3)
+    stats = cross_entropy_stats(z, target, entropy=True)
+
+    def gradient(rows):
+        rows = {"dloss": rows, "dlog_prob": rows, "dentropy": rows}
+        return cross_entropy_backward(z, target, stats, **rows, vocab_size=9, z_loss=0.01, label_smoothing=0.1)
+
+    assert torch.equal(gradient(ones.to(dtype)), gradient(ones.to(torch.promote_types(logits, torch.float32))))
+
+
 @pytest.mark.parametrize("missing", ["dloss", "dlog_prob", "dentropy"])
 def test_each_gradient_may_be_missing(missing):
     stats = cross_entropy_stats(LOGITS, TARGET, entropy=True, sum_logits=True)
@@ -108,6 +133,20 @@ def test_the_reference_computes_in_float32_and_rounds_once(dtype):
     gradient = cross_entropy_backward(logits, TARGET, stats, ROW.float(), **how)
     wide = cross_entropy_backward(logits.float(), TARGET, stats, ROW.float(), **how)
     assert torch.equal(gradient, wide.to(dtype))
+
+
+def test_nothing_is_differentiated():
+    logits, target = torch.randn(3, 9).requires_grad_(), torch.tensor([1, -100, 8])
+    stats = cross_entropy_stats(logits, target, entropy=True)
+    assert not stats.requires_grad
+    rows = stats[0].clone().requires_grad_()
+    for in_place in (False, True):
+        assert (
+            cross_entropy_backward(logits, target, stats, rows, vocab_size=9, in_place=in_place).requires_grad
+            == in_place
+        )
+    assert logits.is_leaf
+    assert logits._version == 1
 
 
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():

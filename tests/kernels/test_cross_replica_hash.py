@@ -32,6 +32,20 @@ def test_the_reference_is_the_formula(size):
     assert int(found) == plain_hash(bytes(data.tolist()))
 
 
+ODD = [
+    (torch.ones(9)[5:5], torch.ones(0)),
+    (torch.arange(9).bfloat16()[3:3], torch.ones(0)),
+    (torch.arange(20.0).as_strided((1,), (3,), 7), torch.tensor([7.0])),
+    (torch.arange(20.0).as_strided((1, 1), (5, 2), 8), torch.tensor([8.0])),
+    (torch.arange(20.0)[3:8], torch.arange(3.0, 8.0)),
+]
+
+
+@pytest.mark.parametrize(("x", "same"), ODD)
+def test_empty_tensors_and_lone_elements_may_lie_anywhere(x, same):
+    assert torch.equal(cross_replica_hash(x), cross_replica_hash(same))
+
+
 def test_each_single_change_shows():
     """Every flipped bit, exchanged pair, dropped end and appended zero of a small tensor has a hash of its own."""
     x = torch.arange(1, 25).bfloat16()

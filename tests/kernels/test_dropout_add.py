@@ -54,6 +54,15 @@ def test_bad_input(arguments, message):
         dropout_add(**{"x": X, "residual": None, "p": 0.5, "samples": SAMPLES} | arguments)
 
 
+@pytest.mark.slow
+def test_inductor_draws_the_same_mask_for_any_key():
+    x, samples = torch.ones(2, 3, 9), torch.arange(2)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda key: dropout_add(x, None, 0.5, key=key, samples=samples), fullgraph=True)
+    for key in (0xA0000000, 2**63 - 1, 2**64 - 5):
+        assert torch.equal(compiled(key), dropout_add(x, None, 0.5, key=key, samples=samples))
+
+
 def launched(B, T, D, p=0.1, bias=None, key=3, residual=True, dtype=torch.bfloat16):
     x, samples = torch.empty(B, T, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
     with fake_gpu() as launches:

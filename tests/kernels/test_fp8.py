@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_gpu import fake_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import fp8_matmul as products
@@ -269,6 +270,26 @@ def test_a_dry_run_holds_what_a_gpu_would(where):
             fp8_matmul(a, b)
             fp8_matmul(a, b, out=out)
     assert counter.get_total_flops() == 2 * 2 * 100 * 70 * 40
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_what_fake_tensors_trace_runs_on_a_cpu(square):
+    """The operators that a GPU launches: there they run the references."""
+
+    def both(x, weight, out):
+        (a, c), (b, _) = quantize_fp8(x, columns=True), quantize_fp8(weight, square=square)
+        return fp8_matmul(a, b), fp8_matmul(c, c, F32), fp8_matmul(a, b, out=out)
+
+    traced = make_fx(both, tracing_mode="fake")(draw(130, 40), draw(20, 40), torch.ones(130, 20))
+    assert sum(str(node.target).startswith("mpcore.") for node in traced.graph.nodes) == 5
+    given, out = (draw(130, 40, seed=1), draw(20, 40, seed=1)), torch.ones(130, 20)
+    for found, wanted in zip(traced(*given, out), both(*given, torch.ones(130, 20)), strict=True):
+        assert torch.equal(found, wanted)
+    assert out._version == 1
+    quantized = ops.quantize_fp8(given[0], square, True, False)
+    with FakeTensorMode() as mode:
+        strides = [t.stride() for t in ops.quantize_fp8(mode.from_tensor(given[0]), square, True, False)]
+    assert [t.stride() for t in quantized] == strides
 
 
 def test_compiled_references_are_the_references():

@@ -95,7 +95,7 @@ def test_inputs_are_kept_and_the_graph_may_be_walked_twice():
     assert all(map(torch.equal, first, second))
     assert torch.equal(x, X)
     assert torch.equal(weight, WEIGHT)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy kernel has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"no second derivative; use torch\.nn\.functional\.cross_entropy"):
         torch.autograd.grad(total, x, create_graph=True)
 
 
@@ -112,6 +112,30 @@ def test_many_chunks_add_up_in_float32(dtype):
     assert found.dtype == dtype
     errors = [(gradient.double() - exact).square().mean().sqrt() for gradient in (found, one)]
     assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("x", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_scale_may_have_any_dtype(x, scale):
+    rows = torch.ones(N).to(scale)
+    found = value_and_gradients(linear_cross_entropy, X.to(x), WEIGHT.to(x), TARGET, rows)
+    wanted = value_and_gradients(
+        linear_cross_entropy, X.to(x), WEIGHT.to(x), TARGET, torch.ones(N, dtype=X.dtype).to(x)
+    )
+    plain = value_and_gradients(linear_cross_entropy_reference, X.to(x), WEIGHT.to(x), TARGET, rows)
+    for got, want, other in zip(found, wanted, plain, strict=True):
+        assert torch.equal(got, want)
+        assert other.dtype == got.dtype
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+def test_pitfall_08_an_ignored_row_passes_on_no_gradient_whatever_it_holds(options):
+    for bad in (torch.nan, torch.inf):
+        x = torch.where((TARGET == -100)[:, None], bad, X)
+        total, dx, _ = value_and_gradients(linear_cross_entropy, x, WEIGHT, TARGET, SCALE, **options)
+        want, dx_want, _ = value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE, **options)
+        assert torch.equal(total, want)
+        assert torch.equal(dx, dx_want)
 
 
 def test_no_tokens():
@@ -139,6 +163,10 @@ def test_rows_of_a_chunk():
         ({"target": TARGET[:5]}, r"target has shape \(5,\), but x has 7 rows"),
         ({"scale": SCALE[:5]}, r"scale has shape \(5,\), but x has 7 rows"),
         ({"target": TARGET.double()}, "target is torch.float64"),
+        ({"target": TARGET.clamp(min=0) + 1}, "target 11 is outside the vocabulary of 11"),
+        ({"target": TARGET - 1}, "target -101 is outside the vocabulary of 11"),
+        ({"target": TARGET, "vocab_size": 10}, "target 10 is outside the vocabulary of 10"),
+        ({"weight": WEIGHT.float()}, "x is torch.float64, but weight is torch.float32"),
         ({"chunk_rows": 0}, "chunk_rows 0 is not positive"),
         ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
         ({"impl": "fast"}, "impl 'fast' is none of"),

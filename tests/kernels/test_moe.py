@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fake_gpu import fake_gpu
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels.grouped_linear import grouped_linear
@@ -55,6 +56,10 @@ def test_the_references_run_under_torchs_own_autograd():
         (lambda: moe_unpermute(torch.ones(7, 2), ROW, torch.ones(4)), r"weight \(4,\) are not"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 3), torch.ones(4).int()), r"x \(7, 2\), weight"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(3).int()), r"counts \(3,\) are not"),
+        (
+            lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4)),
+            "counts are torch.float32 on cpu",
+        ),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2).half(), torch.ones(4).int()), "torch.float16"),
         (lambda: moe_permute(torch.ones(4, 2), ROW, 7, impl="triton"), "impl='triton', but x is on cpu"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4).int(), impl="no"), "impl 'no'"),
@@ -99,6 +104,27 @@ def test_nothing_is_launched_for_nothing():
         ops.grouped_linear_forward(torch.empty(0, 8), torch.empty(2, 3, 8), torch.zeros(2).int())
         assert not ops.grouped_linear_weight(torch.empty(0, 3), torch.empty(0, 8), torch.zeros(2).int()).any()
     assert launches == []
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu", "relu_squared"])
+def test_what_fake_tensors_trace_runs_on_a_cpu(activation):
+    """The operator that a GPU launches: there it runs the reference."""
+    x, w, counts = torch.randn(9, 4), torch.randn(3, 6, 4), torch.tensor([2, 0, 5])
+    traced = make_fx(lambda *given: grouped_linear(*given, activation), tracing_mode="fake")(x, w, counts)
+    assert any(str(node.target).startswith("mpcore.grouped_linear") for node in traced.graph.nodes)
+    counts = torch.tensor([1, 4, 2])
+    torch.testing.assert_close(traced(x, w, counts), grouped_linear(x, w, counts, activation))
+
+
+def test_the_operator_of_the_weights_gradient_runs_on_a_cpu():
+    x, w, dy, counts = (
+        torch.randn(9, 4),
+        torch.randn(3, 6, 4).requires_grad_(),
+        torch.randn(9, 6),
+        torch.tensor([2, 0, 5]),
+    )
+    (want,) = torch.autograd.grad(grouped_linear(x, w, counts), w, dy)
+    torch.testing.assert_close(ops.grouped_linear_weight(dy, x, counts), want)
 
 
 def test_products_are_counted():

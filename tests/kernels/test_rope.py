@@ -77,6 +77,14 @@ def test_bad_input(arguments, message):
         rope(**{"q": Q, "k": KEYS, "cos": COS, "sin": SIN} | arguments)
 
 
+@pytest.mark.parametrize("bad", [-1, T])
+def test_positions_outside_the_table_are_refused(bad):
+    positions = torch.arange(T).expand(B, T).clone()
+    positions[1, 2] = bad
+    with pytest.raises(ValueError, match=f"position {bad} is in no row of tables of {T}"):
+        rope(Q, KEYS, COS, SIN, positions=positions)
+
+
 def test_a_packed_projection_of_a_wrong_width():
     with pytest.raises(ValueError, match=r"qkv \(2, 5, 41\) is not \[B, T, \(3 \+ 2 x 1\) heads x head_dim\]"):
         rope_qkv(torch.ones(B, T, 41), H, KV, COS, SIN)

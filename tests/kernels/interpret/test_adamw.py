@@ -67,6 +67,14 @@ def test_random_rounding_is_the_references_bit_for_bit(moments, master):
     assert (nearest["param" if not master else "exp_avg"] != found["param" if not master else "exp_avg"]).sum() > 100
 
 
+def test_places_may_have_any_strides():
+    made = inputs(6 * 20, BF16, BF16, False)
+    rows, columns = torch.arange(12)[::2] * 977, torch.tensor(5).expand(20)
+    dense = updated(kernel, made, key=KEY, place=(rows.contiguous(), columns.contiguous()))
+    for name, x in updated(kernel, made, key=KEY, place=(rows, columns)).items():
+        assert torch.equal(x, dense[name]), name
+
+
 def test_the_scale_multiplies_the_gradient():
     made = inputs(300, F32, F32, False)
     half = updated(kernel, made, scale=torch.tensor(0.5, dtype=torch.float64))
@@ -109,6 +117,28 @@ def test_sums_of_squares_of_odd_tensors():
     for bad in (float("inf"), float("nan")):
         x[3, 4] = bad
         assert not sum_of_squares(x, impl="triton").isfinite()
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("master", [False, True])
+def test_what_is_written_has_a_new_version_and_no_graph(impl, master):
+    made = inputs(6, F32, BF16, master)
+    for name in ("param", "grad"):
+        made[name].requires_grad_()
+    x = torch.ones(6, requires_grad=True)
+    y = (x * made["param"]).sum()
+    before = {name: t._version for name, t in made.items()}
+    adamw(**made, now=adamw_now(torch.tensor([1.0]), 0.1, BETAS)[0], betas=BETAS, eps=1e-8, weight_decay=0.1, impl=impl)
+    for name, t in made.items():
+        assert (t._version > before[name]) == (name != "grad"), name
+        assert t.is_leaf
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_sum_of_squares_has_no_gradient(impl):
+    assert not sum_of_squares(torch.ones(3, requires_grad=True), impl=impl).requires_grad
 
 
 def test_operators():

@@ -217,6 +217,20 @@ def test_pitfall_04_logits_are_changed_in_place_on_demand_alone(V, layout):
     assert sea.isfinite().sum() == numbers, "a gap between rows was written"
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_graph_whose_logits_were_written_over_is_refused(impl):
+    logits, target = draw(3, 9)
+    logits = torch.tanh(logits.requires_grad_())
+    stats = cross_entropy_stats(logits, target, impl=impl)
+    assert not stats.requires_grad
+    how = {"vocab_size": 9, "impl": impl}
+    dlogits = cross_entropy_backward(logits, target, stats, stats[0].requires_grad_(), in_place=True, **how)
+    assert dlogits is logits
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+    assert not cross_entropy_backward(logits, target, stats, stats[0], **how).requires_grad
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_operators(entropy):
     logits, target = draw(3, 25, dtype=BF16)

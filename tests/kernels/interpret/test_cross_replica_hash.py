@@ -78,3 +78,9 @@ def test_operator_and_compilation():
 def test_nothing_of_nan_is_lost():
     x = torch.tensor([math.nan, 0.0, -0.0])
     assert len({both(x), both(x.nan_to_num()), both(x.abs())}) == 3
+
+
+def test_empty_tensors_and_lone_elements_may_lie_anywhere():
+    base = torch.arange(20.0)
+    for x in (base[5:5], base.bfloat16()[3:3], base.as_strided((1,), (3,), 7), base.as_strided((1, 1), (5, 2), 8)):
+        assert both(x) == both(x.clone(memory_format=torch.contiguous_format))

@@ -5,6 +5,7 @@ import functools
 import laws
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from mpcore.kernels import dropout_add as module
 from mpcore.kernels._philox import philox
@@ -151,3 +152,14 @@ def test_operators(bias):
 def test_compiles_in_one_graph(bias):
     made = draw(2, 3, 24, dtype=BF16, residual=BF16, bias=bias)
     laws.check_compiles(kernel, made, p=0.3, key=KEY, samples=samples_of(2))
+
+
+def test_a_changed_key_compiles_nothing_new():
+    made = draw(2, 3, 8, residual=F32)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    for key in (KEY, 5, 2**62 + 1, 2**63 - 1, 7):
+        given = {"p": 0.3, "key": key, "samples": samples_of(2)}
+        assert torch.equal(compiled(**made, **given), kernel(**made, **given))
+    assert counters["stats"]["unique_graphs"] == 2

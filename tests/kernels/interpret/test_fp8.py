@@ -161,6 +161,15 @@ def test_factors_turned_by_a_view_are_read_as_they_are():
     assert torch.equal(product(turned, b), product(a, b))
 
 
+def test_what_a_product_is_added_to_has_a_new_version():
+    a, b, out = quantized(9, 40, False), quantized(11, 40, True), torch.ones(9, 11)
+    versions = [out._version]
+    for impl in ("triton", "reference"):
+        fp8_matmul(a, b, out=out, impl=impl)
+        versions.append(out._version)
+    assert versions == [0, 1, 2]
+
+
 def test_operators_and_compilation():
     x = draw(130, 40, dtype=BF16)
     ops = torch.ops.mpcore

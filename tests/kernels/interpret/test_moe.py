@@ -112,6 +112,17 @@ def test_a_wider_weight_is_cast_for_the_products_and_kept_as_it_is(activation):
         assert torch.equal(got, want.to(got.dtype))
 
 
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("counts", [torch.tensor([[3, 9], [0, 7], [4, 1]])[:, 0], torch.tensor(2).expand(3)], ids=str)
+def test_counts_may_have_any_strides(counts, activation):
+    counts = counts.to(torch.get_default_device())
+    leaves = [draw(10, 8).requires_grad_(), draw(3, 6, 8).requires_grad_()]
+    y, want = (product(*leaves, c, activation=activation) for c in (counts, counts.contiguous()))
+    assert torch.equal(y, want)
+    for got, exact in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True):
+        assert torch.equal(got, exact)
+
+
 def test_operators_and_compilation():
     row, counts = moe_rows_reference(choices(6, 2, 3), 3)
     x, y, weight, w = draw(6, 8), draw(12, 8), draw(6, 2), draw(3, 4, 8)
