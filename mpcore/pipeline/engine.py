@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Pipeline:
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
+        self.problems: list[Exception] = []
         self.runtime: _PipelineScheduleRuntime | None = None
         self.built_for: Any = None
 
@@ -111,6 +113,7 @@ class Pipeline:
             return total
         shapes = [(name, t.shape, t.dtype) for name, t in tensors.items()]
         mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        self.problems.clear()
         losses: list[Tensor] = []
         last = self.pp.rank == self.last_rank
         with self._prepared((shapes, mode)) as runtime:
@@ -118,7 +121,34 @@ class Pipeline:
             keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
             runtime.step(*inputs, return_outputs=False, **keywords)
             finish_gradients(self.stages)
-        return self.from_last(sum((loss.detach() for loss in losses), total))
+        total = sum((loss.detach() for loss in losses), total)
+        # A sum that every rank sees tells that a stage broke its word; to look at it costs nothing on a CPU alone.
+        total = all_reduce(
+            total.fill_(torch.nan) if self.problems else total if last else torch.zeros_like(total), self.pp
+        )
+        if self.problems or (self.device.type == "cpu" and total.isnan()):
+            self._raise_problems(meet=self.device.type == "cpu")
+        return total
+
+    def _raise_problems(self, meet: bool = True) -> None:
+        """What a stage noted, raised on its rank and, where all ranks come here, on the others."""
+        mine = self.problems[0] if self.problems else None
+        texts: list[str | None] = [None]
+        if meet:
+            told = (
+                None
+                if mine is None
+                else str(mine)
+                if isinstance(mine, ValueError)
+                else f"{type(mine).__name__}: {mine}"
+            )
+            texts = [None] * self.pp.size
+            dist.all_gather_object(texts, told, group=self.pp.group)
+        if mine is not None:
+            raise mine
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _check_batch(self, tensors: dict[str, Tensor]) -> None:
         size = len(tensors["x"])
@@ -173,8 +203,9 @@ class Pipeline:
             for index, module in self.mine.items()
         ]
         for stage in stages:
-            stage.noted = self._noted
-        runtime = _PipelineScheduleRuntime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
+            stage.noted, stage.problems = self._noted, self.problems
+        runtime = _Runtime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
+        runtime.agree = self._raise_problems
         plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
         runtime._prepare_schedule_with_comms(plan)
 
@@ -245,30 +276,106 @@ class Pipeline:
         return time.time()  # of all clocks the one that ranks on other hosts share
 
 
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime, whose ranks hear of a dry run that failed on one of them."""
+
+    agree: Callable[[], None]
+    agreed = False
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        super()._initialize_stages(*args, **kwargs)
+        if not self.agreed:
+            self.agree()
+            self.agreed = True
+
+
 class _Stage(PipelineStage):
     """torch's stage, which tells when each of its actions began and ended, and sums gradients when ZeRO says so."""
 
     noted: Callable[[str, int, int], Any]
+    problems: list[Exception]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # Before torch 2.13 a stage says hello to both neighbours, even one on its own rank, whom gloo can't reach.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
+    def _to_tensor(self, arg: Any) -> Tensor:
+        # The dry run's inputs: tokens that differ, alike on all ranks; and places that every table has.
+        x = super()._to_tensor(arg)
+        if isinstance(arg, Tensor):
+            return x
+        if x.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            x.detach().uniform_(generator=torch.Generator(x.device).manual_seed(0))
+        else:
+            x.detach().zero_()
+        return x
+
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        # torch's dry run for shapes, of memory nobody wrote: it must not count as a step's tokens (of experts).
-        training = {each: each.training for each in module.modules()}
-        module.eval()
+        # torch's dry run for the shapes of what a stage sends: the last sends nothing, nor does one after a failure.
+        if self.is_last or not args:
+            return ()
         compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
         try:
-            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-                return super()._compute_outputs(*args, module=module, **kwargs)
-        finally:
-            for each, mode in training.items():
-                each.training = mode
+            with _undone(module), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                return self._as_sent(super()._compute_outputs(*args, module=module, **kwargs), "its first forward")
+        except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
+            self.problems.append(error)
+            return ()
+
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> None:
+        # A gradient looks like what it is of: no loss is called and no backward runs for that.
+        meta: Any = self._stage_meta
+        meta.input_grads = tuple(replace(x, requires_grad=False) if x.requires_grad else None for x in meta.inputs)
+        meta.output_grads = tuple(replace(y, requires_grad=False) if y.requires_grad else None for y in meta.outputs)
+        self._fwd_outputs_for_bwd_meta = self._fwd_inputs_for_bwd_meta = self._fwd_kwargs_tensors_for_bwd_meta = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.noted("F", self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        inputs = self.fwd_cache[fwd_chunk_id][1]
+        if self.is_last:  # backward begins at the loss, of an output of any kind
+            self.fwd_cache[fwd_chunk_id] = (), inputs
+            return out
+        out = self._as_promised(out, f"micro-batch {fwd_chunk_id}")
+        self.fwd_cache[fwd_chunk_id] = out, inputs
+        return out
+
+    def _as_sent(self, out: Any, when: str) -> tuple[Tensor, ...]:
+        outputs = out if type(out) in (tuple, list) else (out,)
+        for i, x in enumerate(outputs):
+            if not isinstance(x, Tensor):
+                which = f"output {i}" if len(outputs) > 1 else "the output"
+                raise ValueError(
+                    f"{which} of stage {self.stage_index} in {when} is a {type(x).__name__}: what goes to the next "
+                    f"stage is a tensor or a tuple of tensors"
+                )
+        if not outputs:
+            raise ValueError(f"stage {self.stage_index} returns nothing in {when}")
+        return tuple(x.contiguous() for x in outputs)
+
+    def _as_promised(self, out: Any, when: str) -> tuple[Tensor, ...]:
+        """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
+        promised: Any = self._stage_meta.outputs
+        try:
+            outputs = self._as_sent(out, when)
+            if len(outputs) != len(promised):
+                raise ValueError(
+                    f"stage {self.stage_index} returns {len(outputs)} outputs in {when}, {len(promised)} in its first "
+                    f"forward"
+                )
+            for i, (x, like) in enumerate(zip(outputs, promised, strict=True)):
+                is_, was = (f"{tuple(y.shape)} of {y.dtype}" for y in (x, like))
+                if is_ == was and x.requires_grad and not like.requires_grad and torch.is_grad_enabled():
+                    is_, was = "in need of a gradient", "in need of none"
+                if is_ != was:
+                    raise ValueError(
+                        f"output {i} of stage {self.stage_index} in {when} is {is_}, in its first forward it was "
+                        f"{was}: make it alike in all micro-batches; y + 0 * x.sum() needs a gradient as x does"
+                    )
+        except ValueError as error:
+            self.problems.append(error)
+            return tuple(torch.zeros(y.shape, dtype=y.dtype, device=self.device) for y in promised)
+        return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
         with self.noted("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
@@ -293,6 +400,25 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """A call of a module in here leaves no trace in its buffers and attributes, such as what routers count."""
+    before = [(each, dict(each.__dict__), dict(each._buffers)) for each in module.modules()]
+    values = [(x, x.detach().clone()) for x in module.buffers()]
+    try:
+        yield
+    finally:
+        for each, attributes, buffers in before:
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+            each._buffers.clear()
+            each._buffers.update(buffers)
+        with torch.no_grad():
+            for x, value in values:
+                if not torch.equal(x, value):
+                    x.copy_(value)
 
 
 def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -476,6 +477,164 @@ def check_any_module() -> None:
 
 def test_any_modules_make_a_pipeline(ranks):
     ranks(2, check_any_module)
+
+
+class Own(nn.Module):
+    """Stage `i` of a model of nobody's; what it returns and how is the case's."""
+
+    def __init__(self, case: str, i: int, last: int) -> None:
+        super().__init__()
+        self.case, self.i, self.last, self.calls = case, i, i == last, 0
+        self.l, self.m, self.e = (layer.double() for layer in (nn.Linear(6, 6), nn.Linear(6, 6), nn.Embedding(11, 6)))
+        self.norm = nn.BatchNorm1d(6).double()
+        self.drop = nn.Dropout(0.0 if case != "dropout" else 0.5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        self.calls += 1
+        self.seen += len(x)
+        return getattr(self, self.case)(x, *more)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.l(x))
+
+    def aux(self, x: Tensor, before: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        """A loss beside the activation, in training alone."""
+        return self.plain(x), before + (self.m(x).square().mean() if self.training else x.new_zeros(()))
+
+    def more(self, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        """An output more, in training alone."""
+        return self.plain(x), *before, *([self.m(x).square().mean()] if self.training else [])
+
+    def stats(self, x: Tensor) -> Tensor:
+        return self.plain(self.norm(x))
+
+    def places(self, x: Tensor, places: Tensor | None = None) -> Any:
+        """Integers that are places in a table, and bools, go on beside the activation."""
+        if places is None:
+            return self.plain(x), torch.full((len(x),), 7)
+        h = self.plain(x) + self.e(places)
+        return h if self.last else (h, places)
+
+    def turned(self, x: Tensor) -> Tensor:
+        x = x.t() if self.i else x
+        return self.plain(x) if self.last else self.plain(x).t()
+
+    def summed(self, x: Tensor) -> Tensor:
+        return self.plain(x).sum(0, keepdim=True).expand(len(x), -1) if self.i else self.plain(x)
+
+    def named(self, x: Tensor) -> Any:
+        return {"h": self.plain(x)} if self.last else self.plain(x)
+
+
+def own_loss(out: Any, target: Tensor) -> Tensor:
+    out = out["h"] if isinstance(out, dict) else out
+    h, *more = out if isinstance(out, tuple) else (out,)
+    return (h - target).square().sum() + sum((0.01 * (i + 1) * x.square().sum() for i, x in enumerate(more)), 0.0)
+
+
+def run_dense(stages: list[nn.Module], x: Tensor) -> Any:
+    out: Any = (x,)
+    for stage in stages:
+        out = stage(*(out if isinstance(out, tuple) else (out,)))
+    return out
+
+
+def check_own(case: str, name: str, ranks: int = 2) -> None:
+    on = mesh(pp=ranks)
+    plan = build_schedule(name, ranks, 4, default_virtual_stages(name))
+    torch.manual_seed(0)
+    whole = [Own(case, i, plan.stages - 1) for i in range(plan.stages)]
+    if case == "plain":
+        whole[0].requires_grad_(False)
+    mine = [copy.deepcopy(whole[i]) for i in plan.stages_of(on.pp.rank)]
+    x, target = torch.randn(2, 8, 6, dtype=torch.float64)
+    want = []
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        want.append(own_loss(run_dense(whole, a), b))
+        want[-1].backward()
+    calls = []
+
+    def loss(out: Any, target: Tensor) -> Tensor:
+        calls.append(1)
+        return own_loss(out, target)
+
+    pipeline = Pipeline(mine, on, 4, loss, plan)
+    close(pipeline.forward_backward(x, target), sum(want).detach(), f"loss of {case}, {name}", TOLERANCE)
+    assert len(calls) in (0, 4)
+    for i, stage in zip(plan.stages_of(on.pp.rank), mine, strict=True):
+        assert stage.calls == 4
+        for (what, p), q in zip(stage.named_parameters(), whole[i].parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"{case}, {name}: gradient of {what} of stage {i}: {p.grad}"
+            if p.grad is not None:
+                close(p.grad, q.grad, f"{case}, {name}: {what} of stage {i}", TOLERANCE)
+        for p, q in zip(stage.buffers(), whole[i].buffers(), strict=True):
+            close(p.double(), q.double(), f"{case}, {name}: a buffer of stage {i}", TOLERANCE)
+
+
+OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
+
+
+def check_all_own(cases: tuple[str, ...], name: str) -> None:
+    for case in cases:
+        check_own(case, name)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zb", "gpipe"))])
+def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(ranks, name):
+    ranks(2, check_all_own, OWN, name)
+
+
+class Broken(Own):
+    """Returns something else in the third micro-batch, or something that can't be sent at all."""
+
+    def grad(self, x: Tensor) -> Any:
+        return self.plain(x), self.m(x).sum() if self.calls == 3 else x.new_zeros(())
+
+    def shape(self, x: Tensor) -> Any:
+        return self.plain(x)[:, : 5 if self.calls == 3 else 6]
+
+    def count(self, x: Tensor) -> Any:
+        return (self.plain(x), x.sum()) if self.calls == 3 else self.plain(x)
+
+    def dict(self, x: Tensor) -> Any:
+        return {"h": self.plain(x)}
+
+    def none(self, x: Tensor) -> Any:
+        return self.plain(x), None
+
+    def crash(self, x: Tensor) -> Any:
+        raise IndexError("no such place")
+
+
+class End(nn.Linear):
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] == 6 else x
+
+
+BROKEN = {
+    "grad": r"output 1 of stage 0 in micro-batch 2 is in need of a gradient, .* was in need of none",
+    "shape": r"output 0 of stage 0 in micro-batch 2 is \(2, 5\) of torch.float64, in its first forward it was \(2, 6\)",
+    "count": r"stage 0 returns 2 outputs in micro-batch 2, 1 in its first forward",
+    "dict": r"the output of stage 0 in its first forward is a dict: what goes to the next stage is a tensor or a tuple",
+    "none": r"output 1 of stage 0 in its first forward is a NoneType",
+    "crash": r"no such place",
+}
+
+
+def check_broken(name: str) -> None:
+    on = mesh(pp=2)
+    for case, text in BROKEN.items():
+        stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
+        pipeline = Pipeline(stage, on, 4, lambda y, t: (y - t[:, : y.shape[1]]).square().sum(), name)
+        x = torch.ones(8, 6, dtype=torch.float64)
+        with pytest.raises((ValueError, IndexError), match=text):
+            pipeline.forward_backward(x, x)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+def test_outputs_that_change_or_cant_be_sent_are_refused_on_every_rank(ranks, name):
+    ranks(2, check_broken, name)
 
 
 def test_stages_join_under_the_models_names_and_clashes_are_refused():
