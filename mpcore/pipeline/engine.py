@@ -26,17 +26,18 @@ from mpcore.data_parallel import (
     finish_gradients,
     gather,
     gathered,
+    hold_gradients,
     reduce_held,
     reduce_once,
     reduces_each_micro_batch,
     reshard,
     sync_gradients,
 )
-from mpcore.gradients import add_to_main_gradients
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import local_tensor
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
@@ -168,10 +169,24 @@ class Pipeline:
             sync_gradients(stage, i == self.micro_batches - 1)
             with self._noted("F", index, i):
                 x = stage(x, **arguments)
-        loss = self.loss(x, target)
+        loss = self._checked_loss(x, target)
         with self._noted("B", self.plan.stages - 1, i):
             loss.backward()
         return loss.detach()
+
+    def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
+        """The loss, in memory of its own; on pipelines what is wrong with it is told when all ranks are through."""
+        loss: Any = self.loss(output, target)
+        is_ = type(loss).__name__
+        if isinstance(loss, Tensor):
+            if loss.dim() == 0 and (loss.requires_grad or not torch.is_grad_enabled()):
+                return loss.clone()
+            is_ = f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor that needs no gradient"
+        problem = ValueError(f"the loss is {is_}: return a scalar tensor, made of the output without detach()")
+        if self.pp.size == 1:
+            raise problem
+        self.problems.append(problem)
+        return torch.zeros((), device=self.device, requires_grad=True)
 
     @contextmanager
     def _prepared(self, key: object) -> Iterator[_PipelineScheduleRuntime]:
@@ -204,7 +219,7 @@ class Pipeline:
         ]
         for stage in stages:
             stage.noted, stage.problems = self._noted, self.problems
-        runtime = _Runtime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
+        runtime = _Runtime(stages, self.micro_batches, loss_fn=self._checked_loss, scale_grads=False)
         runtime.agree = self._raise_problems
         plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
         runtime._prepare_schedule_with_comms(plan)
@@ -389,14 +404,20 @@ class _Stage(PipelineStage):
         if backward_type == "full" and reduces_each_micro_batch(self.submod):  # torch would sum after the last alone
             sync_gradients(self.submod, last_backward)
             return stage_backward(*(bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))), None
-        if backward_type != "full":
-            gather(self.submod)  # both halves look for the whole parameters in the graph
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type != "full":
-            add_to_main_gradients(self.submod)
-        if backward_type == "weight":
-            reduce_held(self.submod, last_backward)
-        return result
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        gather(self.submod)  # both halves look for the whole parameters in the graph
+        hold_gradients(self.submod)
+        if backward_type == "input":
+            outputs, grads, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
+            result = backward_inputs(outputs, grads, inputs[: len(self._stage_meta.inputs)])  # type: ignore[arg-type]
+            bwd_kwargs.update(stage_output=(), output_grads=None, input_values=())  # so that the graph's end is freed
+            for loss in outputs if self.is_last else ():
+                loss.detach_()
+            return result
+        backward_weights(bwd_kwargs["param_groups"])
+        reduce_held(self.submod, last_backward)
+        return (), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here

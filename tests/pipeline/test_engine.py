@@ -523,6 +523,44 @@ class Own(nn.Module):
     def summed(self, x: Tensor) -> Tensor:
         return self.plain(x).sum(0, keepdim=True).expand(len(x), -1) if self.i else self.plain(x)
 
+    def split(self, x: Tensor) -> Tensor:
+        """A middle stage whose input needs no gradient, for all that comes before: fine-tuning's."""
+        return self.plain(x.detach())
+
+    def whole(self, x: Tensor) -> Tensor:
+        if self.i:
+            return self.plain(x)
+        with torch.no_grad():
+            return self.plain(x)
+
+    def ids(self, x: Tensor) -> Tensor:
+        return (x > 0).long() if self.i == 0 else self.plain(self.e(x[:, 0])) if self.i == 1 else self.plain(x)
+
+    def penalty(self, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        """Outputs that depend on weights alone, of which one is used with the input as well."""
+        return self.plain(x), *before, self.m.weight.square().sum() + self.l.weight.square().sum()
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A layer that is used twice, with another between."""
+        return self.l(torch.tanh(self.m(self.plain(x))))
+
+    def late(self, x: Tensor) -> Tensor:
+        """A weight that joins two layers, after weights that each has alone."""
+        return torch.tanh((x * self.l.bias) @ self.e.weight[:6] + (x * self.m.bias).sin() @ self.e.weight[:6].t())
+
+    def heads(self, x: Tensor, *before: Tensor) -> tuple[Tensor, Tensor]:
+        """Two outputs, of which one is what the other's backward needs."""
+        h = torch.sigmoid(self.plain(x))
+        return h, torch.tanh(self.m(h)) + sum(before)
+
+    def passed(self, x: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """An activation that goes through untouched, and views of one another."""
+        h = self.plain(x) + (0 if first is None else first)
+        return h, x if first is None else first
+
+    def view(self, x: Tensor) -> Tensor:
+        return torch.stack([self.plain(x), x])[0]
+
     def named(self, x: Tensor) -> Any:
         return {"h": self.plain(x)} if self.last else self.plain(x)
 
@@ -530,7 +568,8 @@ class Own(nn.Module):
 def own_loss(out: Any, target: Tensor) -> Tensor:
     out = out["h"] if isinstance(out, dict) else out
     h, *more = out if isinstance(out, tuple) else (out,)
-    return (h - target).square().sum() + sum((0.01 * (i + 1) * x.square().sum() for i, x in enumerate(more)), 0.0)
+    extra = sum((0.01 * (i + 1) * x.square().sum() for i, x in enumerate(more)), 0.0)
+    return ((h - target).square().sum() + extra).reshape(1)[0]  # a view
 
 
 def run_dense(stages: list[nn.Module], x: Tensor) -> Any:
@@ -565,14 +604,15 @@ def check_own(case: str, name: str, ranks: int = 2) -> None:
     for i, stage in zip(plan.stages_of(on.pp.rank), mine, strict=True):
         assert stage.calls == 4
         for (what, p), q in zip(stage.named_parameters(), whole[i].parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), f"{case}, {name}: gradient of {what} of stage {i}: {p.grad}"
-            if p.grad is not None:
-                close(p.grad, q.grad, f"{case}, {name}: {what} of stage {i}", TOLERANCE)
+            assert p.grad is None or p.requires_grad, f"{case}, {name}: {what} of stage {i} is frozen"
+            got, grad = (torch.zeros_like(p) if grad is None else grad for grad in (p.grad, q.grad))
+            close(got, grad, f"{case}, {name}: {what} of stage {i}", TOLERANCE)
         for p, q in zip(stage.buffers(), whole[i].buffers(), strict=True):
             close(p.double(), q.double(), f"{case}, {name}: a buffer of stage {i}", TOLERANCE)
 
 
-OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
+OWN = ("aux", "more", "stats", "places", "turned", "summed", "named", "plain", "split", "whole", "ids", "penalty")
+OWN += ("shared", "late", "heads", "passed", "view")
 
 
 def check_all_own(cases: tuple[str, ...], name: str) -> None:
