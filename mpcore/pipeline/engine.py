@@ -7,6 +7,7 @@ The schedule is data (`mpcore.pipeline.schedules`), proved before anything runs 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,10 @@ from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_sch
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import local_tensor
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+_DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+_SHAPES = 64  # of batches, whose dry run isn't run again
+_HEADER = 256  # numbers that say what comes
+_RESERVED = ("losses", "loss_kwargs", "return_outputs")  # by torch's runtime
 
 
 class Pipeline:
@@ -71,21 +75,22 @@ class Pipeline:
         mesh: Mesh,
         micro_batches: int,
         loss: Callable[[Tensor, Tensor], Tensor],
-        schedule: str | Schedule = "1f1b",
+        schedule: str | os.PathLike[str] | Schedule = "1f1b",
         *,
         trace: bool = False,
     ) -> None:
         self.stages = [model] if isinstance(model, nn.Module) else list(model)
         self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
         self.device = mesh.device
+        schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
         self.problems: list[Exception] = []
-        self.runtime: _PipelineScheduleRuntime | None = None
-        self.built_for: Any = None
+        self.runtimes: dict[Any, _Runtime] = {}
+        self.trained: list[bool] | None = None
 
     def forward_backward(self, x: Tensor, target: Tensor, **arguments: Tensor) -> Tensor:
         """Forward and backward of a batch, cut in micro-batches along dimension 0.
@@ -112,21 +117,21 @@ class Pipeline:
                 total += self._one_by_one(i, inputs, targets, dict(zip(arguments, others, strict=True)))
             finish_gradients(self.stages)
             return total
-        shapes = [(name, t.shape, t.dtype) for name, t in tensors.items()]
+        shapes = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+        modes = tuple(stage.training for stage in self.stages)
         mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         self.problems.clear()
         losses: list[Tensor] = []
         last = self.pp.rank == self.last_rank
-        with self._prepared((shapes, mode)) as runtime:
+        with self._prepared((shapes, modes, mode)) as runtime:
             inputs = (x,) if 0 in self.mine else ()
             keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
             runtime.step(*inputs, return_outputs=False, **keywords)
             finish_gradients(self.stages)
         total = sum((loss.detach() for loss in losses), total)
         # A sum that every rank sees tells that a stage broke its word; to look at it costs nothing on a CPU alone.
-        total = all_reduce(
-            total.fill_(torch.nan) if self.problems else total if last else torch.zeros_like(total), self.pp
-        )
+        mine = torch.full_like(total, torch.nan) if self.problems else total if last else torch.zeros_like(total)
+        total = all_reduce(mine, self.pp)
         if self.problems or (self.device.type == "cpu" and total.isnan()):
             self._raise_problems(meet=self.device.type == "cpu")
         return total
@@ -136,13 +141,9 @@ class Pipeline:
         mine = self.problems[0] if self.problems else None
         texts: list[str | None] = [None]
         if meet:
-            told = (
-                None
-                if mine is None
-                else str(mine)
-                if isinstance(mine, ValueError)
-                else f"{type(mine).__name__}: {mine}"
-            )
+            told = None
+            if mine is not None:
+                told = str(mine) if isinstance(mine, ValueError) else f"{type(mine).__name__}: {mine}"
             texts = [None] * self.pp.size
             dist.all_gather_object(texts, told, group=self.pp.group)
         if mine is not None:
@@ -152,8 +153,15 @@ class Pipeline:
                 raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _check_batch(self, tensors: dict[str, Tensor]) -> None:
-        size = len(tensors["x"])
+        size = len(tensors["x"]) if isinstance(tensors["x"], Tensor) and tensors["x"].dim() else 0
         for name, tensor in tensors.items():
+            if name in _RESERVED:
+                raise ValueError(f"no argument can be named {name}: {', '.join(_RESERVED)} are taken")
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                is_ = "a tensor without rows" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ValueError(
+                    f"{name} is {is_}: arguments are tensors with one row a sample; leave out what is None"
+                )
             if len(tensor) != size:
                 raise ValueError(f"{name} has {len(tensor)} rows, x has {size}")
         if size == 0 or size % self.micro_batches:
@@ -165,11 +173,13 @@ class Pipeline:
 
     def _one_by_one(self, i: int, x: Tensor, target: Tensor, arguments: dict[str, Tensor]) -> Tensor:
         """A micro-batch through the whole model, on one rank."""
+        out: Any = x
         for index, stage in self.mine.items():
             sync_gradients(stage, i == self.micro_batches - 1)
+            inputs = (x,) if index == 0 else _outputs(out, index - 1, f"micro-batch {i}")
             with self._noted("F", index, i):
-                x = stage(x, **arguments)
-        loss = self._checked_loss(x, target)
+                out = stage(*inputs, **arguments)
+        loss = self._checked_loss(out, target)
         with self._noted("B", self.plan.stages - 1, i):
             loss.backward()
         return loss.detach()
@@ -179,32 +189,39 @@ class Pipeline:
         loss: Any = self.loss(output, target)
         is_ = type(loss).__name__
         if isinstance(loss, Tensor):
-            if loss.dim() == 0 and (loss.requires_grad or not torch.is_grad_enabled()):
-                return loss.clone()
-            is_ = f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor that needs no gradient"
-        problem = ValueError(f"the loss is {is_}: return a scalar tensor, made of the output without detach()")
+            if loss.numel() == 1 and loss.requires_grad:
+                return loss.reshape(()).clone()
+            is_ = "a tensor that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
+        problem = ValueError(f"the loss is {is_}: return a tensor of one number, made of the output without detach()")
         if self.pp.size == 1:
             raise problem
         self.problems.append(problem)
         return torch.zeros((), device=self.device, requires_grad=True)
 
     @contextmanager
-    def _prepared(self, key: object) -> Iterator[_PipelineScheduleRuntime]:
+    def _prepared(self, key: object) -> Iterator[_Runtime]:
         """torch's runtime for a batch of these shapes: its buffers fit the first batch alone, and gloo takes any."""
         trained = [p.requires_grad for stage in self.stages for p in stage.parameters()]
-        if self.runtime is not None and self.built_for == (key, trained):
-            yield self.runtime
-            return
-        if self.built_for is not None and self.built_for[1] != trained:
+        if self.trained is not None and self.trained != trained:
             raise ValueError("parameters were frozen or freed after the first step: make a new Pipeline for them")
-        self.runtime, self.built_for = self._build(), (key, trained)
-        # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
-        for stage in self.stages:
-            reshard(stage)
-        held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
-        for parameter, _ in held:
-            parameter.grad = None
-        yield self.runtime
+        self.trained = trained
+        runtime = self.runtimes.pop(key, None)
+        held = []
+        if runtime is None:
+            runtime = self._build()
+            # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
+            for stage in self.stages:
+                reshard(stage)
+            held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
+            for parameter, _ in held:
+                parameter.grad = None
+        else:
+            runtime.make_buffers()
+        yield runtime
+        runtime.drop_buffers()
+        self.runtimes[key] = runtime  # none that failed half-way
+        if len(self.runtimes) > _SHAPES:
+            del self.runtimes[next(iter(self.runtimes))]
         with torch.no_grad():
             for parameter, grad in held:
                 if parameter.grad is None:
@@ -212,7 +229,7 @@ class Pipeline:
                 else:
                     local_tensor(parameter.grad).add_(local_tensor(grad))
 
-    def _build(self) -> _PipelineScheduleRuntime:
+    def _build(self) -> _Runtime:
         stages: Any = [
             _Stage(module, index, self.plan.stages, self.device, group=self.pp.group)
             for index, module in self.mine.items()
@@ -245,15 +262,25 @@ class Pipeline:
             others.
         """
         with gathered(self.stages):
-            for x in batches:
+            for i, x in enumerate(batches):
+                out: Any = x
                 # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
                 for index, stage in self.mine.items():
-                    if index > 0 and index - 1 not in self.mine:
-                        x = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
-                    x = stage(x, **arguments)
-                    if index + 1 < self.plan.stages and index + 1 not in self.mine:
-                        _send(x, self.pp, self.plan.rank_of[index + 1])
-                yield x
+                    away = index + 1 < self.plan.stages and index + 1 not in self.mine
+                    try:
+                        if index > 0 and index - 1 not in self.mine:
+                            inputs = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
+                        else:
+                            inputs = _outputs(out, index - 1, f"batch {i}") if index else (x,)
+                        out = stage(*inputs, **arguments)
+                        sent = _outputs(out, index, f"batch {i}") if away else ()
+                    except Exception:
+                        if away:
+                            _send((), self.pp, self.plan.rank_of[index + 1], self.device)
+                        raise
+                    if away:
+                        _send(sent, self.pp, self.plan.rank_of[index + 1], self.device)
+                yield out
 
     def from_last(self, x: Tensor) -> Tensor:
         """What the rank of the last stage holds, on every rank: `x` of the others gives only the shape and dtype."""
@@ -303,6 +330,17 @@ class _Runtime(_PipelineScheduleRuntime):
             self.agree()
             self.agreed = True
 
+    def make_buffers(self) -> None:
+        """What a step's micro-batches are received in."""
+        for stage in self._stages:
+            stage._setup_forward_recv_info(self._n_microbatches, True)  # type: ignore[attr-defined]
+            stage._setup_backward_recv_info(self._n_microbatches)
+
+    def drop_buffers(self) -> None:
+        for stage in self._stages:
+            stage.args_recv_info.clear()
+            stage.grad_recv_info.clear()
+
 
 class _Stage(PipelineStage):
     """torch's stage, which tells when each of its actions began and ended, and sums gradients when ZeRO says so."""
@@ -332,7 +370,9 @@ class _Stage(PipelineStage):
         compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
         try:
             with _undone(module), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-                return self._as_sent(super()._compute_outputs(*args, module=module, **kwargs), "its first forward")
+                return _outputs(
+                    super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
+                )
         except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
             self.problems.append(error)
             return ()
@@ -355,24 +395,11 @@ class _Stage(PipelineStage):
         self.fwd_cache[fwd_chunk_id] = out, inputs
         return out
 
-    def _as_sent(self, out: Any, when: str) -> tuple[Tensor, ...]:
-        outputs = out if type(out) in (tuple, list) else (out,)
-        for i, x in enumerate(outputs):
-            if not isinstance(x, Tensor):
-                which = f"output {i}" if len(outputs) > 1 else "the output"
-                raise ValueError(
-                    f"{which} of stage {self.stage_index} in {when} is a {type(x).__name__}: what goes to the next "
-                    f"stage is a tensor or a tuple of tensors"
-                )
-        if not outputs:
-            raise ValueError(f"stage {self.stage_index} returns nothing in {when}")
-        return tuple(x.contiguous() for x in outputs)
-
     def _as_promised(self, out: Any, when: str) -> tuple[Tensor, ...]:
         """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
         promised: Any = self._stage_meta.outputs
         try:
-            outputs = self._as_sent(out, when)
+            outputs = _outputs(out, self.stage_index, when)
             if len(outputs) != len(promised):
                 raise ValueError(
                     f"stage {self.stage_index} returns {len(outputs)} outputs in {when}, {len(promised)} in its first "
@@ -421,6 +448,21 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
+
+
+def _outputs(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
+    """What a stage sends on, as a tuple of contiguous tensors."""
+    outputs = out if type(out) in (tuple, list) else (out,)
+    for i, x in enumerate(outputs):
+        if not isinstance(x, Tensor):
+            which = f"output {i}" if len(outputs) > 1 else "the output"
+            raise ValueError(
+                f"{which} of stage {stage} in {when} is a {type(x).__name__}: what goes to the next stage is a tensor "
+                f"or a tuple of tensors"
+            )
+    if not outputs:
+        raise ValueError(f"stage {stage} returns nothing in {when}")
+    return tuple(x.contiguous() for x in outputs)
 
 
 @contextmanager
@@ -491,18 +533,30 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
     return plan
 
 
-def _send(x: Tensor, pp: Axis, to: int) -> None:
-    if x.dtype not in _DTYPES or x.dim() > 6:
-        raise ValueError(f"a stage's output of {x.dtype} and {x.dim()} dimensions can't be sent on")
-    header = torch.tensor([_DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (6 - x.dim())], device=x.device)
-    for tensor in (header, x.contiguous()):
+def _send(outputs: tuple[Tensor, ...], pp: Axis, to: int, device: torch.device) -> None:
+    """Tensors of any shapes and dtypes; none of them says that there is nothing to wait for."""
+    numbers = [len(outputs)]
+    for x in outputs:
+        numbers += [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape]
+    if len(numbers) > _HEADER:
+        raise ValueError(f"a stage's {len(outputs)} outputs have too many dimensions to be sent on")
+    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=device)
+    for tensor in (header, *(x.reshape(-1).view(torch.uint8) for x in outputs if x.numel())):
         dist.send(tensor, group=pp.group, group_dst=to)
 
 
-def _receive(pp: Axis, source: int, device: torch.device) -> Tensor:
-    header = torch.zeros(8, dtype=torch.int64, device=device)
+def _receive(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
+    header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=pp.group, group_src=source)
-    dtype, dims, *shape = header.tolist()
-    x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
-    dist.recv(x, group=pp.group, group_src=source)
-    return x
+    numbers = iter(header.tolist())
+    count = next(numbers)
+    if count == 0:
+        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
+    outputs = []
+    for _ in range(count):
+        dtype = getattr(torch, _DTYPES[next(numbers)].removeprefix("torch."))
+        outputs.append(torch.empty([next(numbers) for _ in range(next(numbers))], dtype=dtype, device=device))
+    for x in outputs:
+        if x.numel():
+            dist.recv(x.view(-1).view(torch.uint8), group=pp.group, group_src=source)
+    return tuple(outputs)

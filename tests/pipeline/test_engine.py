@@ -509,12 +509,12 @@ class Own(nn.Module):
     def stats(self, x: Tensor) -> Tensor:
         return self.plain(self.norm(x))
 
-    def places(self, x: Tensor, places: Tensor | None = None) -> Any:
+    def places(self, x: Tensor, places: Tensor | None = None, positive: Tensor | None = None) -> Any:
         """Integers that are places in a table, and bools, go on beside the activation."""
         if places is None:
-            return self.plain(x), torch.full((len(x),), 7)
-        h = self.plain(x) + self.e(places)
-        return h if self.last else (h, places)
+            return self.plain(x), torch.full((len(x),), 7, dtype=torch.int16), x > 0
+        h = self.plain(x) + self.e(places.long()) * (0.5 if positive is None else positive)
+        return h if self.last else (h, places, h > 0)
 
     def turned(self, x: Tensor) -> Tensor:
         x = x.t() if self.i else x
@@ -611,8 +611,8 @@ def check_own(case: str, name: str, ranks: int = 2) -> None:
             close(p.double(), q.double(), f"{case}, {name}: a buffer of stage {i}", TOLERANCE)
 
 
-OWN = ("aux", "more", "stats", "places", "turned", "summed", "named", "plain", "split", "whole", "ids", "penalty")
-OWN += ("shared", "late", "heads", "passed", "view")
+OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
+SPLIT = ("plain", "split", "whole", "ids", "penalty", "shared", "late", "heads", "passed", "view")
 
 
 def check_all_own(cases: tuple[str, ...], name: str) -> None:
@@ -620,9 +620,16 @@ def check_all_own(cases: tuple[str, ...], name: str) -> None:
         check_own(case, name)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zb", "gpipe"))])
-def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(ranks, name):
-    ranks(2, check_all_own, OWN, name)
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("1f1b", OWN),
+        ("zbv", OWN + SPLIT),
+        *(pytest.param(n, OWN + SPLIT, marks=pytest.mark.slow) for n in ("zb", "dualpipev", "gpipe", "interleaved")),
+    ],
+)
+def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(ranks, name, cases):
+    ranks(2, check_all_own, cases, name)
 
 
 class Broken(Own):
@@ -660,6 +667,118 @@ BROKEN = {
     "none": r"output 1 of stage 0 in its first forward is a NoneType",
     "crash": r"no such place",
 }
+
+
+LOSSES = {
+    "NoneType": lambda y, t: None,
+    "float": lambda y, t: 1.0,
+    "tuple": lambda y, t: (y.sum(), 1),
+    r"a tensor of shape \(2, 6\)": lambda y, t: y * t,
+    "a tensor that needs no gradient": lambda y, t: y.sum().detach(),
+}
+
+
+def check_losses(sizes: dict, name: str) -> None:
+    on, x = mesh(**sizes), torch.ones(8, 6)
+    for text, loss in LOSSES.items():
+        with pytest.raises(ValueError, match=f"the loss is .*{text}: return a tensor of one number"):
+            Pipeline(nn.Linear(6, 6), on, 4, loss, name).forward_backward(x, x)
+    pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum(), name)
+    for text, arguments in (
+        ("no argument can be named losses", {"losses": x}),
+        ("mask is a NoneType: arguments are tensors with one row a sample", {"mask": None}),
+        ("scale is a float", {"scale": 0.5}),
+        ("scale is a tensor without rows", {"scale": torch.ones(())}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pipeline.forward_backward(x, x, **arguments)
+    with pytest.raises(ValueError, match="x is a NoneType"):
+        pipeline.forward_backward(None, x)  # type: ignore[arg-type]
+
+
+def test_what_is_no_loss_and_no_argument_is_refused_on_every_rank(ranks):
+    ranks(2, check_losses, {"pp": 2}, "1f1b")
+    ranks(2, check_losses, {"pp": 2}, "zb")
+    check_losses({}, "1f1b")
+
+
+def check_own_forward(sizes: dict, name: str, case: str) -> None:
+    on = mesh(**sizes)
+    plan = build_schedule(name, on.pp.size, 4, default_virtual_stages(name))
+    torch.manual_seed(0)
+    whole = [Own(case, i, plan.stages - 1).eval() for i in range(plan.stages)]
+    pipeline = Pipeline([whole[i] for i in plan.stages_of(on.pp.rank)], on, 4, own_loss, plan)
+    batches = list(torch.randn(3, 4, 6, dtype=torch.float64))
+    got = list(pipeline.forward(batches))
+    if on.pp.rank == pipeline.last_rank:
+        for x, y in zip(batches, got, strict=True):
+            wanted = run_dense(whole, x)
+            assert type(y) is type(wanted)
+            for one, other in zip(*(z if isinstance(z, tuple) else (z,) for z in (y, wanted)), strict=True):
+                close(one, other, case, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["aux", "places", "turned"])
+def test_several_outputs_of_any_dtype_pass_in_evaluation(ranks, case):
+    ranks(2, check_own_forward, {"pp": 2}, "zbv", case)
+
+
+def check_broken_forward() -> None:
+    on, x = mesh(pp=2), torch.ones(2, 6, dtype=torch.float64)
+    for case in ("dict", "crash"):
+        stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
+        with pytest.raises(
+            (ValueError, IndexError),
+            match=f"{BROKEN[case]}".replace("its first forward", "batch 0") if on.pp.rank == 0 else "failed on rank 0",
+        ):
+            list(Pipeline(stage, on, 4, own_loss).forward([x]))
+
+
+def test_a_stage_that_fails_in_evaluation_is_told_to_the_next(ranks):
+    ranks(2, check_broken_forward)
+
+
+def check_one_rank_of_own(case: str) -> None:
+    """Several stages on one rank, as on several."""
+    torch.manual_seed(0)
+    whole = [Own(case, i, 1) for i in range(2)]
+    mine, (x, target) = copy.deepcopy(whole), torch.randn(2, 8, 6, dtype=torch.float64)
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        own_loss(run_dense(whole, a), b).backward()
+    plan = build_schedule("interleaved", 1, 4, 2)
+    pipeline = Pipeline(mine, mesh(), 4, own_loss, plan)
+    pipeline.forward_backward(x, target)
+    for p, q in zip(*(nn.ModuleList(stages).parameters() for stages in (mine, whole)), strict=True):
+        got, grad = (torch.zeros_like(p) if grad is None else grad for grad in (p.grad, q.grad))
+        close(got, grad, case, TOLERANCE)
+    list(pipeline.forward([x]))
+
+
+@pytest.mark.parametrize("case", ["aux", "more", "places", "named"])
+def test_several_stages_on_one_rank_pass_tuples(case):
+    check_one_rank_of_own(case)
+
+
+def check_alternating(name: str) -> None:
+    on = mesh(pp=2)
+    torch.manual_seed(0)
+    whole = [Own("plain", i, 1) for i in range(2)]
+    mine = copy.deepcopy(whole[on.pp.rank])
+    pipeline = Pipeline(mine, on, 2, own_loss, name)
+    for rows in (4, 8, 4, 8, 4):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        want = own_loss(run_dense(whole, x), x)
+        want.backward()
+        close(pipeline.forward_backward(x, x), want.detach(), "loss", TOLERANCE)
+    assert len(pipeline.runtimes) == 2
+    for p, q in zip(mine.parameters(), whole[on.pp.rank].parameters(), strict=True):
+        if q.grad is not None:
+            close(p.grad, q.grad, "gradient", TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+def test_shapes_that_come_again_need_no_dry_run(ranks, name):
+    ranks(2, check_alternating, name)
 
 
 def check_broken(name: str) -> None:
