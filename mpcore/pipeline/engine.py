@@ -44,11 +44,24 @@ from mpcore.sharding import local_tensor
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 _SHAPES = 64  # of batches, whose dry run isn't run again
 _HEADER = 256  # numbers that say what comes
+_MADE_ANEW = hasattr(PipelineStage, "_setup_forward_recv_info")  # since torch 2.13, which knows what needs gradients
 _RESERVED = ("losses", "loss_kwargs", "return_outputs")  # by torch's runtime
 
 
 class Pipeline:
     """Runs a step: forward and backward of every micro-batch, on this rank's stages.
+
+    A stage returns a tensor, or a tuple of tensors, which the next takes as so many arguments: of the same number,
+    shapes, dtypes and need of gradients in every micro-batch of a step. The last one may return whatever `loss` takes.
+
+    With pp > 1 the first step of a new shape begins with a forward of every stage but the last, which tells the next
+    what it will get: in the mode the stage is in, on values that mean nothing (from 0 to 1, integers 0), behind the
+    first stage. Buffers, attributes of modules and torch's generators are afterwards as before; what else a forward
+    changes sees that call.
+
+    Schedules that split backward (`zb`, `zbv`, `dualpipev`) run it in two halves: a stage's graph is kept between
+    them, an `autograd.Function` may run its backward in both, hooks of activations too, and a layer that is used
+    several times costs what lies between its uses once more.
 
     Args:
         model: this rank's stage; or its stages, lowest first, for schedules that lay several on a rank. The first
@@ -56,7 +69,8 @@ class Pipeline:
             step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
         micro_batches: how many a step has.
-        loss: `loss(output, target)`, a scalar; called on the last stage. Losses are summed, nothing is divided here.
+        loss: `loss(output, target)`, one number with a graph; called on the last stage. Losses are summed, nothing is
+            divided here.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
         trace: note when each action runs, for `recorded`. On a GPU that waits for the device around each action.
 
@@ -95,18 +109,21 @@ class Pipeline:
     def forward_backward(self, x: Tensor, target: Tensor, **arguments: Tensor) -> Tensor:
         """Forward and backward of a batch, cut in micro-batches along dimension 0.
 
-        Shapes may change from step to step: the first step of a new shape costs a dry run more.
+        Shapes may change from step to step: the first step of a new shape costs a forward more.
 
         Args:
             x: [B, ...] input of the first stage, on every rank.
             target: [B, ...] what `loss` takes, on every rank.
-            arguments: [B, ...] tensors, cut likewise and passed to every stage.
+            arguments: [B, ...] tensors, cut likewise and passed to every stage; none of them is `losses`,
+                `loss_kwargs` or `return_outputs`.
 
         Returns:
             The sum of the micro-batches' losses in fp64, the same on every stage, without a graph.
 
         Raises:
-            ValueError: if B isn't a multiple of the number of micro-batches, or tensors have another B.
+            ValueError: on every rank, if B isn't a multiple of the number of micro-batches, tensors have another B,
+                a stage returns what can't be sent or something else than in its first forward, or the loss is none.
+                On GPUs the last two are raised on the rank that has them, and the others return nan.
         """
         tensors = {"x": x, "target": target, **arguments}
         self._check_batch(tensors)
@@ -218,7 +235,10 @@ class Pipeline:
         else:
             runtime.make_buffers()
         yield runtime
-        runtime.drop_buffers()
+        if _MADE_ANEW:
+            runtime.drop_buffers()
+        else:
+            self.runtimes.clear()
         self.runtimes[key] = runtime  # none that failed half-way
         if len(self.runtimes) > _SHAPES:
             del self.runtimes[next(iter(self.runtimes))]
@@ -332,6 +352,8 @@ class _Runtime(_PipelineScheduleRuntime):
 
     def make_buffers(self) -> None:
         """What a step's micro-batches are received in."""
+        if not _MADE_ANEW:
+            return
         for stage in self._stages:
             stage._setup_forward_recv_info(self._n_microbatches, True)  # type: ignore[attr-defined]
             stage._setup_backward_recv_info(self._n_microbatches)
@@ -391,7 +413,8 @@ class _Stage(PipelineStage):
         if self.is_last:  # backward begins at the loss, of an output of any kind
             self.fwd_cache[fwd_chunk_id] = (), inputs
             return out
-        out = self._as_promised(out, f"micro-batch {fwd_chunk_id}")
+        if _MADE_ANEW:
+            out = self._as_promised(out, f"micro-batch {fwd_chunk_id}")
         self.fwd_cache[fwd_chunk_id] = out, inputs
         return out
 
@@ -407,12 +430,14 @@ class _Stage(PipelineStage):
                 )
             for i, (x, like) in enumerate(zip(outputs, promised, strict=True)):
                 is_, was = (f"{tuple(y.shape)} of {y.dtype}" for y in (x, like))
+                way_out = "pad it"
                 if is_ == was and x.requires_grad and not like.requires_grad and torch.is_grad_enabled():
                     is_, was = "in need of a gradient", "in need of none"
+                    way_out = "y + 0 * x.sum() needs one as x does"
                 if is_ != was:
                     raise ValueError(
                         f"output {i} of stage {self.stage_index} in {when} is {is_}, in its first forward it was "
-                        f"{was}: make it alike in all micro-batches; y + 0 * x.sum() needs a gradient as x does"
+                        f"{was}: make it alike in all micro-batches; {way_out}"
                     )
         except ValueError as error:
             self.problems.append(error)
@@ -437,7 +462,7 @@ class _Stage(PipelineStage):
         hold_gradients(self.submod)
         if backward_type == "input":
             outputs, grads, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
-            result = backward_inputs(outputs, grads, inputs[: len(self._stage_meta.inputs)])  # type: ignore[arg-type]
+            result = backward_inputs(outputs, grads, inputs[: len(self.args_recv_info[0])])
             bwd_kwargs.update(stage_output=(), output_grads=None, input_values=())  # so that the graph's end is freed
             for loss in outputs if self.is_last else ():
                 loss.detach_()
