@@ -413,8 +413,8 @@ class _Stage(PipelineStage):
         if self.is_last:  # backward begins at the loss, of an output of any kind
             self.fwd_cache[fwd_chunk_id] = (), inputs
             return out
-        if _MADE_ANEW:
-            out = self._as_promised(out, f"micro-batch {fwd_chunk_id}")
+        when = f"micro-batch {fwd_chunk_id}"
+        out = self._as_promised(out, when) if _MADE_ANEW else _outputs(out, self.stage_index, when)
         self.fwd_cache[fwd_chunk_id] = out, inputs
         return out
 
