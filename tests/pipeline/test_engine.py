@@ -548,7 +548,7 @@ class Own(nn.Module):
     def late(self, x: Tensor) -> Tensor:
         """A weight that joins two layers, after weights that each has alone."""
         table = self.e.weight[:6]
-        return torch.tanh(torch.addmm(self.l.bias, x, table)) + torch.tanh(torch.addmm(self.m.bias, x.sin(), table))
+        return torch.tanh(torch.addmm(self.l.bias, x, table)) + torch.tanh(torch.addmm(self.m.bias, x.sin(), table))  # type: ignore
 
     def heads(self, x: Tensor, *before: Tensor) -> tuple[Tensor, Tensor]:
         """Two outputs, of which one is what the other's backward needs."""
@@ -592,7 +592,7 @@ def check_own(case: str, name: str, ranks: int = 2) -> None:
     x, target = torch.randn(2, 8, 6, dtype=torch.float64)
     want = []
     for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
-        want.append(own_loss(run_dense(whole, a), b))
+        want.append(own_loss(run_dense(whole, a), b))  # type: ignore
         want[-1].backward()
     calls = []
 
@@ -601,7 +601,7 @@ def check_own(case: str, name: str, ranks: int = 2) -> None:
         return own_loss(out, target)
 
     pipeline = Pipeline(mine, on, 4, loss, plan)
-    close(pipeline.forward_backward(x, target), sum(want).detach(), f"loss of {case}, {name}", TOLERANCE)
+    close(pipeline.forward_backward(x, target), sum(want).detach(), f"loss of {case}, {name}", TOLERANCE)  # type: ignore
     assert len(calls) in (0, 4)
     for i, stage in zip(plan.stages_of(on.pp.rank), mine, strict=True):
         assert stage.calls == 4
@@ -698,7 +698,7 @@ def check_losses(sizes: dict, name: str) -> None:
         ("scale is a tensor without rows", {"scale": torch.ones(())}),
     ):
         with pytest.raises(ValueError, match=text):
-            pipeline.forward_backward(x, x, **arguments)
+            pipeline.forward_backward(x, x, **arguments)  # type: ignore
     with pytest.raises(ValueError, match="x is a NoneType"):
         pipeline.forward_backward(None, x)  # type: ignore[arg-type]
 
@@ -719,7 +719,7 @@ def check_own_forward(sizes: dict, name: str, case: str) -> None:
     got = list(pipeline.forward(batches))
     if on.pp.rank == pipeline.last_rank:
         for x, y in zip(batches, got, strict=True):
-            wanted = run_dense(whole, x)
+            wanted = run_dense(whole, x)  # type: ignore
             assert type(y) is type(wanted)
             for one, other in zip(*(z if isinstance(z, tuple) else (z,) for z in (y, wanted)), strict=True):
                 close(one, other, case, TOLERANCE)
@@ -751,7 +751,7 @@ def check_one_rank_of_own(case: str) -> None:
     whole = [Own(case, i, 1) for i in range(2)]
     mine, (x, target) = copy.deepcopy(whole), torch.randn(2, 8, 6, dtype=torch.float64)
     for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
-        own_loss(run_dense(whole, a), b).backward()
+        own_loss(run_dense(whole, a), b).backward()  # type: ignore
     plan = build_schedule("interleaved", 1, 4, 2)
     pipeline = Pipeline(mine, mesh(), 4, own_loss, plan)
     pipeline.forward_backward(x, target)
@@ -774,13 +774,13 @@ def check_alternating(name: str) -> None:
     pipeline = Pipeline(mine, on, 2, own_loss, name)
     for rows in (4, 8, 4, 8, 4):
         x = torch.randn(rows, 6, dtype=torch.float64)
-        want = own_loss(run_dense(whole, x), x)
+        want = own_loss(run_dense(whole, x), x)  # type: ignore
         want.backward()
         close(pipeline.forward_backward(x, x), want.detach(), "loss", TOLERANCE)
     assert len(pipeline.runtimes) == 2
     for p, q in zip(mine.parameters(), whole[on.pp.rank].parameters(), strict=True):
         if q.grad is not None:
-            close(p.grad, q.grad, "gradient", TOLERANCE)
+            close(gradient_of(p), q.grad, "gradient", TOLERANCE)  # type: ignore[arg-type]
 
 
 @since_2_13
