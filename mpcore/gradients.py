@@ -78,13 +78,6 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
 
 
-def add_to_main_gradients(model: nn.Module) -> None:
-    """Add what a backward in two passes left in `.grad`, of which no hook is told. `Pipeline` calls it."""
-    for parameter in model.parameters():
-        if getattr(parameter, "main_grad", None) is not None:
-            _accumulate(parameter)
-
-
 @torch.no_grad()
 def _accumulate(parameter: Tensor) -> None:
     if parameter.grad is not None:

@@ -7,10 +7,12 @@ The schedule is data (`mpcore.pipeline.schedules`), proved before anything runs 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,24 +27,41 @@ from mpcore.data_parallel import (
     finish_gradients,
     gather,
     gathered,
+    hold_gradients,
     reduce_held,
     reduce_once,
     reduces_each_micro_batch,
     reshard,
     sync_gradients,
 )
-from mpcore.gradients import add_to_main_gradients
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import local_tensor
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+_DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+_SHAPES = 64  # of batches, whose dry run isn't run again
+_HEADER = 256  # numbers that say what comes
+_MADE_ANEW = hasattr(PipelineStage, "_setup_forward_recv_info")  # since torch 2.13, which knows what needs gradients
+_RESERVED = ("losses", "loss_kwargs", "return_outputs")  # by torch's runtime
 
 
 class Pipeline:
     """Runs a step: forward and backward of every micro-batch, on this rank's stages.
+
+    A stage returns a tensor, or a tuple of tensors, which the next takes as so many arguments: of the same number,
+    shapes, dtypes and need of gradients in every micro-batch of a step. The last one may return whatever `loss` takes.
+
+    With pp > 1 the first step of a new shape begins with a forward of every stage but the last, which tells the next
+    what it will get: in the mode the stage is in, on values that mean nothing (from 0 to 1, integers 0), behind the
+    first stage. Buffers, attributes of modules and torch's generators are afterwards as before; what else a forward
+    changes sees that call.
+
+    Schedules that split backward (`zb`, `zbv`, `dualpipev`) run it in two halves: a stage's graph is kept between
+    them, an `autograd.Function` may run its backward in both, hooks of activations too, and a layer that is used
+    several times costs what lies between its uses once more.
 
     Args:
         model: this rank's stage; or its stages, lowest first, for schedules that lay several on a rank. The first
@@ -50,7 +69,8 @@ class Pipeline:
             step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
         micro_batches: how many a step has.
-        loss: `loss(output, target)`, a scalar; called on the last stage. Losses are summed, nothing is divided here.
+        loss: `loss(output, target)`, one number with a graph; called on the last stage. Losses are summed, nothing is
+            divided here.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
         trace: note when each action runs, for `recorded`. On a GPU that waits for the device around each action.
 
@@ -69,36 +89,41 @@ class Pipeline:
         mesh: Mesh,
         micro_batches: int,
         loss: Callable[[Tensor, Tensor], Tensor],
-        schedule: str | Schedule = "1f1b",
+        schedule: str | os.PathLike[str] | Schedule = "1f1b",
         *,
         trace: bool = False,
     ) -> None:
         self.stages = [model] if isinstance(model, nn.Module) else list(model)
         self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
         self.device = mesh.device
+        schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
-        self.runtime: _PipelineScheduleRuntime | None = None
-        self.built_for: Any = None
+        self.problems: list[Exception] = []
+        self.runtimes: dict[Any, _Runtime] = {}
+        self.trained: list[bool] | None = None
 
     def forward_backward(self, x: Tensor, target: Tensor, **arguments: Tensor) -> Tensor:
         """Forward and backward of a batch, cut in micro-batches along dimension 0.
 
-        Shapes may change from step to step: the first step of a new shape costs a dry run more.
+        Shapes may change from step to step: the first step of a new shape costs a forward more.
 
         Args:
             x: [B, ...] input of the first stage, on every rank.
             target: [B, ...] what `loss` takes, on every rank.
-            arguments: [B, ...] tensors, cut likewise and passed to every stage.
+            arguments: [B, ...] tensors, cut likewise and passed to every stage; none of them is `losses`,
+                `loss_kwargs` or `return_outputs`.
 
         Returns:
             The sum of the micro-batches' losses in fp64, the same on every stage, without a graph.
 
         Raises:
-            ValueError: if B isn't a multiple of the number of micro-batches, or tensors have another B.
+            ValueError: on every rank, if B isn't a multiple of the number of micro-batches, tensors have another B,
+                a stage returns what can't be sent or something else than in its first forward, or the loss is none.
+                On GPUs the last two are raised on the rank that has them, and the others return nan.
         """
         tensors = {"x": x, "target": target, **arguments}
         self._check_batch(tensors)
@@ -109,20 +134,51 @@ class Pipeline:
                 total += self._one_by_one(i, inputs, targets, dict(zip(arguments, others, strict=True)))
             finish_gradients(self.stages)
             return total
-        shapes = [(name, t.shape, t.dtype) for name, t in tensors.items()]
+        shapes = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+        modes = tuple(stage.training for stage in self.stages)
         mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        self.problems.clear()
         losses: list[Tensor] = []
         last = self.pp.rank == self.last_rank
-        with self._prepared((shapes, mode)) as runtime:
+        with self._prepared((shapes, modes, mode)) as runtime:
             inputs = (x,) if 0 in self.mine else ()
             keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
             runtime.step(*inputs, return_outputs=False, **keywords)
             finish_gradients(self.stages)
-        return self.from_last(sum((loss.detach() for loss in losses), total))
+        total = sum((loss.detach() for loss in losses), total)
+        # A sum that every rank sees tells that a stage broke its word; to look at it costs nothing on a CPU alone.
+        mine = torch.full_like(total, torch.nan) if self.problems else total if last else torch.zeros_like(total)
+        total = all_reduce(mine, self.pp)
+        if self.problems or (self.device.type == "cpu" and total.isnan()):
+            self._raise_problems(meet=self.device.type == "cpu")
+        return total
+
+    def _raise_problems(self, meet: bool = True) -> None:
+        """What a stage noted, raised on its rank and, where all ranks come here, on the others."""
+        mine = self.problems[0] if self.problems else None
+        texts: list[str | None] = [None]
+        if meet:
+            told = None
+            if mine is not None:
+                told = str(mine) if isinstance(mine, ValueError) else f"{type(mine).__name__}: {mine}"
+            texts = [None] * self.pp.size
+            dist.all_gather_object(texts, told, group=self.pp.group)
+        if mine is not None:
+            raise mine
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _check_batch(self, tensors: dict[str, Tensor]) -> None:
-        size = len(tensors["x"])
+        size = len(tensors["x"]) if isinstance(tensors["x"], Tensor) and tensors["x"].dim() else 0
         for name, tensor in tensors.items():
+            if name in _RESERVED:
+                raise ValueError(f"no argument can be named {name}: {', '.join(_RESERVED)} are taken")
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                is_ = "a tensor without rows" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ValueError(
+                    f"{name} is {is_}: arguments are tensors with one row a sample; leave out what is None"
+                )
             if len(tensor) != size:
                 raise ValueError(f"{name} has {len(tensor)} rows, x has {size}")
         if size == 0 or size % self.micro_batches:
@@ -134,32 +190,58 @@ class Pipeline:
 
     def _one_by_one(self, i: int, x: Tensor, target: Tensor, arguments: dict[str, Tensor]) -> Tensor:
         """A micro-batch through the whole model, on one rank."""
+        out: Any = x
         for index, stage in self.mine.items():
             sync_gradients(stage, i == self.micro_batches - 1)
+            inputs = (x,) if index == 0 else _outputs(out, index - 1, f"micro-batch {i}")
             with self._noted("F", index, i):
-                x = stage(x, **arguments)
-        loss = self.loss(x, target)
+                out = stage(*inputs, **arguments)
+        loss = self._checked_loss(out, target)
         with self._noted("B", self.plan.stages - 1, i):
             loss.backward()
         return loss.detach()
 
+    def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
+        """The loss, in memory of its own; on pipelines what is wrong with it is told when all ranks are through."""
+        loss: Any = self.loss(output, target)
+        is_ = type(loss).__name__
+        if isinstance(loss, Tensor):
+            if loss.numel() == 1 and loss.requires_grad:
+                return loss.reshape(()).clone()
+            is_ = "a tensor that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
+        problem = ValueError(f"the loss is {is_}: return a tensor of one number, made of the output without detach()")
+        if self.pp.size == 1:
+            raise problem
+        self.problems.append(problem)
+        return torch.zeros((), device=self.device, requires_grad=True)
+
     @contextmanager
-    def _prepared(self, key: object) -> Iterator[_PipelineScheduleRuntime]:
+    def _prepared(self, key: object) -> Iterator[_Runtime]:
         """torch's runtime for a batch of these shapes: its buffers fit the first batch alone, and gloo takes any."""
         trained = [p.requires_grad for stage in self.stages for p in stage.parameters()]
-        if self.runtime is not None and self.built_for == (key, trained):
-            yield self.runtime
-            return
-        if self.built_for is not None and self.built_for[1] != trained:
+        if self.trained is not None and self.trained != trained:
             raise ValueError("parameters were frozen or freed after the first step: make a new Pipeline for them")
-        self.runtime, self.built_for = self._build(), (key, trained)
-        # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
-        for stage in self.stages:
-            reshard(stage)
-        held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
-        for parameter, _ in held:
-            parameter.grad = None
-        yield self.runtime
+        self.trained = trained
+        runtime = self.runtimes.pop(key, None)
+        held = []
+        if runtime is None:
+            runtime = self._build()
+            # The dry run that finds out the stages' shapes drops what gradients `fully_shard` holds of earlier steps.
+            for stage in self.stages:
+                reshard(stage)
+            held = [(p, p.grad) for stage in self.stages for p in stage.parameters() if p.grad is not None]
+            for parameter, _ in held:
+                parameter.grad = None
+        else:
+            runtime.make_buffers()
+        yield runtime
+        if _MADE_ANEW:
+            runtime.drop_buffers()
+        else:
+            self.runtimes.clear()
+        self.runtimes[key] = runtime  # none that failed half-way
+        if len(self.runtimes) > _SHAPES:
+            del self.runtimes[next(iter(self.runtimes))]
         with torch.no_grad():
             for parameter, grad in held:
                 if parameter.grad is None:
@@ -167,14 +249,15 @@ class Pipeline:
                 else:
                     local_tensor(parameter.grad).add_(local_tensor(grad))
 
-    def _build(self) -> _PipelineScheduleRuntime:
+    def _build(self) -> _Runtime:
         stages: Any = [
             _Stage(module, index, self.plan.stages, self.device, group=self.pp.group)
             for index, module in self.mine.items()
         ]
         for stage in stages:
-            stage.noted = self._noted
-        runtime = _PipelineScheduleRuntime(stages, self.micro_batches, loss_fn=self.loss, scale_grads=False)
+            stage.noted, stage.problems = self._noted, self.problems
+        runtime = _Runtime(stages, self.micro_batches, loss_fn=self._checked_loss, scale_grads=False)
+        runtime.agree = self._raise_problems
         plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
         runtime._prepare_schedule_with_comms(plan)
 
@@ -199,15 +282,25 @@ class Pipeline:
             others.
         """
         with gathered(self.stages):
-            for x in batches:
+            for i, x in enumerate(batches):
+                out: Any = x
                 # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
                 for index, stage in self.mine.items():
-                    if index > 0 and index - 1 not in self.mine:
-                        x = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
-                    x = stage(x, **arguments)
-                    if index + 1 < self.plan.stages and index + 1 not in self.mine:
-                        _send(x, self.pp, self.plan.rank_of[index + 1])
-                yield x
+                    away = index + 1 < self.plan.stages and index + 1 not in self.mine
+                    try:
+                        if index > 0 and index - 1 not in self.mine:
+                            inputs = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
+                        else:
+                            inputs = _outputs(out, index - 1, f"batch {i}") if index else (x,)
+                        out = stage(*inputs, **arguments)
+                        sent = _outputs(out, index, f"batch {i}") if away else ()
+                    except Exception:
+                        if away:
+                            _send((), self.pp, self.plan.rank_of[index + 1], self.device)
+                        raise
+                    if away:
+                        _send(sent, self.pp, self.plan.rank_of[index + 1], self.device)
+                yield out
 
     def from_last(self, x: Tensor) -> Tensor:
         """What the rank of the last stage holds, on every rank: `x` of the others gives only the shape and dtype."""
@@ -245,30 +338,111 @@ class Pipeline:
         return time.time()  # of all clocks the one that ranks on other hosts share
 
 
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime, whose ranks hear of a dry run that failed on one of them."""
+
+    agree: Callable[[], None]
+    agreed = False
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        super()._initialize_stages(*args, **kwargs)
+        if not self.agreed:
+            self.agree()
+            self.agreed = True
+
+    def make_buffers(self) -> None:
+        """What a step's micro-batches are received in."""
+        if not _MADE_ANEW:
+            return
+        for stage in self._stages:
+            stage._setup_forward_recv_info(self._n_microbatches, True)  # type: ignore[attr-defined]
+            stage._setup_backward_recv_info(self._n_microbatches)
+
+    def drop_buffers(self) -> None:
+        for stage in self._stages:
+            stage.args_recv_info.clear()
+            stage.grad_recv_info.clear()
+
+
 class _Stage(PipelineStage):
     """torch's stage, which tells when each of its actions began and ended, and sums gradients when ZeRO says so."""
 
     noted: Callable[[str, int, int], Any]
+    problems: list[Exception]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # Before torch 2.13 a stage says hello to both neighbours, even one on its own rank, whom gloo can't reach.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
+    def _to_tensor(self, arg: Any) -> Tensor:
+        # The dry run's inputs: tokens that differ, alike on all ranks; and places that every table has.
+        x = super()._to_tensor(arg)
+        if isinstance(arg, Tensor):
+            return x
+        if x.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            x.detach().uniform_(generator=torch.Generator(x.device).manual_seed(0))
+        else:
+            x.detach().zero_()
+        return x
+
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        # torch's dry run for shapes, of memory nobody wrote: it must not count as a step's tokens (of experts).
-        training = {each: each.training for each in module.modules()}
-        module.eval()
+        # torch's dry run for the shapes of what a stage sends: the last sends nothing, nor does one after a failure.
+        if self.is_last or not args:
+            return ()
         compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
         try:
-            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-                return super()._compute_outputs(*args, module=module, **kwargs)
-        finally:
-            for each, mode in training.items():
-                each.training = mode
+            with _undone(module), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                return _outputs(
+                    super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
+                )
+        except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
+            self.problems.append(error)
+            return ()
+
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> None:
+        # A gradient looks like what it is of: no loss is called and no backward runs for that.
+        meta: Any = self._stage_meta
+        meta.input_grads = tuple(replace(x, requires_grad=False) if x.requires_grad else None for x in meta.inputs)
+        meta.output_grads = tuple(replace(y, requires_grad=False) if y.requires_grad else None for y in meta.outputs)
+        self._fwd_outputs_for_bwd_meta = self._fwd_inputs_for_bwd_meta = self._fwd_kwargs_tensors_for_bwd_meta = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.noted("F", self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        inputs = self.fwd_cache[fwd_chunk_id][1]
+        if self.is_last:  # backward begins at the loss, of an output of any kind
+            self.fwd_cache[fwd_chunk_id] = (), inputs
+            return out
+        when = f"micro-batch {fwd_chunk_id}"
+        out = self._as_promised(out, when) if _MADE_ANEW else _outputs(out, self.stage_index, when)
+        self.fwd_cache[fwd_chunk_id] = out, inputs
+        return out
+
+    def _as_promised(self, out: Any, when: str) -> tuple[Tensor, ...]:
+        """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
+        promised: Any = self._stage_meta.outputs
+        try:
+            outputs = _outputs(out, self.stage_index, when)
+            if len(outputs) != len(promised):
+                raise ValueError(
+                    f"stage {self.stage_index} returns {len(outputs)} outputs in {when}, {len(promised)} in its first "
+                    f"forward"
+                )
+            for i, (x, like) in enumerate(zip(outputs, promised, strict=True)):
+                is_, was = (f"{tuple(y.shape)} of {y.dtype}" for y in (x, like))
+                way_out = "pad it"
+                if is_ == was and x.requires_grad and not like.requires_grad and torch.is_grad_enabled():
+                    is_, was = "in need of a gradient", "in need of none"
+                    way_out = "y + 0 * x.sum() needs one as x does"
+                if is_ != was:
+                    raise ValueError(
+                        f"output {i} of stage {self.stage_index} in {when} is {is_}, in its first forward it was "
+                        f"{was}: make it alike in all micro-batches; {way_out}"
+                    )
+        except ValueError as error:
+            self.problems.append(error)
+            return tuple(torch.zeros(y.shape, dtype=y.dtype, device=self.device) for y in promised)
+        return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
         with self.noted("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
@@ -282,17 +456,57 @@ class _Stage(PipelineStage):
         if backward_type == "full" and reduces_each_micro_batch(self.submod):  # torch would sum after the last alone
             sync_gradients(self.submod, last_backward)
             return stage_backward(*(bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))), None
-        if backward_type != "full":
-            gather(self.submod)  # both halves look for the whole parameters in the graph
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type != "full":
-            add_to_main_gradients(self.submod)
-        if backward_type == "weight":
-            reduce_held(self.submod, last_backward)
-        return result
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        gather(self.submod)  # both halves look for the whole parameters in the graph
+        hold_gradients(self.submod)
+        if backward_type == "input":
+            outputs, grads, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
+            result = backward_inputs(outputs, grads, inputs[: len(self.args_recv_info[0])])
+            bwd_kwargs.update(stage_output=(), output_grads=None, input_values=())  # so that the graph's end is freed
+            for loss in outputs if self.is_last else ():
+                loss.detach_()
+            return result
+        backward_weights(bwd_kwargs["param_groups"])
+        reduce_held(self.submod, last_backward)
+        return (), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
+
+
+def _outputs(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
+    """What a stage sends on, as a tuple of contiguous tensors."""
+    outputs = out if type(out) in (tuple, list) else (out,)
+    for i, x in enumerate(outputs):
+        if not isinstance(x, Tensor):
+            which = f"output {i}" if len(outputs) > 1 else "the output"
+            raise ValueError(
+                f"{which} of stage {stage} in {when} is a {type(x).__name__}: what goes to the next stage is a tensor "
+                f"or a tuple of tensors"
+            )
+    if not outputs:
+        raise ValueError(f"stage {stage} returns nothing in {when}")
+    return tuple(x.contiguous() for x in outputs)
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """A call of a module in here leaves no trace in its buffers and attributes, such as what routers count."""
+    before = [(each, dict(each.__dict__), dict(each._buffers)) for each in module.modules()]
+    values = [(x, x.detach().clone()) for x in module.buffers()]
+    try:
+        yield
+    finally:
+        for each, attributes, buffers in before:
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+            each._buffers.clear()
+            each._buffers.update(buffers)
+        with torch.no_grad():
+            for x, value in values:
+                if not torch.equal(x, value):
+                    x.copy_(value)
 
 
 def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
@@ -344,18 +558,30 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
     return plan
 
 
-def _send(x: Tensor, pp: Axis, to: int) -> None:
-    if x.dtype not in _DTYPES or x.dim() > 6:
-        raise ValueError(f"a stage's output of {x.dtype} and {x.dim()} dimensions can't be sent on")
-    header = torch.tensor([_DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (6 - x.dim())], device=x.device)
-    for tensor in (header, x.contiguous()):
+def _send(outputs: tuple[Tensor, ...], pp: Axis, to: int, device: torch.device) -> None:
+    """Tensors of any shapes and dtypes; none of them says that there is nothing to wait for."""
+    numbers = [len(outputs)]
+    for x in outputs:
+        numbers += [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape]
+    if len(numbers) > _HEADER:
+        raise ValueError(f"a stage's {len(outputs)} outputs have too many dimensions to be sent on")
+    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=device)
+    for tensor in (header, *(x.reshape(-1).view(torch.uint8) for x in outputs if x.numel())):
         dist.send(tensor, group=pp.group, group_dst=to)
 
 
-def _receive(pp: Axis, source: int, device: torch.device) -> Tensor:
-    header = torch.zeros(8, dtype=torch.int64, device=device)
+def _receive(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
+    header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=pp.group, group_src=source)
-    dtype, dims, *shape = header.tolist()
-    x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
-    dist.recv(x, group=pp.group, group_src=source)
-    return x
+    numbers = iter(header.tolist())
+    count = next(numbers)
+    if count == 0:
+        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
+    outputs = []
+    for _ in range(count):
+        dtype = getattr(torch, _DTYPES[next(numbers)].removeprefix("torch."))
+        outputs.append(torch.empty([next(numbers) for _ in range(next(numbers))], dtype=dtype, device=device))
+    for x in outputs:
+        if x.numel():
+            dist.recv(x.view(-1).view(torch.uint8), group=pp.group, group_src=source)
+    return tuple(outputs)

@@ -14,8 +14,6 @@ MUTATIONS = [
              "module.split_backward = plan.splits_backward", "module.split_backward = False", PRODUCTS),
     Mutation("a split product doesn't sum its input's gradient", "mpcore/layers/products.py",
              "return F.linear(collectives.copy(x, tp), ", "return F.linear(x, ", SPLIT),
-    Mutation("32 deferred weight gradients stay in .grad", "mpcore/pipeline/engine.py",
-             "            add_to_main_gradients(self.submod)", "            pass", MAIN),
     Mutation("35 a swapped pair of messages is proved", "mpcore/pipeline/prove.py",
              "if _other_end(send) != receive:", "if False:", PROVE),
     Mutation("an action that is there twice is proved", "mpcore/pipeline/prove.py",

@@ -99,7 +99,7 @@ BEYOND = {
     MAIN: (
         "32 autograd adds the product as well", "32 a backward in two passes adds twice",
         "32 the last step's gradients stay",
-        "32 what was added is added again", "32 deferred weight gradients stay in .grad",
+        "32 what was added is added again",
         "44 products are rounded before the sum",
     ),
     DERIVATIVE: ("a second derivative comes out wrong",),

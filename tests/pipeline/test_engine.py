@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -476,6 +478,331 @@ def check_any_module() -> None:
 
 def test_any_modules_make_a_pipeline(ranks):
     ranks(2, check_any_module)
+
+
+class Own(nn.Module):
+    """Stage `i` of a model of nobody's; what it returns and how is the case's."""
+
+    def __init__(self, case: str, i: int, last: int) -> None:
+        super().__init__()
+        self.case, self.i, self.last, self.calls = case, i, i == last, 0
+        self.l, self.m, self.e = (layer.double() for layer in (nn.Linear(6, 6), nn.Linear(6, 6), nn.Embedding(11, 6)))
+        self.norm = nn.BatchNorm1d(6).double()
+        self.drop = nn.Dropout(0.0 if case != "dropout" else 0.5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        self.calls += 1
+        self.seen += len(x)
+        return getattr(self, self.case)(x, *more)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.l(x))
+
+    def aux(self, x: Tensor, before: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        """A loss beside the activation, in training alone."""
+        return self.plain(x), before + (self.m(x).square().mean() if self.training else x.new_zeros(()))
+
+    def more(self, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        """An output more, in training alone."""
+        return self.plain(x), *before, *([self.m(x).square().mean()] if self.training else [])
+
+    def stats(self, x: Tensor) -> Tensor:
+        return self.plain(self.norm(x))
+
+    def places(self, x: Tensor, places: Tensor | None = None, positive: Tensor | None = None) -> Any:
+        """Integers that are places in a table, and bools, go on beside the activation."""
+        if places is None:
+            return self.plain(x), torch.full((len(x),), 7, dtype=torch.int16), x > 0
+        h = self.plain(x) + self.e(places.long()) * (0.5 if positive is None else positive)
+        return h if self.last else (h, places, h > 0)
+
+    def turned(self, x: Tensor) -> Tensor:
+        x = x.t() if self.i else x
+        return self.plain(x) if self.last else self.plain(x).t()
+
+    def summed(self, x: Tensor) -> Tensor:
+        return self.plain(x).sum(0, keepdim=True).expand(len(x), -1) if self.i else self.plain(x)
+
+    def split(self, x: Tensor) -> Tensor:
+        """A middle stage whose input needs no gradient, for all that comes before: fine-tuning's."""
+        return self.plain(x.detach())
+
+    def whole(self, x: Tensor) -> Tensor:
+        if self.i:
+            return self.plain(x)
+        with torch.no_grad():
+            return self.plain(x)
+
+    def ids(self, x: Tensor) -> Tensor:
+        return (x > 0).long() if self.i == 0 else self.plain(self.e(x[:, 0])) if self.i == 1 else self.plain(x)
+
+    def penalty(self, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        """Outputs that depend on weights alone, of which one is used with the input as well."""
+        return self.plain(x), *before, self.m.weight.square().sum() + self.l.weight.square().sum()
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A layer that is used twice, with another between."""
+        return self.l(torch.tanh(self.m(self.plain(x))))
+
+    def late(self, x: Tensor) -> Tensor:
+        """A weight that joins two layers, after weights that each has alone."""
+        table = self.e.weight[:6]
+        return torch.tanh(torch.addmm(self.l.bias, x, table)) + torch.tanh(torch.addmm(self.m.bias, x.sin(), table))  # type: ignore
+
+    def heads(self, x: Tensor, *before: Tensor) -> tuple[Tensor, Tensor]:
+        """Two outputs, of which one is what the other's backward needs."""
+        h = torch.sigmoid(self.plain(x))
+        return h, torch.tanh(self.m(h)) + sum(before)
+
+    def passed(self, x: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """An activation that goes through untouched, and views of one another."""
+        h = self.plain(x) + (0 if first is None else first)
+        return h, x if first is None else first
+
+    def view(self, x: Tensor) -> Tensor:
+        return torch.stack([self.plain(x), x])[0]
+
+    def named(self, x: Tensor) -> Any:
+        return {"h": self.plain(x)} if self.last else self.plain(x)
+
+
+def own_loss(out: Any, target: Tensor) -> Tensor:
+    out = out["h"] if isinstance(out, dict) else out
+    h, *more = out if isinstance(out, tuple) else (out,)
+    extra = sum((0.01 * (i + 1) * x.square().sum() for i, x in enumerate(more)), 0.0)
+    return ((h - target).square().sum() + extra).reshape(1)[0]  # a view
+
+
+def run_dense(stages: list[nn.Module], x: Tensor) -> Any:
+    out: Any = (x,)
+    for stage in stages:
+        out = stage(*(out if isinstance(out, tuple) else (out,)))
+    return out
+
+
+def check_own(case: str, name: str, ranks: int = 2) -> None:
+    on = mesh(pp=ranks)
+    plan = build_schedule(name, ranks, 4, default_virtual_stages(name))
+    torch.manual_seed(0)
+    whole = [Own(case, i, plan.stages - 1) for i in range(plan.stages)]
+    if case == "plain":
+        whole[0].requires_grad_(False)
+    mine = [copy.deepcopy(whole[i]) for i in plan.stages_of(on.pp.rank)]
+    x, target = torch.randn(2, 8, 6, dtype=torch.float64)
+    want = []
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        want.append(own_loss(run_dense(whole, a), b))  # type: ignore
+        want[-1].backward()
+    calls = []
+
+    def loss(out: Any, target: Tensor) -> Tensor:
+        calls.append(1)
+        return own_loss(out, target)
+
+    pipeline = Pipeline(mine, on, 4, loss, plan)
+    close(pipeline.forward_backward(x, target), sum(want).detach(), f"loss of {case}, {name}", TOLERANCE)  # type: ignore
+    assert len(calls) in (0, 4)
+    for i, stage in zip(plan.stages_of(on.pp.rank), mine, strict=True):
+        assert stage.calls == 4
+        for (what, p), q in zip(stage.named_parameters(), whole[i].parameters(), strict=True):
+            assert p.grad is None or p.requires_grad, f"{case}, {name}: {what} of stage {i} is frozen"
+            got, grad = (torch.zeros_like(p) if grad is None else grad for grad in (p.grad, q.grad))
+            close(got, grad, f"{case}, {name}: {what} of stage {i}", TOLERANCE)
+        for p, q in zip(stage.buffers(), whole[i].buffers(), strict=True):
+            close(p.double(), q.double(), f"{case}, {name}: a buffer of stage {i}", TOLERANCE)
+
+
+OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
+since_2_13 = pytest.mark.skipif(not hasattr(PipelineStage, "_compute_outputs"), reason="all outputs need a gradient")
+SPLIT = ("plain", "split", "whole", "ids", "penalty", "shared", "late", "heads", "passed", "view")
+
+
+def check_all_own(cases: tuple[str, ...], name: str) -> None:
+    for case in cases:
+        check_own(case, name)
+
+
+@since_2_13
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        pytest.param("1f1b", OWN, id="1f1b"),
+        pytest.param("zbv", OWN + SPLIT, id="zbv"),
+        *(
+            pytest.param(n, OWN + SPLIT, id=n, marks=pytest.mark.slow)
+            for n in ("zb", "dualpipev", "gpipe", "interleaved")
+        ),
+    ],
+)
+def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(ranks, name, cases):
+    ranks(2, check_all_own, cases, name)
+
+
+class Broken(Own):
+    """Returns something else in the third micro-batch, or something that can't be sent at all."""
+
+    def grad(self, x: Tensor) -> Any:
+        return self.plain(x), self.m(x).sum() if self.calls == 3 else x.new_zeros(())
+
+    def shape(self, x: Tensor) -> Any:
+        return self.plain(x)[:, : 5 if self.calls == 3 else 6]
+
+    def count(self, x: Tensor) -> Any:
+        return (self.plain(x), x.sum()) if self.calls == 3 else self.plain(x)
+
+    def dict(self, x: Tensor) -> Any:
+        return {"h": self.plain(x)}
+
+    def none(self, x: Tensor) -> Any:
+        return self.plain(x), None
+
+    def crash(self, x: Tensor) -> Any:
+        raise IndexError("no such place")
+
+
+class End(nn.Linear):
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] == 6 else x
+
+
+BROKEN = {
+    "grad": r"output 1 of stage 0 in micro-batch 2 is in need of a gradient, .* was in need of none",
+    "shape": r"output 0 of stage 0 in micro-batch 2 is \(2, 5\) of torch.float64, in its first forward it was \(2, 6\)",
+    "count": r"stage 0 returns 2 outputs in micro-batch 2, 1 in its first forward",
+    "dict": r"the output of stage 0 in its first forward is a dict: what goes to the next stage is a tensor or a tuple",
+    "none": r"output 1 of stage 0 in its first forward is a NoneType",
+    "crash": r"no such place",
+}
+
+
+LOSSES = {
+    "NoneType": lambda y, t: None,
+    "float": lambda y, t: 1.0,
+    "tuple": lambda y, t: (y.sum(), 1),
+    r"a tensor of shape \(2, 6\)": lambda y, t: y * t,
+    "a tensor that needs no gradient": lambda y, t: y.sum().detach(),
+}
+
+
+def check_losses(sizes: dict, name: str) -> None:
+    on, x = mesh(**sizes), torch.ones(8, 6)
+    for text, loss in LOSSES.items():
+        with pytest.raises(ValueError, match=f"the loss is .*{text}: return a tensor of one number"):
+            Pipeline(nn.Linear(6, 6), on, 4, loss, name).forward_backward(x, x)
+    pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum(), name)
+    for text, arguments in (
+        ("no argument can be named losses", {"losses": x}),
+        ("mask is a NoneType: arguments are tensors with one row a sample", {"mask": None}),
+        ("scale is a float", {"scale": 0.5}),
+        ("scale is a tensor without rows", {"scale": torch.ones(())}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pipeline.forward_backward(x, x, **arguments)  # type: ignore
+    with pytest.raises(ValueError, match="x is a NoneType"):
+        pipeline.forward_backward(None, x)  # type: ignore[arg-type]
+
+
+def test_what_is_no_loss_and_no_argument_is_refused_on_every_rank(ranks):
+    ranks(2, check_losses, {"pp": 2}, "1f1b")
+    ranks(2, check_losses, {"pp": 2}, "zb")
+    check_losses({}, "1f1b")
+
+
+def check_own_forward(sizes: dict, name: str, case: str) -> None:
+    on = mesh(**sizes)
+    plan = build_schedule(name, on.pp.size, 4, default_virtual_stages(name))
+    torch.manual_seed(0)
+    whole = [Own(case, i, plan.stages - 1).eval() for i in range(plan.stages)]
+    pipeline = Pipeline([whole[i] for i in plan.stages_of(on.pp.rank)], on, 4, own_loss, plan)
+    batches = list(torch.randn(3, 4, 6, dtype=torch.float64))
+    got = list(pipeline.forward(batches))
+    if on.pp.rank == pipeline.last_rank:
+        for x, y in zip(batches, got, strict=True):
+            wanted = run_dense(whole, x)  # type: ignore
+            assert type(y) is type(wanted)
+            for one, other in zip(*(z if isinstance(z, tuple) else (z,) for z in (y, wanted)), strict=True):
+                close(one, other, case, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["aux", "places", "turned"])
+def test_several_outputs_of_any_dtype_pass_in_evaluation(ranks, case):
+    ranks(2, check_own_forward, {"pp": 2}, "zbv", case)
+
+
+def check_broken_forward() -> None:
+    on, x = mesh(pp=2), torch.ones(2, 6, dtype=torch.float64)
+    for case in ("dict", "crash"):
+        stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
+        with pytest.raises(
+            (ValueError, IndexError),
+            match=f"{BROKEN[case]}".replace("its first forward", "batch 0") if on.pp.rank == 0 else "failed on rank 0",
+        ):
+            list(Pipeline(stage, on, 4, own_loss).forward([x]))
+
+
+def test_a_stage_that_fails_in_evaluation_is_told_to_the_next(ranks):
+    ranks(2, check_broken_forward)
+
+
+def check_one_rank_of_own(case: str) -> None:
+    """Several stages on one rank, as on several."""
+    torch.manual_seed(0)
+    whole = [Own(case, i, 1) for i in range(2)]
+    mine, (x, target) = copy.deepcopy(whole), torch.randn(2, 8, 6, dtype=torch.float64)
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        own_loss(run_dense(whole, a), b).backward()  # type: ignore
+    plan = build_schedule("interleaved", 1, 4, 2)
+    pipeline = Pipeline(mine, mesh(), 4, own_loss, plan)
+    pipeline.forward_backward(x, target)
+    for p, q in zip(*(nn.ModuleList(stages).parameters() for stages in (mine, whole)), strict=True):
+        got, grad = (torch.zeros_like(p) if grad is None else grad for grad in (p.grad, q.grad))
+        close(got, grad, case, TOLERANCE)
+    list(pipeline.forward([x]))
+
+
+@pytest.mark.parametrize("case", ["aux", "more", "places", "named"])
+def test_several_stages_on_one_rank_pass_tuples(case):
+    check_one_rank_of_own(case)
+
+
+def check_alternating(name: str) -> None:
+    on = mesh(pp=2)
+    torch.manual_seed(0)
+    whole = [Own("plain", i, 1) for i in range(2)]
+    mine = copy.deepcopy(whole[on.pp.rank])
+    pipeline = Pipeline(mine, on, 2, own_loss, name)
+    for rows in (4, 8, 4, 8, 4):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        want = own_loss(run_dense(whole, x), x)  # type: ignore
+        want.backward()
+        close(pipeline.forward_backward(x, x), want.detach(), "loss", TOLERANCE)
+    assert len(pipeline.runtimes) == 2
+    for p, q in zip(mine.parameters(), whole[on.pp.rank].parameters(), strict=True):
+        if q.grad is not None:
+            close(gradient_of(p), q.grad, "gradient", TOLERANCE)  # type: ignore[arg-type]
+
+
+@since_2_13
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+def test_shapes_that_come_again_need_no_dry_run(ranks, name):
+    ranks(2, check_alternating, name)
+
+
+def check_broken(name: str) -> None:
+    on = mesh(pp=2)
+    for case, text in BROKEN.items():
+        stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
+        pipeline = Pipeline(stage, on, 4, lambda y, t: (y - t[:, : y.shape[1]]).square().sum(), name)
+        x = torch.ones(8, 6, dtype=torch.float64)
+        with pytest.raises((ValueError, IndexError), match=text):
+            pipeline.forward_backward(x, x)
+
+
+@since_2_13
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+def test_outputs_that_change_or_cant_be_sent_are_refused_on_every_rank(ranks, name):
+    ranks(2, check_broken, name)
 
 
 def test_stages_join_under_the_models_names_and_clashes_are_refused():

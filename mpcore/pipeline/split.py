@@ -1,0 +1,138 @@
+"""Floor 4: a stage's backward in two halves: what the stage before waits for, then what its weights want.
+
+torch's halves (`torch.distributed.pipelining._backward`) lose, without a word, weights that meet no input that needs a
+gradient, and count some twice that share an operation; these give what one whole backward gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass
+class _Group:
+    """Leaves, and the operations on the way to an input from which they are reached, with what reached those."""
+
+    nodes: list[Node]
+    leaves: set[Node]
+
+
+@dataclass
+class Deferred:
+    """What the second half needs.
+
+    Attributes:
+        ends: outputs that no input leads to, with their gradients: all of their backward is still to come.
+        groups: leaves that share no operation with those of another group.
+        caught: by operation, the gradients that reached it in the first half.
+    """
+
+    ends: list[tuple[GradientEdge, Tensor]]
+    groups: list[_Group] = field(default_factory=list)
+    caught: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+) -> tuple[tuple[Tensor | None, ...], Deferred]:
+    """The first half: the gradients of a stage's inputs.
+
+    Args:
+        outputs: what the stage returned, or the loss.
+        grads: theirs; an output whose gradient is None counts for nothing. None: all are 1.
+        inputs: what it was given; gradients come of tensors that need one.
+
+    Returns:
+        The inputs' gradients, contiguous, None where there is none; and what `backward_weights` takes.
+
+    Source:
+        Qi et al. (2023), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+    """
+    given = [torch.ones_like(y) for y in outputs] if grads is None else grads
+    ends = [
+        (get_gradient_edge(y), dy) for y, dy in zip(outputs, given, strict=True) if y.requires_grad and dy is not None
+    ]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    order = list(_children_first([y.node for y, _ in ends]))
+    feeds = {get_gradient_edge(x).node for x in wanted}  # and what lies on the way to an input
+    groups: dict[Node, _Group] = {}
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        if not any(child in feeds for child in children):
+            continue
+        feeds.add(node)
+        leaves = {x for x in _children_first([child for child in children if child not in feeds]) if _is_leaf(x)}
+        if leaves:
+            group = _Group([node], leaves)
+            for met in {id(groups[leaf]): groups[leaf] for leaf in leaves if leaf in groups}.values():
+                group.nodes += met.nodes
+                group.leaves |= met.leaves
+            groups |= dict.fromkeys(group.leaves, group)
+    apart = [(y, dy) for y, dy in ends if y.node not in feeds]
+    ends = [(y, dy) for y, dy in ends if y.node in feeds]
+    deferred = Deferred(apart, list({id(group): group for group in groups.values()}.values()))
+    found: dict[int, Tensor | None] = {}
+    if ends:
+        caught = deferred.caught
+        handles = [
+            node.register_prehook(lambda reached, node=node: caught.__setitem__(node, reached))
+            for group in deferred.groups
+            for node in group.nodes
+        ]
+        try:
+            ys, dys = zip(*ends, strict=True)
+            dxs = torch.autograd.grad(ys, wanted, dys, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        found = {id(x): None if dx is None else dx.contiguous() for x, dx in zip(wanted, dxs, strict=True)}
+    return tuple(found.get(id(x)) for x in inputs), deferred
+
+
+def backward_weights(deferred: Deferred) -> None:
+    """The second half: adds to the `.grad` of every leaf, parameters above all, as `Tensor.backward` does."""
+    # What goes through operations between several of its own may need what another's backward would free: it is first.
+    groups = sorted(deferred.groups, key=lambda group: len(group.nodes) == 1)
+    if deferred.ends:
+        ys, dys = zip(*deferred.ends, strict=True)
+        torch.autograd.backward(ys, dys, retain_graph=bool(groups))
+    for i, group in enumerate(groups):
+        reached = [(node, deferred.caught.pop(node)) for node in group.nodes if node in deferred.caught]
+        pairs = [(GradientEdge(node, j), dy) for node, dys in reached for j, dy in enumerate(dys) if dy is not None]
+        if not pairs:
+            continue
+        # What one of them sends on to another was in what that one caught.
+        handles = [node.register_prehook(lambda _, dys=dys: dys) for node, dys in reached]
+        try:
+            edges, dys = zip(*pairs, strict=True)
+            leaves: Any = [leaf.variable for leaf in group.leaves]  # type: ignore[attr-defined]
+            more = len(group.nodes) > 1 and i + 1 < len(groups)
+            torch.autograd.backward(edges, dys, retain_graph=more, inputs=leaves)
+        finally:
+            for handle in handles:
+                handle.remove()
+    deferred.ends, deferred.groups = [], []
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
+    """All operations that a backward from these comes to."""
+    seen: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, after = stack.pop()
+        if after:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
