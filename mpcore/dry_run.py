@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -30,6 +29,7 @@ from mpcore.ledger import Ledger
 from mpcore.mesh import Mesh, build_mesh
 from mpcore.pipeline.engine import split_linears
 from mpcore.pipeline.schedules import Schedule
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import local_tensor
 from mpcore.storages import Storages, storage_bytes
 
@@ -282,17 +282,17 @@ def _split_backward(
     stage: nn.Module, own: Sequence[nn.Parameter], index: int, x: Tensor, out: Tensor, grad: Tensor | None,
     last: bool, storages: Storages,
 ) -> int:  # fmt: skip
-    """Backward in two halves, as torch's runtime runs them; returns what is held in between."""
+    """Backward in two halves, as the pipeline runs them; returns what is held in between."""
     if index == 0:  # no gradient of its input is asked for, so all is done in the second half
         between, _ = _held(storages, stage, own, grad)
         out.backward(grad)
         return between
     gather(stage)
     hold_gradients(stage)
-    _, groups = stage_backward_input([out], None if grad is None else [grad], [x], stage.parameters())
-    between, _ = _held(storages, stage, own, grad, x.grad)
+    dx, deferred = backward_inputs([out], None if grad is None else [grad], [x])
+    between, _ = _held(storages, stage, own, grad, *dx)
     gather(stage)
-    stage_backward_weight(stage.parameters(), groups)
+    backward_weights(deferred)
     reduce_held(stage, last)
     if last:
         reduce_once(stage)

@@ -58,6 +58,12 @@ BEYOND = {
         "43 with all else frozen nobody misses the sum of a late adapter",
         "a late parameter declared by hand is refused too",
     ),
+    "its stages return one tensor, alike in every micro-batch, and each layer of theirs is used once": (
+        "what a dry run does to buffers stays", "places in a dry run are in no table",
+        "an output that begins to need a gradient gets none", "weights that meet no input get no gradient",
+        "uses of a weight are taken one by one", "a layer used twice frees what is between",
+        "what one use sends to another counts twice", "a stage that fails leaves the next waiting",
+    ),
     "it loads no state into shards": (
         "38 a state is loaded into what a joined stage gathered", "38 every data rank loads the first rank's shard",
         "38 a state is loaded into what is only gathered",
