@@ -64,6 +64,7 @@ BEYOND = {
         "uses of a weight are taken one by one", "a layer used twice frees what is between",
         "what one use sends to another counts twice", "a stage that fails leaves the next waiting",
     ),
+    "its model keeps its dtype": ("a cast rounds the router's bias",),
     "it loads no state into shards": (
         "38 a state is loaded into what a joined stage gathered", "38 every data rank loads the first rank's shard",
         "38 a state is loaded into what is only gathered",
@@ -94,6 +95,7 @@ BEYOND = {
         "each micro-batch keeps a copy of the weight",
     ),
     REFUSAL: (
+        "22 a router that counted nothing passes",
         "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
         "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
         "10 gathered logits are taken", "processes of another launcher train alone",
