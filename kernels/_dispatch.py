@@ -117,6 +117,22 @@ def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> No
         raise RuntimeError(f"the {name} kernel has no second derivative; use {instead}")
 
 
+def can_read(ids: Tensor) -> bool:
+    """Not on a GPU, nor while compiling: it would stall. A fake tensor, of a subclass, has no values."""
+    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
+
+
+def outside(ids: Tensor, size: int, ignore_index: int | None = None) -> int | None:
+    """One of the indices that is neither in [0, size) nor `ignore_index`; None where there is none, or they
+    can't be read."""
+    if not can_read(ids):
+        return None
+    if ignore_index is not None:
+        ids = ids.masked_fill(ids == ignore_index, 0)
+    low, high = (int(v) for v in ids.aminmax())
+    return low if low < 0 else high if high >= size else None
+
+
 _library = torch.library.Library("mpcore", "FRAGMENT")
 
 

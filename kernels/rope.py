@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._dispatch import REFERENCE_DTYPES, define, launches, outside, refuse_second_derivative, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
 from ._rows import MAX_ROWS, ceil_div, next_power_of_2, sum_partials
 
@@ -144,8 +144,9 @@ def _reference(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor | None]:
     exact = torch.promote_types(q.dtype, torch.float32)
-    if positions is not None:
-        _check_positions(positions, cos.shape[0])
+    wrong = None if positions is None else outside(positions, cos.shape[0])
+    if wrong is not None:  # an index below 0 would count from the end
+        raise ValueError(f"position {wrong} is in no row of tables of {cos.shape[0]}")
     cos, sin = ((t if positions is None else t[positions]).to(exact).unsqueeze(-2) for t in (cos, sin))
     R = 2 * cos.shape[-1]
 
@@ -177,16 +178,6 @@ def _runs_triton(impl: str | None, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if runs and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
     return runs
-
-
-def _check_positions(positions: Tensor, P: int) -> None:
-    """Refuse rows that the tables lack where reading them stalls nothing: an index below 0 counts from the end."""
-    if type(positions) is not Tensor or positions.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if positions.numel() > 0:
-        low, high = (int(v) for v in positions.aminmax())
-        if low < 0 or high >= P:
-            raise ValueError(f"position {low if low < 0 else high} is in no row of tables of {P}")
 
 
 def _check(

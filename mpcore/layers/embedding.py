@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpcore import collectives
+from mpcore.kernels._dispatch import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
 from mpcore.layers.module import Init, ParallelModule, normal
 from mpcore.mesh import Axis
@@ -101,20 +102,11 @@ def _padded(tensor: Tensor, generator: torch.Generator | None = None, *, init: I
     return tensor
 
 
-def _can_read(ids: Tensor) -> bool:
-    """Not on a GPU, nor while compiling: it would stall. A fake tensor, of a subclass, has no values."""
-    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
-
-
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
     """Refuse ids outside [0, size) but `ignore_index`, where they can be read."""
-    if not _can_read(ids):
-        return
-    if ignore_index is not None:
-        ids = ids.masked_fill(ids == ignore_index, 0)
-    low, high = (int(v) for v in ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {size}")
+    wrong = outside(ids, size, ignore_index)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {size}")
 
 
 class PositionEmbedding(ParallelModule):
@@ -164,7 +156,7 @@ class PositionEmbedding(ParallelModule):
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
         whole = length * (self.tp.size if self.sequence_parallel else 1)
-        if positions is not None and _can_read(positions):
+        if positions is not None and can_read(positions):
             whole = int(positions.max()) + 1
         if whole > self.num_positions:
             raise ValueError(f"sequence length {whole} is longer than the model's {self.num_positions} positions")

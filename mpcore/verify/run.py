@@ -138,8 +138,6 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     pipeline = Pipeline(model, mesh, layout.micro_batches, loss)
     total = pipeline.forward_backward(batch.pop("x"), target, **batch)
     seen.loss = float(all_reduce(total, mesh.data))
-    if seen.output is not None:  # the pipeline's dry run came first
-        seen.output = seen.output[-len(target) :]
     seen.outputs = {name: torch.cat(parts[-layout.micro_batches :]) for name, parts in outputs.items()}
     parameters = dict(model.named_parameters())
     if layout.zero == 0:
