@@ -11,6 +11,12 @@ strict_memory()
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same numbers alone, in its file and in the whole suite; the pool does so for its ranks."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""

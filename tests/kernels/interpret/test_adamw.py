@@ -112,7 +112,9 @@ def test_sums_of_squares(n, dtype, monkeypatch):
 
 def test_sums_of_squares_of_odd_tensors():
     x = torch.randn(40, 30)
-    torch.testing.assert_close(sum_of_squares(x.t()[::2], impl="triton"), sum_of_squares_reference(x.t()[::2]))
+    every_other = x.t()[::2]
+    found, wanted = sum_of_squares(every_other, impl="triton"), sum_of_squares_reference(every_other)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # a tree of 600 in float32: 11 roundings
     assert sum_of_squares(x[:0], impl="triton") == 0
     for bad in (float("inf"), float("nan")):
         x[3, 4] = bad
