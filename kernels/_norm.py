@@ -19,6 +19,12 @@ def load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, cols, mask, X_STRID
 
 
 @triton.jit
+def inverse_root(x):
+    """1 / sqrt(x), each rounded to nearest, unlike a GPU's `rsqrt`: once a row that costs nothing."""
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
+
+
+@triton.jit
 def load_gain(weight_ptr, cols, D, ZERO_CENTERED):
     gain = tl.load(weight_ptr + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if ZERO_CENTERED:

@@ -296,7 +296,7 @@ def _adamw_kernel(
     w -= lr * weight_decay * w
     m += (g - m) * weight1
     v = v * beta2 + g * g * weight2
-    w -= lr / correction1 * tl.div_rn(m, tl.sqrt_rn(v) / correction2 + eps)
+    w -= tl.div_rn(lr, correction1) * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), correction2) + eps)
     narrow = w
     if ROUND:
         index = at

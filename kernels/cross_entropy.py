@@ -391,6 +391,13 @@ def _tile(logits: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
+def _in_caps(z, SOFTCAP: tl.constexpr, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        return tl.div_rn(z, SOFTCAP)  # a GPU's own division errs by more than the caller's tanh does
+    return z * (1.0 / SOFTCAP)
+
+
+@triton.jit
 def _tanh(v):
     """Return tanh and its slope: near 0 by a polynomial, beyond by an exponential, neither where it cancels."""
     e = tl.exp(-2.0 * tl.abs(v))
@@ -456,7 +463,7 @@ def _stats_kernel(
         in_row = (lanes >= shift) & (lanes < shift + V)
         z = _load_logits(x_ptr, row, lanes, offset, shift, live, OUTSIDE, STRIDE, V, BLOCK_V, VECTOR)
         if SOFTCAP != 0.0:
-            capped, _ = _tanh(z / SOFTCAP)
+            capped, _ = _tanh(_in_caps(z, SOFTCAP, x_ptr.dtype.element_ty))
             z = tl.where(in_row, SOFTCAP * capped, float("-inf"))
         before = largest
         largest = tl.maximum(before, tl.max(z, 1))
@@ -477,7 +484,7 @@ def _stats_kernel(
     here = live & (column >= 0) & (column < V) & (part == 0)
     at_target = tl.load(x_ptr + row * STRIDE + column, mask=here).to(tl.float32)
     if SOFTCAP != 0.0:
-        capped, _ = _tanh(at_target / SOFTCAP)
+        capped, _ = _tanh(_in_caps(at_target, SOFTCAP, x_ptr.dtype.element_ty))
         at_target = SOFTCAP * capped
     stats_ptr += part.to(tl.int64) * (5 if ENTROPY else 4) * N + row
     tl.store(stats_ptr, tl.where(live, row_largest, 0.0))
@@ -539,7 +546,7 @@ def _backward_kernel(
     lanes = offset + tl.arange(0, BLOCK_V)
     z = _load_logits(x_ptr, row, lanes, offset, shift, live, 0.0, STRIDE, V, BLOCK_V, VECTOR)
     if SOFTCAP != 0.0:
-        capped, cap_slope = _tanh(z / SOFTCAP)
+        capped, cap_slope = _tanh(_in_caps(z, SOFTCAP, x_ptr.dtype.element_ty))
         z = SOFTCAP * capped
 
     stats_ptr += row

@@ -11,6 +11,8 @@ same order.
 
 An activation may run on the products before they leave the chip: y = f(z) or, gated, f(z) u of the two halves of the
 outputs, z | u. What backward needs, z and u, is written beside it where there is a gradient.
+
+Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), for products of groups without padding.
 """
 
 from __future__ import annotations

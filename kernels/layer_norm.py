@@ -26,7 +26,7 @@ from torch import Tensor
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
 from ._main_grad import remember_main_grad, take_main_grad
-from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, store_gradient
+from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, inverse_root, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
 
@@ -277,13 +277,13 @@ def _forward_kernel(
         tail_mask = (rows < M) & (tail < D)
         h_tail = load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, tail, tail_mask, X_STRIDE, RESIDUAL_STRIDE)
         mean += tl.sum(h_tail, 1, keep_dims=True)
-    mean /= D
+    mean = tl.div_rn(mean, D * 1.0)  # a GPU's own division is off by more than a mean of few may be
     centred_main = tl.where(main < D, h_main - mean, 0.0)
     variance = tl.sum(centred_main * centred_main, 1, keep_dims=True)
     if TAIL:
         centred_tail = tl.where(tail < D, h_tail - mean, 0.0)
         variance += tl.sum(centred_tail * centred_tail, 1, keep_dims=True)
-    rstd = tl.rsqrt(variance / D + eps)
+    rstd = inverse_root(variance / D + eps)
     tl.store(stats_ptr + rows, mean, mask=rows < M)
     tl.store(stats_ptr + M + rows, rstd, mask=rows < M)
     _store_forward(
@@ -313,7 +313,7 @@ def _forward_wide_kernel(
         h = load_stream(x_ptr, residual_ptr, residual_out_ptr, row, cols, cols < D, X_STRIDE, RESIDUAL_STRIDE)
         centred = tl.where(cols < D, h - mean, 0.0)
         squares += centred * centred
-    rstd = tl.rsqrt(tl.sum(squares, 0) / D + eps)
+    rstd = inverse_root(tl.sum(squares, 0) / D + eps)
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, rstd)
     for start in tl.range(0, D, BLOCK_D, num_stages=2):

@@ -2,7 +2,7 @@
 
     y = f(x + bias),  f(z) = max(z, 0)^2,  f'(z) = 2 max(z, 0)
 
-So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021), section 4.
+So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021), section 3.
 The kernels are those of `_activation.py`.
 """
 

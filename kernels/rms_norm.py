@@ -24,7 +24,7 @@ from torch import Tensor
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._launch import launch, multiprocessors
 from ._main_grad import remember_main_grad, take_main_grad
-from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, load_gain, load_stream, store_gradient
+from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, inverse_root, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
 
 
@@ -250,7 +250,7 @@ def _forward_kernel(
         tail_mask = (rows < M) & (tail < D)
         h_tail = load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, tail, tail_mask, X_STRIDE, RESIDUAL_STRIDE)
         square += tl.sum(h_tail * h_tail, 1, keep_dims=True)
-    rstd = tl.rsqrt(square / D + eps)
+    rstd = inverse_root(square / D + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     _store_forward(y_ptr, residual_out_ptr, weight_ptr, h_main, rstd, rows, main, main_mask, D, ZERO_CENTERED)
     if TAIL:
@@ -269,7 +269,7 @@ def _forward_wide_kernel(
         cols = start + tl.arange(0, BLOCK_D)
         h = load_stream(x_ptr, residual_ptr, residual_out_ptr, row, cols, cols < D, X_STRIDE, RESIDUAL_STRIDE)
         squares += h * h
-    rstd = tl.rsqrt(tl.sum(squares, 0) / D + eps)
+    rstd = inverse_root(tl.sum(squares, 0) / D + eps)
     tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, D, BLOCK_D, num_stages=2):  # the second read comes from L2
         cols = start + tl.arange(0, BLOCK_D)

@@ -10,12 +10,15 @@ Without this the interpreter, in the versions named below,
 7. lets NaN through `tl.maximum` and `tl.minimum`, where a GPU takes the other operand;
 8. reads and writes any address, where a GPU may stop with an illegal memory access;
 9. rounds the product in `tl.fma`, where a GPU rounds the sum alone;
-10. casts to e4m3 with wrong binades, and reads its NaN as 480.
+10. casts to e4m3 with wrong binades, and reads its NaN as 480;
+11. rounds exponentials, quotients and reciprocal roots of float32 to nearest, where a GPU approximates.
 
 The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
 must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing;
 7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors; 9 computes in float64;
-10 casts as torch does, and what is larger than the largest to that, as a GPU does.
+10 casts as torch does, and what is larger than the largest to that, as a GPU does; 11 puts each off by up to a unit in
+the last place, the same for the same operand, and multiplies by a reciprocal to divide (`ex2.approx`, `div.full` and
+`rsqrt.approx` of PTX err by up to 2; `tl.div_rn` and `tl.sqrt_rn` round to nearest on both).
 `interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
 """
 
@@ -37,6 +40,8 @@ _stock_convert = interpreter._convert_float
 _stock_dot = interpreter.InterpreterBuilder.create_dot
 _stock_masked_load = interpreter.InterpreterBuilder.create_masked_load
 _stock_masked_store = interpreter.InterpreterBuilder.create_masked_store
+_stock_exp, _stock_exp2 = interpreter.InterpreterBuilder.create_exp, interpreter.InterpreterBuilder.create_exp2
+_stock_fdiv, _stock_rsqrt = interpreter.InterpreterBuilder.create_fdiv, interpreter.InterpreterBuilder.create_rsqrt
 _stock_init_args = interpreter.GridExecutor._init_args_hst
 _stock_patch_lang = interpreter._patch_lang
 
@@ -53,6 +58,8 @@ def install() -> None:
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_fma = _create_fma
+    builder.create_exp, builder.create_exp2 = _create_exp, _create_exp2
+    builder.create_fdiv, builder.create_rsqrt = _create_fdiv, _create_rsqrt
     for name in _ARITHMETIC:
         setattr(builder, name, _refuse_bfloat16(name, getattr(builder, name)))
     _stock_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -91,6 +98,46 @@ def _to_float32(handle: Any) -> Any:
 
 def _create_dot(self: Any, a: Any, b: Any, acc: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     return _stock_dot(self, _to_float32(a), _to_float32(b), acc, input_precision, max_num_imprecise_acc)
+
+
+def _off(exact: np.ndarray, operand: np.ndarray) -> np.ndarray:
+    """[...] float64 -> float32, off by up to a unit in the last place, which the operand's bits decide."""
+    bits = np.ascontiguousarray(operand).view(np.uint32).astype(np.uint64)
+    share = ((bits * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) / 2.0**23 - 1
+    return (exact * (1 + share.reshape(exact.shape) * 2.0**-24)).astype(np.float32)
+
+
+def _power_of_two(x: np.ndarray) -> np.ndarray:
+    exact = np.exp2(x.astype(np.float64))
+    return np.where(x == np.round(x), exact.astype(np.float32), _off(exact, x))  # integers' powers are exact
+
+
+def _create_exp2(self: Any, x: Any) -> Any:
+    if x.data.dtype != np.float32:
+        return _stock_exp2(self, x)
+    with np.errstate(all="ignore"):
+        return interpreter.TensorHandle(_power_of_two(x.data), x.dtype.scalar)
+
+
+def _create_exp(self: Any, x: Any) -> Any:
+    if x.data.dtype != np.float32:
+        return _stock_exp(self, x)
+    with np.errstate(all="ignore"):
+        return interpreter.TensorHandle(_power_of_two(x.data * np.float32(1.4426950408889634)), x.dtype.scalar)
+
+
+def _create_fdiv(self: Any, x: Any, y: Any) -> Any:
+    if x.data.dtype != np.float32:
+        return _stock_fdiv(self, x, y)
+    with np.errstate(all="ignore"):
+        return interpreter.TensorHandle(x.data * (np.float32(1) / y.data), x.dtype.scalar)
+
+
+def _create_rsqrt(self: Any, x: Any) -> Any:
+    if x.data.dtype != np.float32:
+        return _stock_rsqrt(self, x)
+    with np.errstate(all="ignore"):
+        return interpreter.TensorHandle(_off(x.data.astype(np.float64) ** -0.5, x.data), x.dtype.scalar)
 
 
 def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:

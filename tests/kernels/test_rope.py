@@ -138,7 +138,7 @@ def test_a_gpu_errs_no_more_than_twice_the_reference(dtype, interleaved, norm):
     table = torch.randn(2, 33, 24, device="cuda").unbind()
     runs = {}
     for impl, wide in (("triton", dtype), ("reference", dtype), ("exact", torch.float64)):
-        leaves = [t.to(wide).requires_grad_() for t in made]
+        leaves = [t.to(wide, copy=True).requires_grad_() for t in made]
         how = {"interleaved": interleaved, "impl": "reference" if impl == "exact" else impl}
         outputs = rope(*leaves, *(t.to(torch.promote_types(wide, torch.float32)) for t in table), **weights, **how)
         torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])

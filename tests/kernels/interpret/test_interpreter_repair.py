@@ -138,3 +138,28 @@ def test_dot_of_e4m3():
     a[0, 0] = torch.nan
     _dot_kernel[(1,)](a, b, c, SIZE=16)
     assert torch.equal(c.isnan().any(1), torch.arange(16) == 0)
+
+
+@triton.jit
+def _approximate_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, tl.exp2(x))
+    tl.store(y_ptr + BLOCK + at, tl.exp(x))
+    tl.store(y_ptr + 2 * BLOCK + at, tl.rsqrt(x))
+    tl.store(y_ptr + 3 * BLOCK + at, x / 3.0)
+    tl.store(y_ptr + 4 * BLOCK + at, tl.div_rn(x, 3.0))
+    tl.store(y_ptr + 5 * BLOCK + at, tl.sqrt_rn(x))
+
+
+def test_what_a_gpu_approximates_is_off_by_two_units_at_most():
+    x = torch.rand(1024, generator=torch.Generator().manual_seed(0)) + 0.5
+    y, again = torch.empty(6, 1024), torch.empty(6, 1024)
+    for found in (y, again):
+        _approximate_kernel[(1,)](x, found, BLOCK=1024)
+    assert torch.equal(y, again)
+    wide = x.double()
+    exact = torch.stack([wide.exp2(), wide.exp(), wide.rsqrt(), wide / 3, wide / 3, wide.sqrt()])
+    units = (y.double() - exact).abs() / (2.0 ** exact.log2().floor() * 2**-23)
+    assert (units.amax(1) <= torch.tensor([2.0, 3.0, 2.0, 2.0, 0.5, 0.5])).all()
+    assert (units.amax(1)[:4] > 0.6).all()  # more than rounding to nearest is off
