@@ -1,6 +1,13 @@
 """mpcore: Megatron-style model-parallel layers in pure PyTorch and Triton, proven equal to the unsharded model."""
 
-from mpcore.gradients import clip_gradients, grad_norm, main_gradients, reduce_gradients, zero_gradients
+from mpcore.gradients import (
+    clip_gradients,
+    drop_gradients,
+    grad_norm,
+    main_gradients,
+    reduce_gradients,
+    zero_gradients,
+)
 from mpcore.initialize import materialize
 from mpcore.layers import (
     ColumnParallelLinear,
@@ -8,6 +15,7 @@ from mpcore.layers import (
     GateUpParallelLinear,
     GroupedLinear,
     LayerNorm,
+    MultiLatentAttention,
     ParallelAttention,
     ParallelMLP,
     ParallelMoE,
@@ -48,6 +56,7 @@ __all__ = [
     "LayerNorm",
     "LossScaler",
     "Mesh",
+    "MultiLatentAttention",
     "Muon",
     "ParallelAttention",
     "ParallelMLP",
@@ -66,6 +75,7 @@ __all__ = [
     "clip_gradients",
     "convert_to_fp8",
     "decay_groups",
+    "drop_gradients",
     "full_state_dict",
     "grad_norm",
     "linear_cross_entropy",

@@ -358,12 +358,12 @@ def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receiv
     Raises:
         ValueError: if N is not what the sizes say.
     """
-    if axis.size == 1:
-        return x
     if send is None or receive is None:
+        if axis.size == 1:
+            return x
         if len(x) % axis.size:
             raise ValueError(f"{len(x)} rows are not a multiple of the {axis.name} size {axis.size}")
         send = receive = [len(x) // axis.size] * axis.size
     if sum(send) != len(x):
         raise ValueError(f"x has {len(x)} rows, but {sum(send)} are to be sent to the {axis.name} axis")
-    return _AllToAllRows.apply(x, axis, send, receive)
+    return x if axis.size == 1 else _AllToAllRows.apply(x, axis, send, receive)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,17 +25,35 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from mpcore.layers.module import refuse_second_derivative
+from mpcore.gradients import check_backward, check_current
+from mpcore.layers.module import listed, refuse_second_derivative
 from mpcore.layers.moe import check_experts
-from mpcore.mesh import Axis, Mesh, check_same
-from mpcore.sharding import Sharding, add_partial, declarations, is_dtensor, owners, reshard, sharding_of, shardings
+from mpcore.mesh import Axis, Mesh, check_mesh, check_same, divisors
+from mpcore.sharding import (
+    Sharding,
+    add_partial,
+    check_lies_on,
+    declarations,
+    is_dtensor,
+    owners,
+    param_groups,
+    reshard,
+    sharding_of,
+    shardings,
+)
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
     FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
+
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # before torch 2.13 it looks into no dataclass
+    collect_grad_tensors = None
 
 
 @dataclass(frozen=True)
@@ -86,23 +104,31 @@ def shard_data_parallel(
     Parameters sharded over experts are replicated, and so dealt out, over `mesh.edp`; all others over `mesh.data`.
     Afterwards call `reduce_gradients(model)` after each step's last backward, as ever. Where micro-batches are run
     without `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last.
+    To give a step up, also after a backward that raised, call `mpcore.drop_gradients(model)`.
 
-    A forward without gradients (an evaluation, a teacher) may run at any time. It gathers and shards again; `gathered`
-    saves that where many follow each other.
+    A forward without gradients (an evaluation, a teacher) may run at any time, under `torch.no_grad()`: a first one
+    under `torch.inference_mode()` is refused. It gathers and shards again; `gathered` saves that where many follow each
+    other.
 
-    Add adapters and new heads, tie, and copy (EMA, `copy.deepcopy`) before; make the optimizer afterwards: 1 to 3 put
-    other parameters in place of the model's. They have no second derivative.
+    With 1 to 3 the model's outputs are tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them:
+    where a loss is kept elsewhere, no backward sums. Call the model itself, and route other entries (encode, generate)
+    through its forward: that alone gathers parameters that are in no block.
+
+    Add adapters and new heads, tie, and copy (EMA, `copy.deepcopy`) before; make the optimizer, and hooks of gradients
+    (`register_post_accumulate_grad_hook`), afterwards: 1 to 3 put other parameters in place of the model's, with their
+    attributes. They have no second derivative.
 
     Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
-    no gradient with `zero=0`, and one of zeros else; frozen parameters have none. Every rank must run every block.
+    no gradient with `zero=0`; else one of zeros, or none where its block was skipped in all steps so far. Frozen
+    parameters have none. A block is run by every rank or by none.
 
     Args:
         model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
             which may share parameters. Changed in place.
         mesh: the mesh it lies on. With one data rank the model stays as it is; but experts whose etp isn't tp have
             replicas over tp, whose gradients only this call declares.
-        blocks: submodules that are gathered and summed one after the other, in the order of forward; one within another
-            is a unit of its own.
+        blocks: submodules, a list or an `nn.ModuleDict`, that are gathered and summed one after the other, in the order
+            of forward; one within another is a unit of its own.
         zero: 0 keeps everything whole on each rank, and gradients are all-reduced by `reduce_gradients`. 1 shards the
             optimizer's state: gradients are reduce-scattered with the last micro-batch, and parameters are gathered
             once a step. 2 shards gradients too: each micro-batch's are reduce-scattered. 3 shards parameters too: a
@@ -119,12 +145,14 @@ def shard_data_parallel(
     Raises:
         ValueError: on every rank and before anything is changed, if `zero` or `replicate` can't be had, a block lies
             outside the model, units share a parameter, something is sharded already, trained parameters of one unit
-            differ in dtype, experts lie otherwise than the mesh says, or ranks ask for different things.
+            differ in dtype, a parameter has hooks or isn't contiguous, experts lie otherwise than the mesh says, or
+            ranks ask for different things.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
     """
+    check_mesh(mesh)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    given = dict.fromkeys(block for block in blocks if block not in stages)
+    given = dict.fromkeys(block for block in listed(blocks) if block not in stages)
     blocks = sorted(given, key=lambda block: sum(module in given for module in block.modules()))  # inner ones first
     _check(stages, blocks, mesh, zero, replicate, param_dtype, reduce_dtype)
     asked = {"zero": zero, "replicate": replicate, "blocks": len(blocks), "dtypes": (param_dtype, reduce_dtype)}
@@ -141,6 +169,7 @@ def shard_data_parallel(
             stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
         return model
 
+    _refuse_old_optimizers()
     held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     for stage in stages:
@@ -153,8 +182,10 @@ def shard_data_parallel(
         for block in blocks:
             if block in within:
                 wrap(block, whole)
+                block.register_forward_pre_hook(partial(_before_forward, stage), prepend=True)
                 block.register_forward_hook(partial(_after_forward, stage))
         wrap(stage, whole)
+        stage.register_forward_pre_hook(partial(_before_forward, stage), prepend=True)
         stage.register_forward_hook(partial(_after_forward, stage))
         units = tuple(unit for unit in shared if unit.owners & within)
         stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
@@ -175,14 +206,19 @@ def _check(
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero {zero!r} is none of 0, 1, 2 and 3")
     if not isinstance(replicate, int) or replicate < 1 or mesh.data.size % replicate:
-        raise ValueError(f"replicate {replicate!r} does not divide the data size {mesh.data.size}")
+        raise ValueError(
+            f"replicate {replicate!r} does not divide the data size {mesh.data.size}: {divisors(mesh.data.size)}"
+        )
     if replicate > 1 and (zero == 0 or replicate == mesh.data.size):
         raise ValueError(
             f"replicate {replicate} with zero {zero} on {mesh.data.size} data ranks leaves nothing to shard: zero=0 "
             f"with replicate=1 replicates everything"
         )
     if replicate > 1 and mesh.edp.size % replicate:
-        raise ValueError(f"replicate {replicate} does not divide the edp size {mesh.edp.size} of the experts")
+        raise ValueError(
+            f"replicate {replicate} does not divide the edp size {mesh.edp.size} of the experts: "
+            f"{divisors(mesh.edp.size)}"
+        )
     if zero == 0 and (param_dtype is not None or reduce_dtype != torch.float32):
         raise ValueError(
             f"zero 0 computes in the parameters' own dtype and sums in float32, not in {param_dtype} and "
@@ -198,9 +234,20 @@ def _check(
         raise ValueError("the model is sharded over data already")
     for stage in stages:
         check_experts(stage, mesh)
-        for name, parameter in stage.named_parameters():
+        for name, parameter, sharding in declarations(stage):
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
+            check_lies_on(name, parameter, sharding, mesh)
+            if zero and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                raise ValueError(
+                    f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
+                    f"register_post_accumulate_grad_hook of those after shard_data_parallel, or use zero=0"
+                )
+            if zero and not parameter.is_contiguous():
+                raise ValueError(
+                    f"{name} of strides {parameter.stride()} can't be cut by zero {zero}: make it contiguous before, "
+                    f"or use zero=0"
+                )
     if zero:
         _check_units(stages, blocks)
     inside = {p for block in blocks for p in block.parameters()}
@@ -229,6 +276,18 @@ def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
                     f"{first} and {name} are one parameter in two units, of {type(other).__name__} and "
                     f"{type(unit).__name__}: give what holds both as a block, or neither of them"
                 )
+
+
+@cache
+def _refuse_old_optimizers() -> None:
+    """Have torch's optimizers refuse, as ours do, parameters that they were given before shards replaced them."""
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                check_current(p)
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: int) -> bool:
@@ -278,14 +337,18 @@ class _Wrap:
 
     def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
         zero = self.zero if zero is None else zero
-        mine = [p for p in module.parameters() if p not in ignored and not is_dtensor(p)]
-        wide = any(p.dtype == torch.float64 for p in mine)
+        held = [(owner, *place) for owner in module.modules() for place in owner.named_parameters(recurse=False)]
+        mine = [(owner, leaf, p) for owner, leaf, p in held if p not in ignored and not is_dtensor(p)]
+        wide = any(p.dtype == torch.float64 for *_, p in mine)
         policy = MixedPrecisionPolicy(self.param_dtype, None if wide else self.reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self.data, "mp_policy": policy, "reshard_after_forward": zero == 3}
         if self.experts is not None:
             options["shard_placement_fn"] = self._placed
         sharded = fully_shard(module, ignored_params=ignored, **options)
-        for p in mine:
+        for owner, leaf, p in mine:
+            shard = getattr(owner, leaf)
+            shard.__dict__.update(vars(p))  # what others read of it, such as an optimizer that makes groups
+        for *_, p in mine:
             p.replaced_by_shards = True  # type: ignore[attr-defined]  # an optimizer made before holds it still
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -368,7 +431,11 @@ def _share(stages: list[nn.Module], whole: set[nn.Parameter], wrap: _Wrap) -> li
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete."""
+    """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete.
+
+    A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)`: what isn't summed yet
+    would be part of the next, as the `zero_grad` of a model and of torch's optimizers doesn't see it.
+    """
     state = getattr(model, "data_parallel", None)
     if state is None or not isinstance(model, FSDPModule):
         return
@@ -384,16 +451,56 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
 
 
 @torch._disable_dynamo
+def _before_forward(stage: Any, unit: Any, args: Any) -> None:
+    stage._get_fsdp_state()._lazy_init()  # a block that is called before its model is not a model of its own
+    if unit is stage and torch.is_grad_enabled():
+        check_backward(stage)
+    if torch.is_inference_mode_enabled():
+        held = [p for group in param_groups(unit._get_fsdp_state()) for p in group.fsdp_params]
+        if not all(hasattr(p, "_unsharded_param") for p in held):
+            raise ValueError(
+                f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters "
+                f"are gathered in could never be trained: use torch.no_grad()"
+            )
+
+
+@torch._disable_dynamo
 def _after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
-    found = [x for x in tree_leaves(out) if isinstance(x, Tensor)] if unit is stage else []
-    evaluated = not torch.is_grad_enabled() or (found and not any(x.requires_grad for x in found))
     state: Any = stage.data_parallel
+    trained = _trained(out) if unit is stage else ()
+    hidden = unit is stage and not trained and _hides(out)
+    evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
     if evaluated and not state.gathered:
         reshard(unit)
-    for x in found:
-        if x.requires_grad:  # its backward frees what the graph of a second one holds
-            x.register_hook(lambda _: refuse_second_derivative(f"a model sharded over data (zero {state.zero})"))
+    if hidden and not evaluated and any(p.requires_grad for p in stage.parameters()):
+        reshard(stage)
+        raise ValueError(
+            f"{_name(stage)} returns a {type(out).__name__}, in which no tensor is found whose backward would "
+            f"sum the gradients: return tensors, or dicts, lists, tuples or dataclasses of them; where nothing is to "
+            f"be trained, call it under torch.no_grad()"
+        )
+    for x in trained:  # its backward frees what the graph of a second one holds
+        x.register_hook(lambda _: refuse_second_derivative(f"a model sharded over data (zero {state.zero})"))
+
+
+def _name(unit: nn.Module) -> str:
+    return type(unit).__name__.removeprefix("FSDP")
+
+
+def _trained(out: Any) -> Sequence[Tensor]:
+    """The tensors of an output whose backward `fully_shard` sees."""
+    if collect_grad_tensors is not None:
+        return collect_grad_tensors(out)
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _hides(out: Any) -> bool:
+    """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
+    leaves = [x for x in tree_leaves(out) if x is not None]
+    plain = (Tensor, int, float, complex, str)
+    looked_into = (x for x in leaves if not (collect_grad_tensors is not None and is_dataclass(x)))
+    return not leaves or any(not isinstance(x, plain) or getattr(x, "requires_grad", False) for x in looked_into)
 
 
 @contextmanager
@@ -457,14 +564,14 @@ def _run_hooks(model: FSDPModule) -> None:
     """What `fully_shard` does after a backward, as torch's `PipelineStage.perform_reduce_grad` does it."""
     root: Any = model._get_fsdp_state()  # type: ignore[attr-defined]
     for unit in root._state_ctx.all_states:
-        for group in _groups_of(unit):
+        for group in param_groups(unit):
             group.post_backward()
     root._root_post_backward_final_callback()
 
 
 def _sum_unused(module: FSDPModule) -> None:
     """Have a unit sum zeros for parameters without a gradient, so that all ranks post the same sums."""
-    for group in _groups_of(module._get_fsdp_state()):  # type: ignore[attr-defined]
+    for group in param_groups(module._get_fsdp_state()):  # type: ignore[attr-defined]
 
         def post_backward(*_: Any, group: Any = group) -> None:
             there = [p for p in group.fsdp_params if group.reduce_grads and hasattr(p, "_unsharded_param")]
@@ -475,13 +582,6 @@ def _sum_unused(module: FSDPModule) -> None:
             type(group).post_backward(group)
 
         group.post_backward = post_backward
-
-
-def _groups_of(unit: Any) -> list[Any]:
-    """A unit's parameters, together: before torch 2.13 all on one mesh, or none."""
-    if hasattr(unit, "_fsdp_param_groups"):
-        return unit._fsdp_param_groups
-    return [unit._fsdp_param_group] if unit._fsdp_param_group is not None else []
 
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from mpcore.data_parallel import finish_gradients, gather, hold_gradients, reduce_held, reduce_once, sync_gradients
 from mpcore.gradients import reduce_gradients
@@ -219,6 +219,11 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
             last = m == len(rounds) - 1
             sync_gradients(stage, last)
             (x, *others), kwargs = work.inputs(i)
+            if index > 0 and not x.is_floating_point():
+                raise ValueError(
+                    f"stage {index} takes {x.dtype}, which no stage before it sends: the target must return the stages "
+                    f"of mesh.pp.rank alone, not the whole model, and their inputs"
+                )
             x.requires_grad_(index > 0)
             before, _ = _held(storages, stage, own)
             with found.ledger.times(times), found.ledger:
@@ -247,12 +252,12 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
     return kept
 
 
-_ON_CPU = {  # torch has formulas for the attention of GPUs alone
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
+_ON_CPU = {  # torch has formulas for the attention of GPUs alone, and of grouped queries not before 2.13
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
+        2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])  # q k^T and p v
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: (
-        sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape)
+        2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])  # q k^T again, dp, dv, dq, dk
     ),
 }
 
@@ -265,7 +270,7 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket) or _ON_CPU.get(func.overloadpacket)
+        formula = _ON_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.count += formula(*args, **(kwargs or {}), out_val=out)
         return out

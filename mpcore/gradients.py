@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.layers.moe import check_experts, check_replicas
-from mpcore.mesh import Axis, Mesh
-from mpcore.sharding import Shard, data_run, declarations, is_dtensor, local_tensor
+from mpcore.mesh import Axis, Mesh, check_axis, check_mesh
+from mpcore.sharding import Shard, check_lies_on, data_run, declarations, is_dtensor, local_tensor, param_groups, units
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -59,6 +59,15 @@ def main_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
+def check_current(parameter: Tensor) -> None:
+    """Refuse a parameter that data parallelism replaced."""
+    if hasattr(parameter, "replaced_by_shards"):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: make "
+            f"the optimizer after shard_data_parallel"
+        )
+
+
 @torch.no_grad()
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`.
@@ -66,11 +75,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: for one that data parallelism replaced: it would never have one.
     """
-    if hasattr(parameter, "replaced_by_shards"):
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: make "
-            f"the optimizer after shard_data_parallel"
-        )
+    check_current(parameter)
     main = getattr(parameter, "main_grad", None)
     if main is None:
         return parameter.grad
@@ -97,8 +102,90 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
+def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> None:
+    """Forget the gradients of a step that is given up, those too that `shard_data_parallel` has not summed yet.
+
+    Call it, on all ranks, where a backward raised and was caught, or where the step ends before its last micro-batch.
+    `zero_grad` of `mpcore.optim` does it; that of a model and of torch's optimizers sees only what was summed.
+
+    Args:
+        model: the model, or this rank's stage of it; where stages are joined, each of them.
+        parameters: those whose gradients are forgotten; None: all of the model's.
+    """
+    chosen = None if parameters is None else {id(p): p for p in parameters}
+    for context in _contexts(model):
+        groups = _groups(context)
+        failed = _backward_failed(context)
+        if failed:
+            for group in groups:
+                group._training_state = type(group._training_state).POST_BACKWARD  # so that nothing is summed now
+            context.is_last_backward, context.iter_forward_root = True, None
+            context.all_states[0]._root_post_backward_final_callback()
+        for group in groups:
+            if failed:
+                group.reshard()
+            mine = [p for p in group.fsdp_params if chosen is None or id(p.sharded_param) in chosen]
+            if mine:
+                group._partial_reduce_output = None
+            for p in mine:
+                p.unsharded_accumulated_grad = None
+                if p.sharded_param.grad is not None:  # the model's parameters may be gathered ones
+                    p.sharded_param.grad = None
+                if hasattr(p, "_unsharded_param"):
+                    p._unsharded_param.grad = None
+    zero_gradients(model.parameters() if chosen is None else chosen.values())
+
+
+def _contexts(model: nn.Module) -> list[Any]:
+    """What the units of a stage share, of each stage that ran."""
+    found = {id(context): context for unit in units(model) for context in (unit._get_fsdp_state()._state_ctx,)}
+    return [context for context in found.values() if context.all_states]
+
+
+def _groups(context: Any) -> list[Any]:
+    return [group for state in context.all_states for group in param_groups(state)]
+
+
+def _backward_failed(context: Any) -> bool:
+    """Whether the end of a backward is awaited that is no longer running."""
+    return context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+
+
+def check_backward(unit: Any) -> None:
+    """Refuse to go on after a backward that raised: `fully_shard` would never sum again.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if _backward_failed(unit._get_fsdp_state()._state_ctx):
+        raise ValueError(
+            "a backward raised, so gradients are neither whole nor summed: give the step up with "
+            "mpcore.drop_gradients(model), on every rank, before the next forward"
+        )
+
+
+def _check_summed(model: nn.Module) -> None:
+    for context in _contexts(model):
+        for group in _groups(context):
+            partial = group._partial_reduce_output
+            for p in group.fsdp_params:
+                whole = getattr(getattr(p, "_unsharded_param", None), "grad", None)
+                if any(grad is not None for grad in (partial, p.unsharded_accumulated_grad, whole)):
+                    raise ValueError(f"the gradient of {p._param_fqn} is not summed over data: {_UNSUMMED}")
+
+
+_UNSUMMED = (
+    "the last micro-batch had no backward or one that raised, sync_gradients(model, last=True) wasn't said before its "
+    "forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the step "
+    "up: mpcore.drop_gradients(model)"
+)
+
+
+@torch.no_grad()
 def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
     """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
+
+    Once between two `zero_grad` of all trained parameters: a gradient kept from the step before would be summed again.
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
     parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
@@ -113,14 +200,18 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
 
     Raises:
         ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already, or a
-            trained parameter was added after it; or if experts lie otherwise than the mesh says, or have replicas over
-            tp that neither it nor a mesh speaks of.
+            trained parameter was added after it, is still gathered, or has a gradient that it didn't sum (the last
+            micro-batch had no backward, or one that raised: `drop_gradients`), or hooks that it never calls; or if
+            experts lie otherwise than the mesh says, or have replicas over tp that neither it nor a mesh speaks of.
     """
     for on in over:
         if isinstance(on, Mesh):
             check_experts(model, on)
+        else:
+            check_axis(on)
     if not over:
         check_replicas(model)
+    _check_summed(model)
     pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
     declared = list(declarations(model))
     laid = {x.data.group: x.data for _, _, x in declared if x.data is not None and x.data.size > 1}
@@ -137,6 +228,15 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
                 f"{name} was added after shard_data_parallel, so nothing sums its gradient over the {axis.size} ranks "
                 f"of {axis.name}: add it before, join stages after, or freeze it"
             )
+        cut = bool(is_dtensor(parameter))
+        if cut and parameter._backward_hooks:
+            raise ValueError(
+                f"{name} is sharded, and what register_hook was given is never called for its gradient: use "
+                f"register_post_accumulate_grad_hook, which sees this rank's shard of the sum"
+            )
+        data = sharding.data
+        if data is not None and data.size > 1 and data.group not in once and not cut:
+            raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {_UNSUMMED}")
         wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
@@ -241,6 +341,9 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 
     Returns:
         An fp64 scalar tensor.
+
+    Raises:
+        ValueError: if a parameter is cut over an axis of another mesh, or is a DTensor that isn't mpcore's.
     """
     return norm_of(model, mesh, gradient_of, p)
 
@@ -248,8 +351,7 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 @torch.no_grad()
 def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")
+    check_mesh(mesh)
     norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
@@ -267,7 +369,8 @@ def _norm(grad: Tensor, p: float) -> Tensor:
 
 def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
     """This rank's tensors, without the elements that a lower rank holds as well."""
-    for _, parameter, sharding in declarations(model):
+    for name, parameter, sharding in declarations(model):
+        check_lies_on(name, parameter, sharding, mesh)
         found = of(parameter)
         if found is None:
             continue

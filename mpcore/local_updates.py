@@ -78,7 +78,8 @@ class DiLoCo(torch.optim.Optimizer):
     Args:
         optimizer: the inner one, made after the model is sharded. Its `param_groups` are this one's.
         model: the model, or this rank's stage of it: the same parameters on all workers.
-        mesh: of `build_mesh(workers=...)`; one worker merges with itself, which is the Lookahead optimizer.
+        mesh: of `build_mesh(workers=...)`; one worker merges with itself, which with momentum 0 is the
+            Lookahead optimizer.
         every: steps between two merges of a parameter.
         lr, momentum, nesterov: of the outer step, as of `torch.optim.SGD`.
         fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, so that less is sent

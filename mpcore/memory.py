@@ -1,9 +1,10 @@
 """Floor 4: how much memory a rank of any layout takes, counted on fake tensors, without allocating it.
 
-`python -m mpcore.memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b` prints a table. Parameters,
-buffers, gradients and optimizer states are summed over what there is; activations are what is alive between a
-micro-batch's forward and its backward, times what the schedule holds at once. What only lives inside of one operator or
-one block's backward, and the allocator's own loss, come on top.
+    python -m mpcore.memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+
+prints a table. Parameters, buffers, gradients and optimizer states are summed over what there is; activations are what
+is alive between a micro-batch's forward and its backward, times what the schedule holds at once. What only lives inside
+of one operator or one block's backward, and the allocator's own loss, come on top.
 
 Source of the formulas: Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2.
 """
@@ -55,8 +56,16 @@ def layer_activation_bytes(
         sequence_parallel: norms and dropouts are cut along the sequence, and column-parallel linears keep their shard.
         recompute: "none"; "core", the paper's selective one: of the attention core alone; "full".
 
+    Raises:
+        ValueError: for another `recompute`, such as the library's "selective", which keeps more.
+
     Source: equations 1, 2, 4 and 6, and table 2.
     """
+    if recompute not in ("none", "core", "full"):
+        raise ValueError(
+            f"recompute {recompute!r} is none of 'none', 'core' and 'full', which the paper counts: a dry run "
+            f"(mpcore.memory) counts the others"
+        )
     sbh = sequence * batch * width
     core = 0.0 if recompute == "core" else 5 * heads * sequence / width
     if recompute == "full":

@@ -7,7 +7,7 @@ Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-paralle
 rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Experts cut the same ranks of a stage in their own way,
 etp fastest, then ep and edp: rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
 
-Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.1, and its default order tp-cp-ep-dp-pp.
+Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and its default order tp-cp-ep-dp-pp.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -167,12 +168,14 @@ def mesh_shape(
             f"or leave dp out to have it inferred"
         )
     if etp in (None, tp) and (dp * cp) % ep:
-        raise ValueError(f"ep {ep} does not divide dp x cp = {dp} x {cp} = {dp * cp} (world size {world_size})")
+        raise ValueError(
+            f"ep {ep} does not divide dp x cp = {dp} x {cp} = {dp * cp} (world size {world_size}): {divisors(dp * cp)}"
+        )
     etp = tp if etp is None else etp
     if (tp * cp * dp) % (etp * ep):
         raise ValueError(
             f"etp x ep = {etp} x {ep} = {etp * ep} does not divide tp x cp x dp = {tp} x {cp} x {dp} = {tp * cp * dp} "
-            f"(world size {world_size})"
+            f"(world size {world_size}): {divisors(tp * cp * dp)}"
         )
     return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, "etp": etp}
 
@@ -374,16 +377,16 @@ def choose_device(
         backends: by type of device, of a world that runs already.
 
     Raises:
-        ValueError: on a rank that nccl, which takes one a GPU, leaves without one.
+        ValueError: for another type, or on a rank without a GPU; nccl takes one a rank.
     """
+    if asked not in (None, "cuda", "cpu"):
+        raise ValueError(f"device_type {asked!r} is none of 'cuda', 'cpu' and None")
     nccl = backends is None or backends.get("cuda") == "nccl"
     if asked is None:
         return "cuda" if nccl and gpus >= (local_size if backends is None else 1) else "cpu"
-    if asked == "cuda" and nccl and local_rank >= gpus:
-        raise ValueError(
-            f"GPUs here: {gpus}, processes: {local_size}. Each needs one for nccl: start fewer, or take "
-            'device_type="cpu"'
-        )
+    if asked == "cuda" and (local_rank >= gpus if nccl else gpus == 0):
+        needs = "Each needs one for nccl" if nccl else "They need one"
+        raise ValueError(f'GPUs here: {gpus}, processes: {local_size}. {needs}: start fewer, or take device_type="cpu"')
     return asked
 
 
@@ -441,6 +444,19 @@ def _wait_for(store: dist.Store, key: str, timeout: float) -> str:
     return store.get(key).decode()
 
 
+def check_axis(axis: Axis) -> None:
+    """Refuse what is no axis, such as torch's DeviceMesh, a process group or a whole mesh."""
+    if not isinstance(axis, Axis):
+        kind, given = type(axis).__name__, f"{axis!r:.40}"
+        raise TypeError(f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), not {kind} {given}")
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Refuse what is no mesh of ours, such as torch's DeviceMesh or an axis."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")
+
+
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
     """Refuse to go on when the ranks disagree about something that must be the same on all of them.
 
@@ -459,7 +475,8 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
         return
     mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
     values: list = [None] * group.size()
-    dist.all_gather_object(values, mine, group=group)
+    with unset_fake_temporarily():  # what is compared is real, also of fake models
+        dist.all_gather_object(values, mine, group=group)
     for rank, other in enumerate(values):
         differing = sorted(key for key in values[0].keys() | other.keys() if values[0].get(key) != other.get(key))
         if differing:
@@ -486,6 +503,11 @@ def raise_together(error: Exception | None) -> None:
         raise ValueError(f"{errors[failed[0]]}{where}") from error
 
 
+def divisors(size: int) -> str:
+    """The way out of a size that doesn't divide another: those that do."""
+    return f"take one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+
+
 def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
     return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
@@ -493,7 +515,9 @@ def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
 
 def _worker_size(world_size: int, workers: int) -> int:
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1 or world_size % workers:
-        raise ValueError(f"workers {workers!r} do not divide the world size {world_size} into equal parts")
+        raise ValueError(
+            f"workers {workers!r} do not divide the world size {world_size} into equal parts: {divisors(world_size)}"
+        )
     return world_size // workers
 
 
@@ -511,7 +535,7 @@ def _for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: in
 def _level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
     size = len(groups[0])
     if inner < 1 or size % inner:
-        raise ValueError(f"cp_inner {inner} does not divide cp {size}: sub-groups have one size")
+        raise ValueError(f"cp_inner {inner} does not divide cp {size}: {divisors(size)}")
     return {
         "cp_outer": [group[i::inner] for group in groups for i in range(inner)],
         "cp_inner": [group[i : i + inner] for group in groups for i in range(0, size, inner)],

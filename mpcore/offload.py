@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore.gradients import gradient_of
-from mpcore.layers.module import recomputing, refuse_second_derivative
+from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
 from mpcore.sharding import is_dtensor, local_tensor
@@ -54,7 +54,9 @@ class _Copies:
         if device is None:
             to.copy_(source)
             return None
-        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
@@ -202,6 +204,8 @@ class _Moved:
         self.copies, self.device, self.version = copies, x.device, x._version
         self.host = copies.host(flat)
         copies.copy(self.host, flat)  # nobody waits for it: one stream has both ways
+        self.writes = x.detach()  # counts what is written to x, and holds none of its memory
+        self.writes.data = x.new_empty(0)
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.back: weakref.ref[Tensor] | None = None
 
@@ -212,7 +216,16 @@ class _Moved:
             self.coming = flat, self.copies.copy(flat, self.host)
 
     def flat(self) -> Tensor:
-        """The bytes on the device."""
+        """The bytes on the device.
+
+        Raises:
+            RuntimeError: if they were written to since: the copy may have read one or the other.
+        """
+        if self.writes._version != self.version:
+            raise RuntimeError(
+                f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
+                f"offload_activations began to copy it: write to a clone"
+            )
         self.call()
         if self.coming is None:
             assert self.back is not None
@@ -230,7 +243,8 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
     """What autograd saves in here is copied to the host, and back before backward asks for it.
 
     Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
-    recomputation only what that keeps is copied.
+    recomputation only what that keeps is copied. What was saved must not be written to in place; backward raises as
+    torch's does, but for results of an operation that saves its own, such as `exp`, whose writes nobody counts.
 
     Args:
         pin_memory: None: where there is a GPU. False works too; then forward waits for each copy.
@@ -343,10 +357,13 @@ class ParameterOffload:
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
         self.swaps, self.keep = swaps, keep
         self.used: list[int] = []  # places in `swaps`
+        self.depth = 0  # of `here`
 
     def use(self, place: int, step: int) -> None:
         """Bring a block's parameters here and begin with those of the one `step` after it; let go of those used longest
         ago."""
+        if self.depth:
+            return
         after = place + step
         wanted = [i for i in (after, place) if 0 <= i < len(self.swaps)][-self.keep :]
         self.used = [*(i for i in self.used if i not in wanted), *wanted]
@@ -358,18 +375,21 @@ class ParameterOffload:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """For initialisation, checkpoints and optimizer steps; afterwards the values are stored again."""
+        """For initialisation, checkpoints and optimizer steps; after the outermost the values are stored again."""
         for swap in self.swaps:
             swap.call()
         for swap in self.swaps:
             swap.fill()
+        self.depth += 1
         try:
             yield
         finally:
-            for swap in self.swaps:
-                swap.store()
-                swap.release()
-            self.used = []
+            self.depth -= 1
+            if self.depth == 0:
+                for swap in self.swaps:
+                    swap.store()
+                    swap.release()
+                self.used = []
 
 
 def offload_parameters(
@@ -398,7 +418,7 @@ def offload_parameters(
     Raises:
         ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned.
     """
-    blocks, copies = list(blocks), _Copies(pin_memory)
+    blocks, copies = listed(blocks), _Copies(pin_memory)
     if keep < 1:
         raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
     seen: set[nn.Parameter] = set()
@@ -438,6 +458,8 @@ def offload_parameters(
         contexts: list[Any] = []
 
         def enter(*_: Any) -> None:
+            while contexts:  # of a step that an exception ended
+                contexts.pop().__exit__(None, None, None)
             contexts.append(offload.here())
             contexts[-1].__enter__()
 

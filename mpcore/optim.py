@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
-from mpcore.gradients import gradient_of, zero_gradients
+from mpcore.gradients import drop_gradients, gradient_of
 from mpcore.kernels.adamw import adamw, adamw_now
 from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from mpcore.mesh import Axis, Mesh
+from mpcore.mesh import Axis, Mesh, check_mesh
 from mpcore.random import stream_key
 from mpcore.sharding import Sharding, data_run, declarations, full_tensor, is_dtensor, local_tensor
 
@@ -37,7 +37,8 @@ def decay_groups(
     Both are there even if empty, so that all pipeline stages have the same groups.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before.
+        model: the model, or this rank's stage of it; sharded over data before. Frozen parameters are in neither group:
+            thaw them before, or give them to `add_param_group` when they are.
         weight_decay: of the matrices.
         exclude: parameters, or modules with all of theirs, that belong to other groups.
 
@@ -105,6 +106,7 @@ class AdamW(torch.optim.Optimizer):
         if min(*betas, eps, float(lr), weight_decay) < 0 or max(betas) >= 1:
             raise ValueError(f"lr {lr}, betas {betas}, eps {eps} or weight_decay {weight_decay} is out of range")
         self.model, self.state_dtype, self.masters, self.seed = model, state_dtype, masters, seed
+        self._whole_model = groups is None
         groups = decay_groups(model, weight_decay) if groups is None else list(groups)
         # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
@@ -135,9 +137,14 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, main gradients included."""
+        """Forget the gradients, main ones and those that data parallelism hasn't summed yet included.
+
+        Those of all of the model's parameters, also of what was frozen when the optimizer was made; with `groups` of
+        what is in them.
+        """
         super().zero_grad(set_to_none)
-        zero_gradients(p for group in self.param_groups for p in group["params"])
+        mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
+        drop_gradients(self.model, mine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps its dtype, which torch would change to the parameter's."""
@@ -251,10 +258,11 @@ class Muon(AdamW):
     ) -> None:
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
+        check_mesh(mesh)
         _check_model(model)
         tables = (nn.Embedding, VocabParallelEmbedding, PositionEmbedding)
         named = _excluded([*(m for m in model.modules() if isinstance(m, tables)), *exclude])
-        matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in named]
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = [
@@ -263,6 +271,7 @@ class Muon(AdamW):
         ]
         self.mesh, self.ns_dtype = mesh, ns_dtype
         super().__init__(model, lr, betas, eps, weight_decay, groups=groups, **others)
+        self._whole_model = True
 
     def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
         if not group["muon"]:
@@ -338,7 +347,7 @@ def _matrices(whole: Tensor, sharding: Sharding) -> Sequence[Tensor]:
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """About U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2].
+    """About U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2], very small ones below.
 
     Args:
         x: [..., m, n].

@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from mpcore import collectives
 from mpcore.layers.embedding import VocabParallelEmbedding, check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpcore.mesh import Axis, check_same
+from mpcore.layers.module import ParallelModule
+from mpcore.mesh import Axis, check_axis, check_same
 from mpcore.sharding import Shard, Sharding, add_partial, cut_blocks, is_dtensor, sharding_of
 
 
@@ -152,6 +155,7 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
         ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
             or unsupported or doesn't fit its module, sizes don't fit tp, or the ranks hold different models.
     """
+    check_axis(tp)
     problem, swaps, styles = None, {}, []
     try:
         styles = _resolve(module, plan)
@@ -160,10 +164,11 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
     except ValueError as error:
         problem = error
     if tp.size > 1:
-        entries = {**_fingerprint(module, plan), "error": problem and str(problem)}
-        check_same("model and plan given to parallelize", entries, tp)
+        check_same("model and plan given to parallelize", {"error": problem and str(problem)}, tp)
     if problem is not None:
         raise problem
+    if tp.size > 1:
+        check_same("model and plan given to parallelize", _fingerprint(module, plan), tp)
     for _, target, style in styles:
         if isinstance(style, LocalSizes):
             for attribute in style.names:
@@ -205,6 +210,9 @@ def _resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
         raise ValueError(f"plan {plan!r} is neither 'auto' nor a mapping from name patterns to styles")
     rules: Plan = model_plan(model) if plan is None or isinstance(plan, str) else plan
     modules = dict(model.named_modules(remove_duplicate=False))
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet: run the model once, on every rank alike, before parallelize")
     names = [*modules, *dict(model.named_parameters(remove_duplicate=False))]
     chosen: dict[int, tuple[str, str, nn.Module, Style]] = {}
     for pattern in sorted(rules, key=lambda pattern: pattern.count("*")):
@@ -249,7 +257,8 @@ def _style(pattern: str, style: str | Style) -> Style:
 def _fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     """Hashes of what must be the same on all ranks. Reads each weight once."""
     named = dict(model.named_parameters())
-    sums = [p.detach().sum(dtype=torch.float64).cpu() for p in named.values() if not p.is_meta]
+    held = [p.detach() for p in named.values() if not p.is_meta and not is_dtensor(p)]
+    sums = [x.cpu() for p in held if not isinstance(x := p.sum(dtype=torch.float64), FakeTensor)]
     told = {
         "plan": plan if plan is None or isinstance(plan, str) else sorted((key, repr(plan[key])) for key in plan),
         "shapes": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()],
@@ -326,6 +335,8 @@ def _check_local_sizes(styles: list[Target], tp: Axis) -> None:
 def _check_plain(name: str, module: nn.Module, style: Style) -> None:
     """Refuse a module of which a swap would lose something, or that has nothing to cut."""
     kind = type(module).__name__
+    if isinstance(module, ParallelModule | _VocabShard):
+        raise ValueError(f"{name} is a {kind} already: parallelize a model once, by one plan")
     base = next((base for base in (nn.Linear, nn.Embedding) if isinstance(module, base)), None)
     if base is None and not _is_conv1d(module):
         raise ValueError(f"{name} is a {kind}, which {style} can't cut: it is for nn.Linear, nn.Embedding and Conv1D")
@@ -423,8 +434,14 @@ def _swaps(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
 
     def build(name: str, module: nn.Module, style: Style) -> None:
         _check_plain(name, module, style)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            raise ValueError(
+                f"{name} is part of an nn.MultiheadAttention, which reads its weight past the layer: leave it out of "
+                f"the plan, to run whole on every rank, or write the attention with nn.Linear or ParallelAttention"
+            )
         try:
-            swaps[id(module)] = module, _parallel(name, model.get_submodule(name.rpartition(".")[0]), module, style, tp)
+            swaps[id(module)] = module, _parallel(name, parent, module, style, tp)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -515,6 +532,13 @@ def _apply(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             setattr(parent, child, layer)
         if module is model:
             return layer
+    swapped = {id(layer) for _, layer in swaps.values()}
+    for module in model.modules():  # in evaluation torch's encoders read their layers' weights, past the layers
+        if any(id(layer) in swapped for layer in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
     return model
 
 

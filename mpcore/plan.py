@@ -327,7 +327,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=40.0, help="GB/s to a rank of another node (40)")
     for name in AXES:
         text = {"etp": "sizes to try; else that of tp", "cp_inner": "sizes of sub-groups of cp to try; else none"}
-        flag, other = f"--{name.replace('_', '-')}", "sizes to try; else any, of cp and ep 1"
+        flag = f"--{name.replace('_', '-')}"
+        other = "sizes to try (default: 1)" if name in ("cp", "ep") else "sizes to try (default: all that fit)"
         parser.add_argument(flag, type=_sizes, metavar="N,N", help=text.get(name, other))
     parser.add_argument(
         "--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off"

@@ -18,8 +18,8 @@ from mpcore.gradients import gradient_of
 from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.moe import GroupedLinear
-from mpcore.mesh import Mesh
-from mpcore.sharding import local_tensor
+from mpcore.mesh import Mesh, check_mesh
+from mpcore.sharding import local_tensor, named_modules
 
 
 class LossScaler:
@@ -52,6 +52,7 @@ class LossScaler:
                 f"scale {scale} and growth_interval {growth_interval} must be positive, growth_factor {growth_factor} "
                 f"at least 1, backoff_factor {backoff_factor} in (0, 1)"
             )
+        check_mesh(mesh)
         self.mesh, self.scale, self.good_steps = mesh, scale, 0
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
 
@@ -129,7 +130,7 @@ def convert_to_fp8(model: nn.Module, skip: Iterable[str] = ("*head",)) -> nn.Mod
             or experts'.
     """
     skip = tuple(skip)
-    named = [(name, m) for name, m in model.named_modules() if not any(fnmatchcase(name, p) for p in skip)]
+    named = [(name, m) for name, m in named_modules(model) if not any(fnmatchcase(name, p) for p in skip)]
     found = {name: m for name, m in named if isinstance(m, ColumnParallelLinear | RowParallelLinear)}
     plain = [name for name, m in named if isinstance(m, nn.Linear)]
     if plain and not found:

@@ -18,6 +18,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -32,8 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import mpcore.kernels.grouped_linear  # noqa: F401, it defines an operator
+import mpcore.kernels.fp8_matmul  # both define operators
+import mpcore.kernels.grouped_linear  # noqa: F401
 from mpcore.collectives import all_reduce
+from mpcore.layers.module import listed
 from mpcore.mesh import Axis
 from mpcore.storages import Storages, tensors_in
 
@@ -43,7 +46,7 @@ _aten = torch.ops.aten
 # Batched products are left out: they are an attention core of whoever has no fused one.
 _LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # at values, as saving and sending do
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten._grouped_mm, _aten._scaled_mm}
-_PRODUCTS.add(torch.ops.mpcore.grouped_linear_forward)
+_PRODUCTS |= {torch.ops.mpcore.grouped_linear_forward, torch.ops.mpcore.fp8_matmul}
 
 
 def recompute(
@@ -81,7 +84,7 @@ def recompute(
     Raises:
         ValueError: if the kind is unknown, or the budget is out of reach, with the least share that can be had.
     """
-    blocks = list(blocks)
+    blocks = listed(blocks)
     if kind not in KINDS:
         raise ValueError(f"recompute kind {kind!r} is none of {', '.join(KINDS)}")
     if every < 1:
@@ -192,7 +195,7 @@ def _within(
             if total() > limit and each[kind] < each[kinds[i]]:
                 kinds[i] = kind
     if total() > limit:
-        least = total() / sum(each["none"] for each in bytes_of)
+        least = math.ceil(1000 * total() / sum(each["none"] for each in bytes_of)) / 1000  # one that can be asked for
         raise ValueError(f"budget {budget} is out of reach: with all blocks recomputed in full {least:.3f} is kept")
     return kinds
 

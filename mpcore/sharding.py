@@ -6,12 +6,12 @@ norm, state dicts and checkpoints all read that one declaration; none of them lo
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Shard:
 
 def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
     """The index, the place and the length of each run of places that follow each other."""
-    for _, found in groupby(enumerate(places), lambda pair: None if pair[1] is None else pair[1] - pair[0]):
+    for _, found in itertools.groupby(enumerate(places), lambda pair: None if pair[1] is None else pair[1] - pair[0]):
         (index, place), *more = found
         if place is not None:
             yield index, place, 1 + len(more)
@@ -165,6 +165,28 @@ def _same_axis(a: Axis, b: Axis) -> bool:
     return a.group is b.group and (a.group is not None or a.name == b.name)  # the group says which ranks they are
 
 
+def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> None:
+    """Refuse a parameter that lies on axes of another mesh: whose replica is whose would be guessed.
+
+    Raises:
+        ValueError: naming it and the axis, or that a DTensor isn't of `shard_data_parallel`.
+    """
+    if is_dtensor(parameter) and sharding.data is None and parameter.device_mesh.size() > 1:
+        raise ValueError(
+            f"{name} is a DTensor over {parameter.device_mesh.size()} ranks that shard_data_parallel didn't make: cut "
+            f"it over tp by parallelize or mpcore's layers, over data by shard_data_parallel"
+        )
+    for axis in (*(shard.axis for shard in sharding.shards), sharding.data):
+        if axis is not None and axis.size > 1:
+            namesake = getattr(mesh, axis.name, None)
+            there = [namesake] if isinstance(namesake, Axis) else mesh.axes.values()  # of a name of its own: any
+            if all(axis.group is not one.group for one in there):
+                raise ValueError(
+                    f"{name} lies on the axis {axis.name} ({axis.size} ranks) of another mesh than the one given: give "
+                    f"the mesh that its layers were made with"
+                )
+
+
 def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
     """A dimension of `length` cut in one run for each rank, no `unit` torn apart."""
     return cut_blocks((length,), axis, dim, (unit,))
@@ -219,10 +241,25 @@ def declarations(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding
         yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
 
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once under its full name without wrappers, which are left out: none has anything of its own."""
+    for name, module in model.named_modules():
+        if not any(wrapper in module._modules for wrapper in WRAPPERS):
+            yield plain_name(name), module
+
+
+def plain_name(name: str) -> str:
+    """A name of torch's without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
     """Each parameter with all places that hold it, the first one first."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
         for leaf in declared:
             if leaf not in module._parameters:
@@ -281,7 +318,7 @@ def _words(sharding: Sharding) -> str:
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """For each buffer in the state dict: its full name, the module that holds it, its name there, the buffer."""
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{leaf}".lstrip("."), module, leaf, buffer
@@ -333,11 +370,24 @@ def reshard(model: nn.Module) -> None:
     `save`, `load` and `load_full_state_dict` do it for the modules of the model they are given. Where a rank's stages
     are sharded each for itself and joined, call it for each stage before.
     """
+    for unit in units(model):
+        unit.reshard()
+
+
+def units(model: nn.Module) -> list[Any]:
+    """What `fully_shard` gathers and sums together: submodules, and what shares parameters with other stages."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:  # where nobody imported it, nothing is sharded
-        for module in (*model.modules(), *getattr(getattr(model, "data_parallel", None), "shared", ())):
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()  # type: ignore[operator]
+    if fsdp is None:  # where nobody imported it, nothing is sharded
+        return []
+    shared = getattr(getattr(model, "data_parallel", None), "shared", ())
+    return [module for module in (*model.modules(), *shared) if isinstance(module, fsdp.FSDPModule)]
+
+
+def param_groups(state: Any) -> list[Any]:
+    """Of a unit's state: its parameters, together; before torch 2.13 all on one mesh, or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def check_present(name: str, x: Tensor) -> None:
@@ -361,52 +411,72 @@ def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter in its logical shape, by full name, gathered to every rank: a collective on all ranks.
+    """The state dict of the model that isn't sharded, gathered to every rank: a collective on all ranks.
 
-    Tied parameters are there once. A model cut in pipeline stages gives its own stage's parameters. All are copies.
+    Every parameter in its logical shape, tied ones under all their names, and persistent buffers, which are this
+    rank's. A model cut in pipeline stages gives its own stage's. All are copies. What `torch.compile` and
+    `checkpoint_wrapper` put into names is left out.
 
     Raises:
         ValueError: before anything is sent, naming a parameter that is offloaded.
     """
-    declared = shardings(model)
-    for name, parameter in model.named_parameters():
+    held = list(declarations(model))
+    for name, parameter, _ in held:
         check_present(name, parameter)
     state = {}
-    for name, parameter in model.named_parameters():
-        full = full_tensor(parameter, declared[name])
+    for name, parameter, sharding in held:
+        full = full_tensor(parameter, sharding)
         own = full.data_ptr() == local_tensor(parameter).data_ptr()  # what no other rank holds a part of
         state[name] = full.clone() if own else full
-    return state
+    state |= {name: buffer.detach().clone() for name, _, _, buffer in persistent_buffers(model)}
+    return state | {name: state[first] for first, *others in _names(model) for name in others}
+
+
+def _names(model: nn.Module) -> Iterable[list[str]]:
+    """All names of each tensor in the state dict, the first one first."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, x in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if x is not None and leaf not in module._non_persistent_buffers_set:
+                names.setdefault(id(x), []).append(plain_name(f"{prefix}.{leaf}".lstrip(".")))
+    return names.values()
 
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy each parameter's part of a logical state dict into the model. No communication.
+    """Copy a logical state dict into the model: each parameter's part, and persistent buffers. No communication.
 
     Args:
         model: the model, or this rank's stage of it, sharded over data or not. Gathered parameters are shards again.
-        state: logical tensors by full name; may hold more than this model's stage needs.
+        state: logical tensors by full name, of a tied parameter by one of its names; may hold more than this model's
+            stage needs.
 
     Raises:
-        ValueError: before any parameter changes, naming what is missing, has another shape, is offloaded, or is still
+        ValueError: before anything changes, naming what is missing, has another shape, is offloaded, or is still
             gathered by a stage that the model joins.
     """
     reshard(model)  # what is gathered is a copy, dropped before the next step
-    declared = shardings(model)
-    for name, parameter in model.named_parameters():
+    held, buffers = list(declarations(model)), {}
+    for name, _, _, buffer in persistent_buffers(model):
+        buffers.setdefault(id(buffer), (name, buffer))
+    for name, parameter, sharding in held:
         check_present(name, parameter)
-        over = declared[name].data
-        pending = [_key(axis) for axis in declared[name].partial]
+        over = sharding.data
+        pending = [_key(axis) for axis in sharding.partial]
         if over is not None and over.size > 1 and not is_dtensor(parameter) and _key(over) not in pending:
             raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
-    for name, sharding in declared.items():
-        if name not in state:
+    given = {name: state[one] for name, *others in _names(model) for one in (*others, name) if one in state}
+    shapes = {name: sharding.shape for name, _, sharding in held}
+    for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.values()}).items():
+        if name not in given:
             raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")
-        if tuple(state[name].shape) != sharding.shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}, the model needs {sharding.shape}")
-    for name, parameter in model.named_parameters():
-        part = declared[name].take(state[name])
+        if tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
+    for name, parameter, sharding in held:
+        part = sharding.take(given[name])
         if is_dtensor(parameter):
             start, end = data_run(parameter)
             part = part[start:end]
         local_tensor(parameter).copy_(part)
+    for name, buffer in buffers.values():
+        buffer.copy_(given[name])

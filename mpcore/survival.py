@@ -389,7 +389,7 @@ class Spikes:
 
     Args:
         window: how many losses before are looked at.
-        threshold: standard deviations above their mean that are a spike.
+        threshold: standard deviations above their mean that are a spike; one counts as 1 % of the mean at least.
         least: how many there must be before any is.
     """
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpcore.mesh import Mesh
+from mpcore.mesh import Mesh, check_mesh
 
 EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure, and may start again
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -339,6 +339,7 @@ class Watchdog:
     ) -> None:
         if timeout <= 0 or grace <= 0:
             raise ValueError(f"timeout {timeout} s and grace {grace} s must be more than 0")
+        check_mesh(mesh)
         self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None

@@ -241,8 +241,9 @@ ROWS = {
 }
 HEAD = """# Faults, and what becomes of a run
 
-Made by `python -m tests.reliability --write docs/reliability.md`. Every fault is injected by a test: into a run of the
-example, into ranks of a pool, or into files. Not injectable on a CPU: ECC and NVLink errors, NCCL's own watchdog, heat.
+Made by `python -m tests.reliability --write docs/reliability.md`. A test injects every fault, but
+for the rows that say none and why: into a run of the example, into ranks of a pool, or into files. Not injectable on a
+CPU: ECC and NVLink errors, NCCL's own watchdog, heat.
 
 | # | fault | injected | survived | work lost | shown by | run on |
 |---|---|---|---|---|---|---|
@@ -290,7 +291,7 @@ def line(number: int, cases: dict[str, tuple[bool, str]] | None, today: str) -> 
 def main(argv: list[str] | None = None) -> int:
     """The command; how many tests failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
-    parser.add_argument("rows", nargs="*", type=int, choices=[*ROWS, []], help="numbers of rows (default: all)")
+    parser.add_argument("rows", nargs="*", type=int, choices=[*ROWS, []], metavar="ROW", help="default: all")
     parser.add_argument("--write", metavar="FILE", type=Path)
     args = parser.parse_args(argv)
     numbers = args.rows or list(ROWS)

@@ -200,7 +200,9 @@ def test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise(
     check_pair(ranks, tmp_path_factory, writer, reader, config)
 
 
-@pytest.mark.parametrize("writer", WRITERS[1:], ids=str)
+@pytest.mark.parametrize(
+    "writer", [WRITERS[1], *(pytest.param(w, marks=pytest.mark.slow) for w in WRITERS[2:])], ids=str
+)
 def test_other_writers(ranks, tmp_path_factory, writer):
     check_pair(ranks, tmp_path_factory, writer, ({"pp": 2}, False), CONFIG)
     check_pair(ranks, tmp_path_factory, writer, ({"tp": 4}, False), TIED)

@@ -155,6 +155,13 @@ def check_uneven_rows():
         c.all_to_all_rows(torch.ones(4, 1), axis)
 
 
+def test_rows_that_the_sizes_do_not_tell_are_refused_on_one_rank_too():
+    x = torch.ones(4, 1)
+    assert c.all_to_all_rows(x, Axis()) is c.all_to_all_rows(x, Axis(), [4], [4]) is x
+    with pytest.raises(ValueError, match="x has 4 rows, but 3 are to be sent"):
+        c.all_to_all_rows(x, Axis(), [3], [3])
+
+
 def test_rows_are_exchanged(ranks):
     ranks(3, check_uneven_rows)
 

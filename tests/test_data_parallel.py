@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -22,8 +23,10 @@ from mpcore import (
     Mesh,
     RowParallelLinear,
     clip_gradients,
+    drop_gradients,
     full_state_dict,
     grad_norm,
+    linear_cross_entropy,
     load_full_state_dict,
     materialize,
     reduce_gradients,
@@ -33,6 +36,7 @@ from mpcore import (
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import gathered, placements, reshard, shard_data_parallel, sync_gradients
 from mpcore.layers.module import ParallelModule, normal
+from mpcore.optim import AdamW
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
@@ -700,6 +704,241 @@ def test_parameters_may_be_replaced_or_added_where_their_gradients_are_summed(ra
     ranks(2, check_plain)
 
 
+# --- steps that are given up --------------------------------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    """Stands for a backward that runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("out of memory")
+
+
+class Chain(nn.Module):
+    """Three layers, of which the middle one may be a block, and what they return, wrapped by `wrap`."""
+
+    def __init__(self, wrap=lambda y: y) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(7)
+        self.wrap, self.raises = wrap, False
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
+        for p in self.parameters():
+            nn.init.normal_(p, generator=g)
+
+    def forward(self, x: Tensor):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if self.raises and layer is self.layers[0]:
+                x = Raises.apply(x)
+        self.loss = x.square().sum()
+        return self.wrap(x)
+
+
+def chain(on: Mesh, zero: int, replicate: int = 1, **options) -> Chain:
+    model = Chain(**options)
+    shard_data_parallel(model, on, [model.layers[1]], zero=zero, replicate=replicate)
+    return model
+
+
+def rows(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def micro_batch(model: Chain, on: Mesh, step: int, last: bool) -> None:
+    sync_gradients(model, last)
+    model(rows(step, on.data.rank)).square().sum().backward()
+
+
+def check_gradients_of(model: Chain, on: Mesh, steps: list[int], what: str) -> None:
+    whole, declared = Chain(), shardings(model)
+    for step in steps:
+        for rank in range(on.data.size):
+            whole(rows(step, rank)).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, f"{what}: {name}"
+        close(over_data(p.grad, on, declared[name]), whole.get_parameter(name).grad, f"{what}: {name}", TOLERANCE)
+
+
+GIVEN_UP = ["abandoned", "skipped", "raised"]
+
+
+def check_given_up(zero: int, replicate: int, how: str) -> None:
+    on = mesh(dp=4)
+    model = chain(on, zero, replicate)
+    optimizer = AdamW(model)
+    by_hand = [{"params": list(model.layers[i].parameters())} for i in range(3)]
+    for forget in (lambda: drop_gradients(model), optimizer.zero_grad, AdamW(model, groups=by_hand).zero_grad):
+        micro_batch(model, on, 1, last=False)
+        if how == "raised":
+            model.raises = True
+            with pytest.raises(RuntimeError, match="out of memory"):
+                micro_batch(model, on, 2, last=True)
+            model.raises = False
+            with pytest.raises(ValueError, match="a backward raised, so gradients are neither whole nor summed: give"):
+                model(rows(3, on.data.rank))
+        elif how == "skipped":
+            sync_gradients(model, True)
+            model(rows(2, on.data.rank))
+            if zero < 3 or replicate > 1:
+                with (
+                    mock.patch("mpcore.gradients.all_reduce", side_effect=AssertionError("sent")),
+                    pytest.raises(
+                        ValueError, match=r"layers.*weight is (not summed|gathered).*the last micro-batch had"
+                    ),
+                ):
+                    reduce_gradients(model)
+        forget()
+        for micro in (0, 1):
+            micro_batch(model, on, 4 + micro, last=micro == 1)
+        reduce_gradients(model)
+        check_gradients_of(model, on, [4, 5], how)
+        forget()
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicate", "how"),
+    some(
+        *((1, 1, how) for how in GIVEN_UP), (2, 1, "skipped"), (3, 1, "raised"), (2, 2, "abandoned"), (3, 2, "skipped"),
+        of=itertools.product((1, 2, 3), (1, 2), GIVEN_UP),
+    ),
+)  # fmt: skip
+def test_nothing_is_left_of_a_step_given_up(ranks, zero, replicate, how):
+    ranks(4, check_given_up, zero, replicate, how)
+
+
+def check_between(zero: int) -> None:
+    """`zero_grad` between forward and backward, and of another's parameters, forgets nothing that is wanted."""
+    on = mesh(dp=2)
+    model = chain(on, zero)
+    optimizer, other = AdamW(model), AdamW(model, groups=[{"params": list(model.layers[0].parameters())}])
+    loss = model(rows(0, on.data.rank)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    reduce_gradients(model)
+    check_gradients_of(model, on, [0], "zero_grad before backward")
+    optimizer.zero_grad()
+    micro_batch(model, on, 1, last=False)
+    other.zero_grad()
+    micro_batch(model, on, 2, last=True)
+    reduce_gradients(model)
+    wanted = Chain()
+    for step in (1, 2):
+        for rank in range(2):
+            wanted(rows(step, rank)).square().sum().backward()
+    name, p = "layers.2.weight", model.layers[2].weight
+    close(over_data(p.grad, on, shardings(model)[name]), wanted.get_parameter(name).grad, name, TOLERANCE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_grad_forgets_what_is_the_optimizers_own(ranks, zero):
+    ranks(2, check_between, zero)
+
+
+# --- what is returned, and called ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """What a model of Hugging Face returns."""
+
+    logits: Tensor
+    cache: object = None
+
+
+def check_outputs(zero: int) -> None:
+    on = mesh(dp=2)
+    x = rows(0, on.data.rank)
+    seen = [(lambda y: {"a": [(y, None, 3)]}, lambda out: out["a"][0][0]), (lambda y: (None, y), lambda out: out[1])]
+    hidden = [lambda y: Output(y)]
+    if hasattr(FSDPModule, "reset_iter_state"):  # torch 2.13 looks into dataclasses
+        seen.append((hidden.pop(), lambda out: out.logits))
+    for wrap, unwrap in seen:
+        model = chain(on, zero, wrap=wrap)
+        unwrap(model(x)).square().sum().backward()
+        reduce_gradients(model)
+        check_gradients_of(model, on, [0], "what it returns")
+    for wrap in (*hidden, lambda y: UserDict(a=y), lambda y: None, lambda y: (), lambda y: (y.detach(), {y})):
+        model = chain(on, zero, wrap=wrap)
+        with pytest.raises(
+            ValueError, match=r"Chain returns a .*, in which no tensor is found whose backward would sum"
+        ):
+            model(x)
+        assert all(map(is_dtensor, model.parameters()))
+        with torch.no_grad():
+            model(x)
+        model.requires_grad_(False)
+        leaf = x.clone().requires_grad_()
+        model(leaf)
+        if zero < 3:
+            model.loss.backward()
+            assert leaf.grad is not None
+    for wrap in (lambda y: y.detach(), lambda y: {"a": y.detach(), "b": [1, "c", None]}, lambda y: y.sum().item()):
+        model = chain(on, zero, wrap=wrap)
+        model(x)
+        assert all(map(is_dtensor, model.parameters()))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_hides_its_tensors_is_refused_and_what_shows_them_is_trained(ranks, zero):
+    ranks(2, check_outputs, zero)
+
+
+def check_first(zero: int) -> None:
+    """Inference mode, and a block alone, before the model's first forward."""
+    on = mesh(dp=2)
+    model, x = chain(on, zero), rows(0, on.data.rank)
+    for module in (model, model.layers[1]):
+        with (
+            torch.inference_mode(),
+            pytest.raises(ValueError, match=r"of (Chain|Linear) is within torch.inference_mode"),
+        ):
+            module(x)
+    with torch.no_grad():
+        model.layers[1](x)
+    micro_batch(model, on, 0, last=True)
+    with torch.inference_mode():
+        model(x)
+    reduce_gradients(model)
+    check_gradients_of(model, on, [0], "after a block alone")
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_first_forward_may_be_a_blocks_but_not_within_inference_mode(ranks, zero):
+    ranks(2, check_first, zero)
+
+
+def check_old_optimizers(zero: int) -> None:
+    on = mesh(dp=2)
+    model = Chain()
+    model.layers[0].weight.no_decay = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_data_parallel(model, on, zero=zero)
+    assert model.layers[0].weight.no_decay
+    assert not hasattr(model.layers[0].bias, "no_decay")
+    micro_batch(model, on, 0, last=True)
+    reduce_gradients(model)
+    with pytest.raises(ValueError, match=r"shape \(3, 3\) is no longer the model's.* after shard_data_parallel"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    late = model.layers[1].weight
+    late.register_hook(lambda grad: grad * 0)
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.weight is sharded, and what register_hook was given is never called"
+    ):
+        reduce_gradients(model)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_attributes_move_to_the_shards_and_an_optimizer_or_hook_of_what_they_replace_is_refused(ranks, zero):
+    ranks(2, check_old_optimizers, zero)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -710,7 +949,9 @@ def check_refused() -> None:
     for options, message in [
         ({"zero": 4}, "zero 4 is none of 0, 1, 2 and 3"),
         ({"zero": -1}, "zero -1 is none of"),
-        ({"replicate": 3}, "replicate 3 does not divide the data size 4"),
+        ({"replicate": 3}, "replicate 3 does not divide the data size 4: take one of 1, 2, 4"),
+        ({"blocks": other}, "blocks is a Linear: give a list of the model's submodules"),
+        ({"blocks": ["0"]}, "blocks is a list: give a list"),
         ({"replicate": 0}, "replicate 0 does not divide"),
         ({"replicate": 4}, "replicate 4 with zero 1 on 4 data ranks leaves nothing to shard"),
         ({"replicate": 2, "zero": 0}, "replicate 2 with zero 0 on 4 data ranks leaves nothing to shard"),
@@ -732,6 +973,16 @@ def check_refused() -> None:
             shard_data_parallel(model, on, model.blocks)
         assert not any(isinstance(module, FSDPModule) for module in model.modules())
         shard_data_parallel(model, on, model.blocks[1:] if shared == "root" else ())
+    for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        model = Parts()
+        register(model.blocks[0].plain, lambda grad: None)
+        with pytest.raises(ValueError, match=r"blocks\.0\.plain has hooks on its gradient, and zero 1 puts shards"):
+            shard_data_parallel(model, on, model.blocks)
+        assert shard_data_parallel(model, on, model.blocks, zero=0) is model
+    model = Parts()
+    model.blocks[0].plain.data = model.blocks[0].plain.data.T.contiguous().T
+    with pytest.raises(ValueError, match=r"blocks\.0\.plain of strides \(1, 5\) can't be cut by zero 1: make"):
+        shard_data_parallel(model, on, model.blocks)
     model = Parts()
     model.blocks[0].tiny.data = model.blocks[0].tiny.data.float()
     with pytest.raises(ValueError, match=r"trained parameters of one Part are of torch.float32 and torch.float64"):
@@ -748,6 +999,10 @@ def check_refused() -> None:
         ValueError, match=r"root\.plain is sharded already: stages that share parameters are to be given"
     ):
         shard_data_parallel(second, on)
+    head = nn.Sequential(nn.Linear(2, 8, bias=False))
+    shard_data_parallel(head, on, zero=3)
+    with pytest.raises(ValueError, match="call linear_cross_entropy inside the model's forward"):
+        linear_cross_entropy(torch.ones(1, 2), head[0].weight, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"param_dtype torch.bfloat16 needs torch.distributed, which isn't running"):
         shard_data_parallel(Parts(), Mesh(), **half)
     model = Parts()

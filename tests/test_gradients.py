@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_module
 
 from mpcore import (
     Axis,
@@ -363,7 +364,7 @@ def check_shared(order, added):
     model = materialize(Shared(order, added, m.tp, "meta"), 3).double()
     whole = materialize(Shared(order, added, device="meta"), 3).double()
     want = full_state_dict(whole)
-    assert list(want) == ["table", "down.weight", "first.weight"], "a parameter keeps its first name"
+    assert list(shardings(whole)) == ["table", "down.weight", "first.weight"], "a parameter keeps its first name"
     for name, value in full_state_dict(model).items():
         close(value, want[name], name)
     run_shared(model)
@@ -411,6 +412,34 @@ def check_tied_ends(first, added):
 def test_pitfall_14_a_tied_table_is_summed_over_the_ends_whichever_of_its_owners_says_so(ranks):
     for first, added in itertools.product(("embedding", "head"), repeat=2):
         ranks(4, check_tied_ends, first, added)
+
+
+def check_another_mesh():
+    m, other = mesh(tp=2), mesh(dp=2)
+    model = ColumnParallelLinear(3, 4, tp=m.tp)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"weight lies on the axis tp \(2 ranks\) of another mesh"):
+        grad_norm(model, other)
+    with pytest.raises(ValueError, match=r"weight lies on the axis tp \(2 ranks\) of another mesh"):
+        shard_data_parallel(model, other)
+    own = Axis(2, m.tp.rank, m.tp.group)  # of another name
+    same = ColumnParallelLinear(3, 4, tp=own)
+    same.load_state_dict(model.state_dict())
+    same(torch.ones(2, 3)).sum().backward()
+    close(grad_norm(same, m), grad_norm(model, m), "the norm over an axis of one's own")
+    plain = nn.Linear(3, 4)
+    shard_data_parallel(plain, other, zero=0)
+    plain(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"weight lies on the axis data \(2 ranks\) of another mesh"):
+        grad_norm(plain, m)
+    foreign = distribute_module(nn.Linear(3, 4), m.device_mesh["tp"])
+    foreign.weight.grad = torch.zeros_like(foreign.weight)
+    with pytest.raises(ValueError, match="weight is a DTensor over 2 ranks that shard_data_parallel didn't make"):
+        grad_norm(foreign, m)
+
+
+def test_the_norm_over_another_mesh_or_of_others_dtensors_is_refused(ranks):
+    ranks(2, check_another_mesh)
 
 
 def test_owners_that_declare_one_parameter_differently_are_refused():

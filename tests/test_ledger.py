@@ -47,10 +47,10 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
         ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
         ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
         ({"cp": 2, "tp": 2}, ["--sequence-parallel", "--cp-kind", "zigzag"]),
+        ({"tp": 2, "pp": 2}, ["--preset", "tiny-mla", "--sequence-parallel", "--recompute", "full"]),
         (
             {"dp": 4, "ep": 2},
             ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8", "--recompute", "budget=0.7"],
@@ -58,6 +58,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
         *(
             pytest.param(sizes, flags, marks=pytest.mark.slow)
             for sizes, flags in [
+                ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
                 ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
                 ({"tp": 2, "pp": 2}, ["--recompute", "full", "--schedule", "zb"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--tie-embeddings"]),
@@ -65,6 +66,9 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
                 ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev", "--zero", "3", "--recompute", "full"]),
                 *(({"cp": 4}, ["--cp-kind", kind]) for kind in ("ring", "allgather", "alltoall")),
                 ({"cp": 2, "pp": 2}, ["--recompute", "full"]),
+                ({"tp": 4}, ["--preset", "tiny-mla", "--recompute", "full"]),
+                ({"tp": 2, "cp": 2}, ["--preset", "tiny-mla", "--sequence-parallel", "--cp-kind", "alltoall"]),
+                ({"tp": 2, "dp": 2}, ["--preset", "tiny-mla"]),
                 (
                     {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
                     ["--preset", "tiny-moe", "--dispatch", "all_to_all", "--capacity-factor", "1.5"],

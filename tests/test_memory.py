@@ -193,6 +193,11 @@ def test_korthikantis_formulas(t, sp):
         assert full * (t if sp else 1) == layer_activation_bytes(s, b, h, a, recompute="full")
 
 
+def test_a_recomputation_that_the_paper_does_not_count_is_refused():
+    with pytest.raises(ValueError, match="recompute 'selective' is none of 'none', 'core' and 'full'"):
+        layer_activation_bytes(8, 2, 16, 4, recompute="selective")
+
+
 # --- a model of 65 billion ----------------------------------------------------------------------------------------
 
 SIZE = GPTConfig(vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016)
@@ -244,6 +249,15 @@ def test_the_classic_65b_model():
 def test_a_target_that_cant_be_planned_says_why(build, message):
     with pytest.raises(ValueError, match=message):
         dry_run(build)
+
+
+def test_a_target_that_returns_the_whole_model_for_each_stage_is_refused():
+    def whole(mesh: Mesh, arguments: list[str]) -> Work:
+        inputs = lambda i: ((torch.zeros(2, 4, dtype=torch.int64),), {})  # noqa: E731
+        return Work([nn.Embedding(5, 4, device="meta")], build_schedule("1f1b", mesh.pp.size, 2), inputs, torch.sum)
+
+    with pytest.raises(ValueError, match=r"stage 1 takes torch\.int64, which no stage before it sends"):
+        dry_run(whole, [], 1, pp=2)
 
 
 class Reads(nn.Linear):

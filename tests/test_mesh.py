@@ -4,16 +4,35 @@ import copy
 import io
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
-from mpcore import Axis, ColumnParallelLinear, Mesh, build_mesh
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    Dropout,
+    LossScaler,
+    Mesh,
+    Muon,
+    ParallelMoE,
+    RMSNorm,
+    build_mesh,
+    grad_norm,
+    linear_cross_entropy,
+    parallelize,
+    reduce_gradients,
+    vocab_parallel_cross_entropy,
+)
 from mpcore import mesh as mesh_module
 from mpcore.collectives import all_reduce
+from mpcore.data_parallel import shard_data_parallel
 from mpcore.mesh import check_same, choose_device, is_launched, layout_table, mesh_ranks, mesh_shape, raise_together
+from mpcore.trace import Watchdog
 from tests.pool import mesh
 
 # Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.
@@ -159,7 +178,7 @@ def test_the_layout_is_printed_as_a_table():
                        "[1, 2, 4], or start a multiple of 3 processes"),
         (6, {"tp": 2, "pp": 2}, "tp 2 x cp 1 x pp 2 = 4 does not divide the world size 6"),
         (8, {"tp": 2, "dp": 2}, "tp 2 x cp 1 x pp 1 x dp 2 = 4 is not the world size 8: start 4 processes"),
-        (8, {"tp": 2, "cp": 2, "ep": 3}, "ep 3 does not divide dp x cp = 2 x 2 = 4 (world size 8)"),
+        (8, {"tp": 2, "cp": 2, "ep": 3}, "ep 3 does not divide dp x cp = 2 x 2 = 4 (world size 8): take one of 1, 2"),
         (4, {"tp": 0}, "tp 0 is not a positive integer (tp 0 x cp 1 x pp 1, world size 4)"),
         (4, {"pp": -2}, "pp -2 is not a positive integer"),
         (4, {"tp": 2.0}, "tp 2.0 is not a positive integer"),
@@ -383,6 +402,40 @@ def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
 GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda it: ColumnParallelLinear(4, 4, tp=it),
+        lambda it: RMSNorm(4, tp=it),
+        lambda it: parallelize(nn.Linear(4, 4), it, {"": "colwise"}),
+        lambda it: Dropout(0.1, tp=it),
+        lambda it: ParallelMoE(4, 4, 4, 2, ep=it),
+        lambda it: vocab_parallel_cross_entropy(torch.ones(2, 4), torch.tensor([0, 1]), tp=it),
+        lambda it: linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), tp=it),
+        lambda it: reduce_gradients(nn.Linear(2, 2), it),
+    ],
+)
+def test_what_is_no_axis_is_refused_in_words(use):
+    with pytest.raises(TypeError, match=r"an axis is wanted, such as mesh.tp of build_mesh\(tp=2\), not \w+ "):
+        use(SimpleNamespace(size=lambda: 2))  # as torch's
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda it: grad_norm(nn.Linear(2, 2), it),
+        lambda it: shard_data_parallel(nn.Linear(2, 2), it),
+        lambda it: Muon(nn.Linear(2, 2), mesh=it),
+        lambda it: LossScaler(it),
+        lambda it: Watchdog(it),
+    ],
+)
+def test_what_is_no_mesh_is_refused_in_words(use):
+    for it in (Axis(), SimpleNamespace(size=lambda: 2)):
+        with pytest.raises(TypeError, match="expected the mesh that the model lies on, found"):
+            use(it)
+
+
 def test_cuda_is_taken_where_each_rank_has_a_gpu_of_its_own():
     assert choose_device(None, gpus=0) == "cpu"
     assert choose_device(None, gpus=1) == "cuda"
@@ -399,8 +452,12 @@ def test_cuda_is_taken_where_each_rank_has_a_gpu_of_its_own():
     for backends in (None, NCCL):
         with pytest.raises(ValueError, match=r"GPUs here: 2, processes: 4\. Each needs one"):
             choose_device("cuda", gpus=2, local_rank=2, local_size=4, backends=backends)
-    with pytest.raises(ValueError, match="GPUs here: 0, processes: 1"):
-        choose_device("cuda", gpus=0)
+    for backends in (None, NCCL, GLOO):
+        with pytest.raises(ValueError, match="GPUs here: 0, processes: 1"):
+            choose_device("cuda", gpus=0, backends=backends)
+    for other in ("mps", "cuda:0"):
+        with pytest.raises(ValueError, match=f"device_type '{other}' is none of 'cuda', 'cpu' and None"):
+            build_mesh(device_type=other)
 
 
 @pytest.mark.parametrize(

@@ -287,8 +287,48 @@ def test_pitfall_42_what_was_written_to_since_is_saved_again():
         b = (z * x).sum()
         z.add_(1)
         c = (z * x).sum()
-    (a + b + c).backward()
-    torch.testing.assert_close(x.grad, 2 * torch.full((64,), 2.0).exp() + 2 + 3)
+    (a + c).backward()
+    torch.testing.assert_close(x.grad, 2 * torch.full((64,), 2.0).exp() + 3)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        b.backward()
+
+
+def test_what_was_written_to_after_its_copy_began_is_refused():
+    x = torch.full((4096,), 2.0, requires_grad=True)
+    for through_a_view in (False, True):
+        with offload_activations():
+            y = x * 1
+            z = y * y
+            with torch.no_grad():
+                (y.view(64, 64) if through_a_view else y).fill_(7.0)
+            del y
+        with pytest.raises(RuntimeError, match="16384 bytes that backward needs was written to in place"):
+            z.sum().backward()
+
+
+def test_places_to_be_here_may_be_nested_and_a_step_may_fail():
+    models = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    offload = offload_parameters(models[1], optimizers[1], keep=1)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().sum().backward()
+            fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            fails.remove()
+            with offload.here():
+                optimizer.step()  # opens `here` as well
+                with offload.here(), torch.no_grad():
+                    model[0].weight += 0.25
+                    model(x)  # lets go of nothing
+            optimizer.zero_grad()
+        assert {p.data.untyped_storage().nbytes() for p in models[1].parameters()} == {0}
+        with offload.here():
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p, q)
 
 
 def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):

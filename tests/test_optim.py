@@ -445,6 +445,24 @@ def test_parameters_and_modules_may_be_excluded():
         assert {id(p) for p in muon} == {id(p) for p in first["params"]}
 
 
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_what_was_frozen_is_in_no_group_and_zero_grad_forgets_it_once_it_is_thawed(kind):
+    model = small()
+    model[0].requires_grad_(False)
+    optimizer = kind(model)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in model.parameters() if p.requires_grad
+    }
+    model.requires_grad_(True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if kind is AdamW:  # where groups are said, others may hold the rest
+        AdamW(model, groups=decay_groups(model, 0.1, [model[0]])).zero_grad()
+        assert all((p.grad is None) == (name[0] != "0") for name, p in model.named_parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def check_replaced() -> None:
     on = mesh(dp=2)
     for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):

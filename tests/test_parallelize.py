@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F
 
 from mpcore import (
@@ -142,7 +144,7 @@ def check_equal(name):
     sharded = parallelize(copy.deepcopy(dense), PLANS.get(name, "auto"), tp)
     assert sharded.state_dict().keys() == dense.state_dict().keys()
     before = full_state_dict(sharded)
-    for key, value in dense.named_parameters():
+    for key, value in dense.state_dict().items():
         assert torch.equal(before[key], value), f"{key} after parallelize"
     assert tp.size == 1 or sum(p.numel() for p in sharded.parameters()) < sum(p.numel() for p in dense.parameters())
     # Gemma's norms compute in fp32 whatever the model's dtype, and its sums over heads would differ by fp32's error.
@@ -155,7 +157,7 @@ def check_equal(name):
             all_same(full_gradients(sharded), full_gradients(dense), f"gradient in step {step}")
             for model in (dense, sharded):
                 torch.optim.SGD(model.parameters(), lr=0.01).step()
-    all_same(full_state_dict(sharded), dict(dense.named_parameters()), "value after training")
+    all_same(full_state_dict(sharded), dense.state_dict(), "value after training")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,6 +197,25 @@ def check_sharded_logits():
 
 def test_a_colwise_head_feeds_the_sharded_cross_entropy(ranks):
     ranks(4, check_sharded_logits)
+
+
+def check_torch_encoder():
+    """In evaluation torch's fast paths read the weights of `linear1` and `linear2` past the layers."""
+    tp = mesh(tp=2).tp
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dtype=torch.float64)
+    dense = nn.TransformerEncoder(layer, 2).eval()
+    sharded = parallelize(copy.deepcopy(dense), {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}, tp)
+    x, pad = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5).repeat(2, 1) > torch.tensor([[2], [4]])
+    with torch.no_grad():
+        close(sharded(x), dense(x), "an encoder in evaluation", TOLERANCE)
+        got, want = sharded(x, src_key_padding_mask=pad), dense(x, src_key_padding_mask=pad)
+        close(got[~pad], want[~pad].view(got[~pad].shape), "an encoder of padded rows", TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_torch_encoders_call_their_parallel_layers_in_evaluation(ranks):
+    ranks(2, check_torch_encoder)
 
 
 def on(rank, size=4):
@@ -313,6 +334,7 @@ def odd():
     model["mlp"] = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8))
     model["heads"] = nn.ModuleDict({"qkv": nn.Linear(8, 24), "each": nn.Linear(4, 2)})
     model["heads"].head_dim = 4
+    model["mha"] = nn.MultiheadAttention(8, 2)
     return model
 
 
@@ -388,6 +410,7 @@ BAD = {
     "a norm": ("odd", {"norm": "colwise"}, 2, "norm is a LayerNorm, which"),
     "a forward of its own": ("odd", {"own": "colwise"}, 2, "own is a Scaled with a forward of its own"),
     "hooks": ("odd", {"hooked": "colwise"}, 2, "hooked has hooks"),
+    "torch's attention": ("odd", {"mha.out_proj": "rowwise"}, 2, "mha.out_proj is part of an nn.MultiheadAttention"),
     "a clipped embedding": ("odd", {"clipped": "vocab"}, 2, "clipped: max_norm"),
     "a parametrized weight": ("odd", {"normed": "colwise"}, 2, "normed has no plain weight"),
 }
@@ -429,6 +452,28 @@ def check_disagreement(what):
 @pytest.mark.parametrize("what", ["weights", "plans", "mistakes"])
 def test_ranks_that_hold_different_models_or_plans_all_refuse(ranks, what):
     ranks(2, check_disagreement, what)
+
+
+def check_second():
+    """An uneven vocabulary has other shapes on each rank, and DTensors no values to compare: neither is the mistake."""
+    axis = mesh(tp=2)
+    model = parallelize(build("own"), OWN_PLAN, axis.tp)
+    with pytest.raises(ValueError, match="embed is a VocabParallelEmbedding already: parallelize a model once"):
+        parallelize(model, OWN_PLAN, axis.tp)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    distribute_module(model[0], axis.device_mesh["tp"])
+    with pytest.raises(ValueError, match="0 has no plain weight: parallelize before"):
+        parallelize(model, {"0": "colwise"}, axis.tp)
+    assert parallelize(model, {"1": "rowwise"}, axis.tp)[1].weight.shape == (4, 3)
+    with FakeTensorMode():
+        fake = parallelize(nn.Sequential(nn.Linear(4, 6)), {"0": "colwise"}, axis.tp)
+    assert fake[0].weight.shape == (3, 4)
+    with pytest.raises(ValueError, match=r"^0\.weight has no shape yet: run the model once"):
+        parallelize(nn.Sequential(nn.LazyLinear(4)), {"0": "colwise"}, axis.tp)
+
+
+def test_a_second_plan_dtensors_fake_and_lazy_models_are_met_in_words(ranks):
+    ranks(2, check_second)
 
 
 def test_the_pattern_with_fewer_stars_wins():

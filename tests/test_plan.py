@@ -243,7 +243,7 @@ MIXTURE += ["--seq-len", "16", "--global-batch", "8", "--micro-batch", "1"]
 
 def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
     """Also of etp and of two levels of cp; a mesh among the run's flags is refused, whichever planner takes it."""
-    flags = [*MIXTURE, "--cp-kind", "two-level"]
+    flags = [*MIXTURE, "--cp-kind", "two-level", "--zero", "0"]
     sizes = {"tp": 2, "cp": 4, "pp": 1, "ep": 2, "dp": 1}
     command = ["examples.gpt.plan:build", "--world", "8", "--tp", "2", "--cp", "4", "--pp", "1", "--ep", "2"]
     main([*command, "--etp", "1", "--cp-inner", "2", *flags, "--jobs", "1"])
@@ -255,7 +255,7 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
         assert found.ledger.volumes()[axis] > 0
         assert len(found.ledger.ranks(axis)) == 2, "also where another axis has the same ranks"
     memory_main([*command[:1], "--tp", "2", "--cp", "4", "--ep", "2", "--etp", "1", "--cp-inner", "2", *flags])
-    assert f"total        {found.total / 2**10:>12.3f} KiB" in capsys.readouterr().out
+    assert f"total        {found.total / 2**20:>12.3f} MiB" in capsys.readouterr().out
     for name, size in (("tp", 4), ("cp", 2), ("pp", 2), ("ep", 4), ("dp", 2), ("etp", 1), ("cp_inner", 4)):
         flag = f"--{name.replace('_', '-')}"
         with pytest.raises(ValueError, match=f"{flag} {size} among the run's flags, on a mesh that has "):

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from mpcore import (
     Axis,
     ColumnParallelLinear,
+    Dropout,
     GateUpParallelLinear,
     QKVParallelLinear,
     VocabParallelEmbedding,
@@ -19,7 +21,7 @@ from mpcore import (
     shardings,
 )
 from mpcore import collectives as c
-from mpcore.sharding import Shard, Sharding, add_partial, cut, cut_blocks, owners
+from mpcore.sharding import Shard, Sharding, add_partial, cut, cut_blocks, owners, persistent_buffers
 from tests.layers.test_block import Model
 from tests.pool import mesh
 
@@ -126,7 +128,7 @@ def test_pitfall_16_cutting_a_model_anew_changes_nothing(ranks, kind, tied):
     dense = Model(kind, tied=tied).double()
     first = {name: value.numpy() for name, value in full_state_dict(dense).items()}
     want = dense(IDS, IDS.flip(1), reduction="none").detach()
-    assert ("head.weight" in first) == (not tied), "tied parameters are there once"
+    assert first.keys() == dense.state_dict().keys(), "tied parameters under both names"
     state = first
     for size in (1, 2, 4, 3, 1):
         state, loss = ranks(size, reshard, state, kind, tied)[-1]
@@ -188,6 +190,74 @@ def check_copies():
 
 def test_a_state_dict_is_what_the_model_was(ranks):
     ranks(2, check_copies)
+
+
+class Kept(nn.Module):
+    """Ties by parameter, by module and by buffer, running statistics, and a buffer that isn't in the state dict."""
+
+    def __init__(self, tp=Axis()):
+        super().__init__()
+        self.table, self.head = VocabParallelEmbedding(7, 4, tp=tp), ColumnParallelLinear(4, 7, bias=False, tp=tp)
+        self.head.weight = self.table.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.again = self.norm
+        self.register_buffer("mean", self.norm.running_mean)
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.dropout = Dropout(0.5)
+
+
+def check_strict():
+    torch.manual_seed(0)
+    dense, sharded = Kept(), Kept(mesh(tp=2).tp)
+    with torch.no_grad():
+        for x in (*dense.parameters(), dense.norm.running_mean, dense.norm.running_var):
+            x.normal_()
+    load_full_state_dict(sharded, dense.state_dict())
+    state = full_state_dict(sharded)
+    other = Kept()
+    other.load_state_dict(state)  # strict
+    for name, value in dense.state_dict().items():
+        assert torch.equal(state[name], value), name
+        assert torch.equal(other.state_dict()[name], value), name
+    state["norm.running_var"].add_(1)
+    assert torch.equal(sharded.norm.running_var, dense.norm.running_var), "a copy"
+    once = {name: value for name, value in dense.state_dict().items() if name not in ("table.weight", "mean")}
+    load_full_state_dict(sharded, {name: value + 1 for name, value in once.items()})
+    assert torch.equal(full_state_dict(sharded)["table.weight"], dense.table.weight + 1)
+    del once["norm.running_var"], once["again.running_var"]
+    with pytest.raises(ValueError, match=r"has no 'norm.running_var'"):
+        load_full_state_dict(sharded, once)
+
+
+def test_a_state_dict_is_that_of_the_original_in_torchs_strict_sense(ranks):
+    ranks(2, check_strict)
+
+
+@pytest.mark.parametrize("wrap", ["compiled model", "compiled block", "checkpointed block"])
+def test_wrappers_change_no_name_and_so_no_first_value_no_mask_and_no_state(wrap):
+    def build(wrap):
+        model = nn.Sequential(Kept(), ColumnParallelLinear(4, 6))
+        if wrap == "compiled model":
+            return torch.compile(model, backend="eager")
+        if wrap is not None:
+            model[0] = (
+                checkpoint_wrapper(model[0]) if "checkpoint" in wrap else torch.compile(model[0], backend="eager")
+            )
+            model[1] = (
+                checkpoint_wrapper(model[1]) if "checkpoint" in wrap else torch.compile(model[1], backend="eager")
+            )
+        return materialize(model, 3)
+
+    bare, wrapped = build(None), build(wrap)
+    materialize(wrapped, 3)
+    want, got = full_state_dict(bare), full_state_dict(wrapped)
+    assert got.keys() == want.keys() == bare.state_dict().keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    keys = {m.key for m in wrapped.modules() if isinstance(m, Dropout)}
+    assert keys == {bare[0].dropout.key}
+    assert shardings(wrapped) == shardings(bare)
+    load_full_state_dict(wrapped, bare.state_dict())
+    assert [name for name, *_ in persistent_buffers(wrapped)] == [name for name, *_ in persistent_buffers(bare)]
 
 
 class Scaled(nn.Module):

@@ -62,6 +62,7 @@ FAULTS = [
     (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
     (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
+    (14, "renamed", "pp2", models.loss, "gradient", "head.weight", "its first name in the whole model on every rank"),
     (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "cut otherwise than it computes|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
     (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
@@ -71,6 +72,7 @@ FAULTS = [
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or what the forward does between the module before and th"),
+    (0, "", "tp2", models.narrow_loss, "gradient", "", "of the size of float32's rounding, .* --dtype float32"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip
 
@@ -90,6 +92,40 @@ def test_a_planted_fault_is_named(ranks, pitfall, fault, layout, loss, stage, na
 def test_the_model_without_a_fault_is_equal(ranks):
     verdicts = verify(models.broken(""), models.batch(), ["tp2", "tp2sp", "dp2"], loss=models.loss, pool=ranks)
     assert all(v.equal for v in verdicts), [str(v.departure) for v in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "stage", "name"),
+    [
+        ("complex", "tp2", "forward", "mlp.up"),
+        ("indices", "tp2", "forward", "output[0]"),
+        ("mean", "tp2", "forward", "output[1]['mean']"),
+        ("again", "tp2mb2", "forward", "mlp.up (call 2 of it)"),
+        ("late", "tp2mb2", "forward", "head"),
+        ("bias", "tp2", "gradient", "bias"),
+        ("buffer", "tp2", "buffers", "steps"),
+        ("eval", "tp2", "evaluation", "output[1]['logits']"),
+        ("second", "tp2", "evaluation", "output[1]['logits']"),
+    ],
+)
+def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layout, stage, name):
+    options = {"loss": models.loss_of_strange, "pool": ranks}
+    (verdict,) = verify(models.strange(fault), models.batch(), [layout], **options)
+    departure = verdict.departure
+    assert departure is not None, verdict
+    assert (departure.stage, departure.name) == (stage, name), departure
+
+
+def test_numbers_complex_buffers_and_layers_used_twice_are_no_fault(ranks):
+    verdicts = verify(
+        models.strange(""), models.batch(), ["tp2", "mb2", "dp2"], loss=models.loss_of_strange, pool=ranks
+    )
+    assert all(v.equal for v in verdicts), [str(v.departure or v.error) for v in verdicts]
+
+
+def test_outputs_whose_rows_come_second_are_told_of(ranks):
+    (verdict,) = verify(models.TokensFirst, models.tokens(), ["dp2"], pool=ranks)
+    assert r"it is (8, 2, 22), which is no rank's part of the dense model's (8, 4, 22)" in str(verdict.departure)
 
 
 @pytest.mark.parametrize(

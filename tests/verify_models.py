@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.model import GPT, GPTConfig, LatentConfig, MoEConfig
 from mpcore import (
     ColumnParallelLinear,
     LayerNorm,
@@ -240,7 +240,7 @@ class Broken(nn.Module):
         if fault == "init":  # 21: each rank draws its own shard
             with torch.no_grad():
                 self.attention.qkv.weight.copy_(torch.randn(self.attention.qkv.weight.shape) / WIDTH**0.5)
-        tied = fault == "tied"
+        tied, renamed = fault == "tied", fault == "renamed"
         if self.first or (self.last and tied):
             self.embedding = embedding
         if not self.first:
@@ -250,8 +250,11 @@ class Broken(nn.Module):
         if self.last:
             self.norm = norm
             self.head = ColumnParallelLinear(WIDTH, VOCAB, False, gather_output=fault == "gathered", **sp)
-            if tied:
-                self.head.weight = self.embedding.weight
+            if tied or renamed:
+                self.head.weight = embedding.weight
+        if renamed:  # pending on both stages, but under two names
+            for module in (embedding if self.first else self.head,):
+                add_partial(module, "weight", mesh.ends)
         if fault == "declared twice":
             add_partial(self.attention.output, "bias", mesh.tp)
 
@@ -327,9 +330,11 @@ def tokens() -> dict[str, Tensor]:
 
 UNEVEN = MoEConfig(experts=4, top_k=2, capacity_factor=0.75, score="sigmoid", aux_loss="micro_batch")
 ALL_TO_ALL = replace(MIXED, window=None, moe=UNEVEN)
+LATENT = replace(DENSE, kv_heads=None, head_dim=None, qk_norm=False, latent=LatentConfig(4, 6, 4, 2, 4))
 PROOFS: dict[str, tuple[Callable, Callable, Callable | None, tuple[str, ...]]] = {
     "decoder": (partial(decoder, DENSE, "zigzag"), samples_batch, loss,
                 ("tp2sp", "tp4", "tp3", "cp2tp2sp", "dp2pp2zero2", "dp2zero3mb2", "dp2mb2")),
+    "latent": (partial(decoder, LATENT, "zigzag"), samples_batch, loss, ("tp2", "tp2sp", "tp3", "cp2tp2")),
     "encoder": (frozen, batch, smooth_loss, ("tp2", "cp2", "dp2zero1mb2")),
     "mixture": (partial(decoder, MIXED, "ring"), samples_batch, loss,
                 ("tp2sp", "cp2tp2ep2sp", "cp2dp2ep2", "dp2pp2ep2", "tp2dp2zero1")),
@@ -337,6 +342,76 @@ PROOFS: dict[str, tuple[Callable, Callable, Callable | None, tuple[str, ...]]] =
     "mixer": (Mixer, tokens, None, ("tp3",)),
     "by hand": (ByHand, tokens, None, ("tp2", "dp2", "dp2zero2")),
 }  # fmt: skip
+
+
+class Mean(nn.Module):
+    """Returns a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] -> []."""
+        return x.mean()
+
+
+class Strange(nn.Module):
+    """Has complex and infinite buffers, a layer used twice, and several outputs; its fault shows under tp alone."""
+
+    turns: Tensor
+    mask: Tensor
+    steps: Tensor
+
+    def __init__(self, fault: str, mesh: Mesh) -> None:
+        super().__init__()
+        self.fault, self.tp, self.calls = fault if mesh.tp.size > 1 else "", mesh.tp, 0
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mlp, self.mean = ParallelMLP(WIDTH, 20, "gelu", tp=mesh.tp), Mean()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        angles = torch.outer(torch.arange(8.0), torch.arange(1.0, WIDTH // 2 + 1) / 10)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if self.fault == "complex":
+            self.turns = self.turns.conj().clone()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, T] -> [B, T], [B, T, V] and []."""
+        fault, self.calls = self.fault, self.calls + 1
+        x = self.embedding(x)
+        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.turns).flatten(-2)
+        x = x + self.mlp(x)
+        x = x + self.mlp(x.mean(1, keepdim=True) * (2 if fault == "again" else 1))
+        if fault == "bias":
+            x = x + reduce(self.bias if self.tp.rank == 0 else torch.zeros_like(self.bias), self.tp)
+        else:
+            x = x + self.bias
+        logits = self.head(x * (1.01 if fault == "late" else 1)) * self.mask.exp()[0, 0]
+        if (fault == "eval" and not self.training) or (fault == "second" and self.calls > 1):
+            logits = 2 * logits
+        self.steps += fault == "buffer" and self.tp.rank
+        indices, mean = logits.argmax(-1), self.mean(x.square())
+        return indices + (fault == "indices"), {"logits": logits, "mean": mean * (2 if fault == "mean" else 1)}
+
+
+class TokensFirst(Mixer):
+    """Returns [T, B, V]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [T, B, V]."""
+        return super().forward(x).transpose(0, 1)
+
+
+def strange(fault: str):
+    """The builder of a `Strange`, importable by others."""
+    return partial(Strange, fault)
+
+
+def loss_of_strange(output: tuple, target: Tensor, mesh: Mesh) -> Tensor:
+    """The loss of its logits."""
+    return output[1]["logits"].square().sum() / 2
+
+
+def narrow_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """In float32 whatever the model is in."""
+    return loss(output.float(), target, mesh)
 
 
 class Named(Mixer):

@@ -105,7 +105,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     add(
         "--data",
-        help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library)",
+        nargs="+",
+        metavar="[WEIGHT] PREFIX",
+        help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library); of "
+        "several, such as 0.7 web 0.3 code, samples in these shares, or without weights by their sizes",
     )
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
     add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
@@ -115,8 +118,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers (16)")
     add("--micro-batch", type=int, default=2, help="samples a forward, on one rank (default 2)")
     add("--lr", type=float, default=3e-3, help="highest learning rate (default 0.003)")
+    add("--min-lr", type=float, help="lowest learning rate after warm-up (default: a tenth of --lr)")
     add("--warmup", type=int, default=20, help="steps of linear warm-up (default 20)")
-    add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to a tenth (default cosine)")
+    add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to --min-lr (default cosine)")
+    add("--betas", type=float, nargs=2, default=(0.9, 0.95), help="of Adam's two moments (default 0.9 0.95)")
     add(
         "--optimizer",
         choices=("adamw", "adamw-bf16", "muon"),
@@ -170,7 +175,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--out",
         default="runs/pretrain",
-        help="folder for metrics.jsonl, config.json, loss.png, checkpoints (default runs/pretrain)",
+        help="folder for metrics.jsonl, config.json, loss.png, checkpoints; each of several workers has a folder in it "
+        "(default runs/pretrain)",
     )
     add = parser.add_argument_group("checkpoints").add_argument
     add("--save-every", type=int, default=0, help="steps between checkpoints in OUT/checkpoints; 0: none (default)")
@@ -200,10 +206,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="save and leave, as on SIGTERM and SIGUSR1, when so many steps of the whole run are done",
     )
     add = parser.add_argument_group("faults").add_argument
-    add("--timeout", type=float, default=600, help="seconds without progress that are a hang, which is explained")
-    add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for a NaN or infinity")
-    add("--check-replicas", type=int, default=100, metavar="N", help="compare replicas bit by bit every N steps; 0: no")
-    add("--check-speed", type=int, default=50, metavar="N", help="look for slow ranks every N steps; 0: never")
+    add("--timeout", type=float, default=600, help="seconds without progress: a hang, to be explained (default 600)")
+    add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for NaN or infinity (20)")
+    add(
+        "--check-replicas",
+        type=int,
+        default=100,
+        metavar="N",
+        help="compare replicas every N steps; 0: never (100)",
+    )
+    add("--check-speed", type=int, default=50, metavar="N", help="look for slow ranks every N steps; 0: never (50)")
     return parser.parse_args(argv)
 
 
@@ -334,6 +346,10 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     for name in ("lr", "weight_decay"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is no number from 0")
+    if args.min_lr is not None and not 0 <= args.min_lr <= args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} is not from 0 to --lr {args.lr}")
+    if not all(0 <= beta < 1 for beta in args.betas):
+        raise ValueError(f"--betas {' '.join(map(str, args.betas))}: each is a number from 0 to below 1")
     if math.isnan(args.clip):
         raise ValueError(f"--clip {args.clip} is no number; 0 bounds nothing")
     for name in ("max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup"):
@@ -386,7 +402,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         workers, times = ("workers x ", f"{mesh.workers.size} x ") if mesh.workers.size > 1 else ("", "")
         raise ValueError(
             f"--global-batch {args.global_batch} is not a multiple of {workers}dp x micro-batch = {times}"
-            f"{mesh.dp.size} x {args.micro_batch} = {each}"
+            f"{mesh.dp.size} x {args.micro_batch} = {each}: {-(-args.global_batch // each) * each} is"
         )
     micro_batches = args.global_batch // each
     if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
@@ -437,12 +453,13 @@ def recompute_kind(value: str) -> tuple[str, float | None]:
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
     """Of a step, by --lr-schedule."""
-    return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr)
+    floor = {} if args.min_lr is None or args.lr == 0 else {"floor": args.min_lr / args.lr}
+    return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr, **floor)
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
     """The optimizer of --optimizer; `heads` are AdamW's in any case."""
-    options: dict = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay, "seed": args.seed}
+    options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
     if args.optimizer == "muon":
         ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
         return Muon(model, mesh=mesh, exclude=heads, ns_dtype=ns_dtype, **options)

@@ -362,7 +362,41 @@ class Documents(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
 
-class TokenSamples:
+class Samples:
+    """Samples by their global index; `TokenSamples` are those of one corpus, `Blend` of several.
+
+    Attributes:
+        seq_len: tokens that the model reads of each.
+    """
+
+    seq_len: int
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        raise NotImplementedError
+
+    def sample(self, index: int) -> np.ndarray:
+        """int64 [seq_len + 1], of any index from 0 on."""
+        raise NotImplementedError
+
+    def batch(self, indices: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and next-token targets of some samples.
+
+        Args:
+            indices: B global sample indices.
+
+        Returns:
+            (tokens, targets), each int64 [B, seq_len]; targets[:, t] is the token after tokens[:, t].
+
+        Raises:
+            ValueError: a negative index.
+        """
+        windows = [self.sample(index) for index in indices]
+        stacked = torch.from_numpy(np.array(windows, np.int64).reshape(len(windows), self.seq_len + 1))
+        return stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+
+
+class TokenSamples(Samples):
     """Training samples: the chosen documents end to end, cut in windows of seq_len + 1 tokens.
 
     Windows begin seq_len tokens apart, so the last token of one is the first of the next and every token
@@ -430,22 +464,6 @@ class TokenSamples:
         if self.shuffle:
             window = permute(window, len(self), seed=self.seed, epoch=epoch)
         return self._read(window * self.seq_len, self.seq_len + 1)
-
-    def batch(self, indices: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and next-token targets of some samples.
-
-        Args:
-            indices: B global sample indices.
-
-        Returns:
-            (tokens, targets), each int64 [B, seq_len]; targets[:, t] is the token after tokens[:, t].
-
-        Raises:
-            ValueError: a negative index.
-        """
-        windows = [self.sample(index) for index in indices]
-        stacked = torch.from_numpy(np.array(windows, np.int64).reshape(len(windows), self.seq_len + 1))
-        return stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
 
     def _read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of the concatenated documents, int64."""

@@ -12,6 +12,8 @@ from torch import nn
 from mpcore import Mesh
 from mpcore.survival import Skips, Spikes, Stragglers, compare_replicas
 
+TIMED = 5  # steps before each check of speed
+
 
 class Faults:
     """The detectors of a run.
@@ -64,7 +66,7 @@ class Faults:
             )
         if self._due(self.args.check_replicas, step):
             compare_replicas(model, self.mesh)
-        if self.args.check_speed and self.mesh.world.size > 1:
+        if is_timed(self.args, self.mesh, step):
             stragglers.probe()
             if self._due(self.args.check_speed, step):
                 found += [f"step {step}: {late}" for late in stragglers.check()]
@@ -73,6 +75,12 @@ class Faults:
     @staticmethod
     def _due(every: int, step: int) -> bool:
         return every > 0 and (step + 1) % every == 0
+
+
+def is_timed(args: argparse.Namespace, mesh: Mesh, step: int) -> bool:
+    """Whether this step is timed to find slow ranks: few before each check are, as timing waits for the device."""
+    every = args.check_speed
+    return every > 0 and mesh.world.size > 1 and step % every >= every - TIMED
 
 
 def was_restarted() -> bool:

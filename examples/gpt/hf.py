@@ -329,6 +329,8 @@ def family_of(config: GPTConfig) -> str:
     c = config
     qkv, output, mlp = c.biases
     plain = c.head_dim in (None, c.d_model / c.heads)
+    if c.latent is not None:
+        raise ValueError(f"no Hugging Face family that is written here has latent attention: {c.latent}")
     if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":
         if qkv and output and mlp and plain and c.kv_heads in (None, c.heads) and not c.qk_norm and c.window is None:
             return "gpt2"

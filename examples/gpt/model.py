@@ -18,6 +18,7 @@ from mpcore import (
     Dropout,
     LayerNorm,
     Mesh,
+    MultiLatentAttention,
     ParallelAttention,
     ParallelMLP,
     ParallelMoE,
@@ -63,6 +64,17 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention in the place of `kv_heads` and `head_dim`; names as of `MultiLatentAttention`."""
+
+    kv_lora_rank: int = 32
+    q_lora_rank: int | None = 48  # None: queries come from x itself
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+
+
+@dataclass(frozen=True)
 class GPTConfig:
     """What the model is, whatever it runs on."""
 
@@ -90,14 +102,26 @@ class GPTConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02  # as GPT-2
     moe: MoEConfig | None = None  # None: every MLP is dense
+    latent: LatentConfig | None = None  # None: attention is of `kv_heads`
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # of a checkpoint's config
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if isinstance(self.latent, dict):
+            object.__setattr__(self, "latent", LatentConfig(**self.latent))
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
-        if self.head_dim is None and self.d_model % self.heads:
+        if self.latent is not None:
+            qkv, output, _ = self.biases
+            given = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "qk_norm": self.qk_norm or None}
+            given = {name: value for name, value in given.items() if value is not None}
+            if given or qkv != output:
+                raise ValueError(
+                    f"latent attention has no {given or 'biases of one projection alone'}: every head has keys of its "
+                    f"own, as wide as {self.latent}, and biases go to all projections down and the output or to none"
+                )
+        elif self.head_dim is None and self.d_model % self.heads:
             raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
@@ -153,6 +177,7 @@ _llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_b
 PRESETS = {
     "tiny": GPTConfig(),
     "tiny-moe": GPTConfig(moe=MoEConfig(experts=8, top_k=2, d_ff=192)),
+    "tiny-mla": GPTConfig(latent=LatentConfig()),
     "mixtral-8x7b": GPTConfig(
         vocab_size=32000,
         seq_len=32768,
@@ -219,8 +244,9 @@ class GPT(nn.Module):
             if c.positions == "learned":
                 self.position = PositionEmbedding(c.seq_len, c.d_model, init=init, **sp, **like)
             self.dropout = Dropout(c.dropout, **sp)
-        turning = {"base": c.rope_base, "scaling": c.rope_scaling}
-        self.rope = RotaryEmbedding(c.head_dim or c.d_model // c.heads, **turning) if c.positions == "rope" else None
+        turning = {"base": c.rope_base, "scaling": c.rope_scaling, "interleaved": c.latent is not None}
+        turns = c.latent.qk_rope_head_dim if c.latent is not None else c.head_dim or c.d_model // c.heads
+        self.rope = RotaryEmbedding(turns, **turning) if c.positions == "rope" else None
         qkv_bias, output_bias, mlp_bias = c.biases
 
         def mlp(i: int, **options) -> nn.Module:
@@ -233,10 +259,14 @@ class GPT(nn.Module):
 
         def block(i: int) -> TransformerBlock:
             options = {"init": init, "output_init": output_init, **sp, **like}
-            looks = {"rope": self.rope, "qk_norm": c.qk_norm, "norm_eps": c.eps, "window": c.window}
+            looks = {"rope": self.rope, "norm_eps": c.eps, "window": c.window, "bias": qkv_bias}
             looks |= {"context": context, "cp": mesh.cp}
-            biases = {"bias": qkv_bias, "output_bias": output_bias}
-            attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, c.head_dim, **looks, **biases, **options)
+            if c.latent is not None:
+                sizes = dataclasses.asdict(c.latent)
+                attention = MultiLatentAttention(c.d_model, c.heads, **sizes, **looks, **options)
+            else:
+                looks |= {"qk_norm": c.qk_norm, "output_bias": output_bias}
+                attention = ParallelAttention(c.d_model, c.heads, c.kv_heads, c.head_dim, **looks, **options)
             norms = [norm(c.d_model, c.eps, **sp, **like) for _ in range(2)]
             return TransformerBlock(attention, mlp(i, **options), *norms, dropout=c.dropout, **sp)
 

@@ -142,10 +142,15 @@ def theory(
     tokens = args.micro_batch * config.seq_len // mesh.cp.size
     size = tokens * config.d_model * width
     stats = tokens * 4 * max(width, 4)  # four numbers of each token in the loss
-    kind = args.recompute if args.recompute == "full" else "none"
+    about: dict[str, Any] = {"recompute": args.recompute if args.recompute == "full" else "none"}
+    about["dropout"] = config.dropout > 0
+    if config.latent is not None:
+        c = config.latent
+        queries = config.d_model if c.q_lora_rank is None else c.q_lora_rank
+        about["latents"] = tokens * width * (queries + c.kv_lora_rank + c.qk_rope_head_dim)
     total: dict[tuple[str, str], int] = {}
     for stage in stages:
-        each = block_bytes(size, sequence_parallel=stage.sequence_parallel, recompute=kind, dropout=config.dropout > 0)
+        each = block_bytes(size, sequence_parallel=stage.sequence_parallel, **about)
         ends: dict[str, int] = {"all_reduce": size * (stage.first + stage.last)}
         if stage.sequence_parallel:
             ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (stage.first + stage.last))

@@ -32,8 +32,9 @@ from examples.gpt.arguments import (
     parse,
     plan_stages,
 )
-from examples.gpt.data import IndexedDataset, TokenSamples, default_corpus, split_samples
-from examples.gpt.faults import Faults, check_writable, was_restarted
+from examples.gpt.blend import Corpora, parse_sources
+from examples.gpt.data import Samples, default_corpus
+from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import load_hf
 from examples.gpt.model import GPTConfig, build_stages, compile_blocks, count_active_parameters, count_parameters
@@ -69,7 +70,6 @@ from mpcore.survival import (
     StopSignals,
     Stragglers,
     code_versions,
-    file_versions,
     leave,
     leave_together,
 )
@@ -91,28 +91,25 @@ class Trainer:
         try:
             self.tokenizer = find_tokenizer(args)
             self.carried = find_carried(args, self.tokenizer)
-            prefix = args.data or default_corpus(tokenizer=self.tokenizer)
+            prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=self.tokenizer)])
             refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
             if refused is not None:
                 raise refused
-            data = IndexedDataset(prefix)
-            if not len(data):
-                raise ValueError(f"{prefix}.idx has no document: there is nothing to train on")
-            files = file_versions(f"{prefix}.idx", f"{prefix}.bin")
+            data = Corpora(prefixes, weights)
             config = model_config(args, self.tokenizer.vocab_size)
             self.micro_batches = check(args, config, mesh)
             plan, blocks = plan_stages(args, config, mesh.pp.size, self.micro_batches)
             data.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
             evaluate = args.eval_every > 0
-            self.train, self.held_out = split_samples(data, config.seq_len, seed=args.seed, evaluate=evaluate)
+            self.train, self.held_out = data.split(config.seq_len, seed=args.seed, evaluate=evaluate)
         except (ValueError, OSError) as problem:
             error = problem
         raise_together(error)
         self.config = config
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
-        self.corpus = {"documents": len(data), "tokens": data.num_tokens}
+        self.corpus = data.about
         check_same("configuration", {**flags, **self.corpus})
-        check_same("data", files)
+        check_same("data", data.files)
 
         torch.manual_seed(args.seed)
         self.dtype = DTYPES[args.dtype]
@@ -190,7 +187,7 @@ class Trainer:
         """What is not a training step runs uncompiled: its shapes and modes would each take a compilation."""
         return torch.compiler.set_stance("force_eager") if self.args.compile is not None else nullcontext()
 
-    def batch(self, samples: TokenSamples, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, samples: Samples, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's tokens, targets and sample indices of `count` samples from global index `first`.
 
         Samples are dealt out over dp, the tokens of each over cp.
@@ -198,9 +195,13 @@ class Trainer:
         each = count // self.mesh.dp.size
         start = first + each * self.mesh.dp.rank
         indices = range(start, start + each)
-        tokens, targets = (t.to(self.mesh.device) for t in samples.batch(indices))
-        tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in (tokens, targets))
-        return tokens, targets, torch.tensor(list(indices), device=self.mesh.device)
+        tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in samples.batch(indices))
+        tokens, targets, places = (self.to_device(t) for t in (tokens, targets, torch.tensor(list(indices))))
+        return tokens, targets, places
+
+    def to_device(self, x: Tensor) -> Tensor:
+        """A copy on this rank's device, for which the host doesn't wait."""
+        return x.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device_type == "cuda" else x
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step. Returns the loss before it, the gradient norm, the learning rate, the experts' loads.
@@ -210,7 +211,7 @@ class Trainer:
         lr = learning_rate(self.args, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self.stragglers.timed("data") if self.args.check_speed else nullcontext():
+        with self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext():
             tokens, targets, samples = self.batch(self.train, *self.share(step))
         self.tokens_of_step = all_reduce((targets != -100).sum(), self.mesh.data).double()
         arguments = {"samples": samples}

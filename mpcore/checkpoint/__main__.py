@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command.
 
     Returns:
-        0: done, sound, equal; 1: damaged, different; 2: no checkpoint there.
+        0: done, sound, equal; 1: damaged, different; 2: no checkpoint there, or a manifest that can't be read.
     """
     parser = argparse.ArgumentParser(prog="python -m mpcore.checkpoint", description="Look into checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     found = body.pop("crc32", None)
     if found != sign(body):
-        raise ValueError(f"{path} is damaged: its CRC-32 is {sign(body):08x}, written was {found!r}")
+        raise ValueError(f"{path} is damaged: its CRC-32 is {sign(body)}, written was {found!r}")
     try:
         return _parse(body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -104,12 +104,13 @@ class Saving:
             The checkpoint, whole.
 
         Raises:
-            ValueError: on every rank, if it failed on any.
+            ValueError: on every rank, if it failed on any. Told once, so that the next save may be tried: then nothing
+                lies at the path.
         """
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None  # told once, so that the next save may be tried
+            error, self._error = self._error, None
             raise ValueError(f"the save of {self.path} failed: {error}") from error
         return self.path
 
@@ -325,7 +326,8 @@ def _commit(path: Path, about: Manifest, parts: list[_Part], beside: Mapping[str
             where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
             raise ValueError(
                 f"the {len(entry.chunks)} chunks of {name} in {where or 'no file'} don't tile its shape {entry.shape}: "
-                f"ranks hold parts or replicas that its layer does not declare"
+                f"ranks hold parts or replicas that its layer does not declare, or it is tied, and not on every stage "
+                f"under its first name in the whole model"
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)

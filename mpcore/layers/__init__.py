@@ -5,6 +5,7 @@ from mpcore.layers.block import TransformerBlock
 from mpcore.layers.context import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from mpcore.layers.latent_attention import MultiLatentAttention
 from mpcore.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -29,6 +30,7 @@ __all__ = [
     "GateUpParallelLinear",
     "GroupedLinear",
     "LayerNorm",
+    "MultiLatentAttention",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelMoE",

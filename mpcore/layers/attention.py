@@ -34,7 +34,111 @@ from mpcore.mesh import Axis
 FASTER_THAN_SDPA: frozenset[tuple[str, torch.dtype, int]] = frozenset()
 
 
-class ParallelAttention(torch.nn.Module):
+class HeadAttention(torch.nn.Module):
+    """Attention of this rank's heads to the whole sequence, whatever makes their queries, keys and values.
+
+    Args:
+        head_dim: K, of queries and keys.
+        scale: of the scores; None: K^(-1/2).
+        others: as of `ParallelAttention`.
+
+    Attributes:
+        kv_repeats: how many query heads each KV head serves, where those are unequal.
+    """
+
+    kv_repeats: list[int] | None = None
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        rope: RotaryEmbedding | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        impl: str | None = None,
+        context: str | None = None,
+        cp: Axis = Axis(name="cp"),
+        sequence_dim: int = 1,
+    ) -> None:
+        super().__init__()
+        if window is not None and (not causal or window < 1):
+            raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"softcap {softcap} is not a positive number; None is none")
+        if context is not None:
+            check_kind(context, cp)
+        elif cp.size > 1:
+            raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
+        self.context, self.cp = context or "ring", cp
+        self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
+        self.scale, self.softcap, self.impl = scale, softcap, impl
+        self.rope = rope
+
+    def whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
+        """Tokens of the whole sequence, of which x [B, T/cp, ...] has this rank's."""
+        B, T = x.shape[:2]
+        if cu_seqlens is not None:
+            check_ends(cu_seqlens)
+            if B != 1:
+                raise ValueError(
+                    f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]"
+                )
+        if length is None and mask is not None:
+            length = mask.shape[-1]
+        elif length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
+            length = int(cu_seqlens[-1])
+        return T * self.cp.size if length is None else length
+
+    def angles(
+        self, rope: RotaryEmbedding, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, whole: int
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for x [B, T/cp, ...]; positions None: 0 .. T-1, in each document."""
+        if positions is None:
+            index = sequence_index(whole, self.cp, self.context, x.device)
+            positions = document_positions(cu_seqlens, whole, x.device)[index]
+        return rope(positions, torch.promote_types(x.dtype, torch.float32))
+
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """softmax(scale q k^T) v: q [B, T/cp, H/tp, K], k and v of KV heads, v [..., V] -> [B, T/cp, H/tp, V]."""
+        if self.kv_repeats is not None:
+            k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
+            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
+                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
+            return masked_attention(q, k, v, mask, self.context, self.cp, self.scale)
+        if self.cp.size > 1:
+            options = {"scale": self.scale, "softcap": self.softcap, "impl": self.impl}
+            kind = {"kind": self.context, "cp": self.cp, "causal": self.causal, "window": self.window}
+            return context_attention(q, k, v, **kind, cu_seqlens=cu_seqlens, length=length, **options)
+        if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
+            return self._kernel(q, k, v, cu_seqlens)
+        if FASTER_THAN_SDPA and (torch.cuda.get_device_name(q.device), q.dtype, self.head_dim) in FASTER_THAN_SDPA:
+            return self._kernel(q, k, v, cu_seqlens)
+        grouped = q.shape[2] > k.shape[2]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
+        K, V = q.shape[-1], v.shape[-1]
+        if V < K and v.device.type == "cpu":
+            # Its fused kernel takes one width alone, and what else there is needs T^2 memory. A GPU gets them narrow:
+            # cuDNN (192 beside 128, on Hopper and later, where it is asked first) and the memory-efficient kernel can.
+            y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, K - V)), **options)[..., :V]
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+        return y.transpose(1, 2)
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
+        mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
+        return attention(q, k, v, **mask, scale=self.scale, softcap=self.softcap, impl=self.impl)[0]
+
+
+class ParallelAttention(HeadAttention):
     """Multi-head, grouped-query or multi-query self-attention; each rank computes its share of the query heads.
 
     Args:
@@ -93,23 +197,12 @@ class ParallelAttention(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if head_dim is None:
             if dim % num_heads:
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
-        if window is not None and (not causal or window < 1):
-            raise ValueError(f"window {window} needs a causal mask and at least 1 token")
-        if softcap is not None and softcap <= 0:
-            raise ValueError(f"softcap {softcap} is not a positive number; None is none")
-        if context is not None:
-            check_kind(context, cp)
-        elif cp.size > 1:
-            raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
-        self.context, self.cp = context or "ring", cp
-        self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
-        self.softcap, self.impl = softcap, impl
-        self.rope = rope
+        mask: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "impl": impl}
+        super().__init__(head_dim, rope=rope, context=context, cp=cp, sequence_dim=sequence_dim, **mask)
         like = {"device": device, "dtype": dtype}
         sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         self.qkv = QKVParallelLinear(
@@ -155,24 +248,10 @@ class ParallelAttention(torch.nn.Module):
         qkv = self.qkv(x)
         if self.sequence_dim == 0:
             qkv = qkv.transpose(0, 1)
-        B, T, _ = qkv.shape
-        if cu_seqlens is not None:
-            check_ends(cu_seqlens)
-            if B != 1:
-                raise ValueError(
-                    f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]"
-                )
-        if length is None and mask is not None:
-            length = mask.shape[-1]
-        elif length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
-            length = int(cu_seqlens[-1])
-        whole = T * self.cp.size if length is None else length
+        whole = self.whole_length(qkv, cu_seqlens, length, mask)
         heads, kv_heads = self.local_heads, self.local_kv_heads
         if self.rope is not None:
-            if positions is None and rotary is None:
-                index = sequence_index(whole, self.cp, self.context, x.device)
-                positions = document_positions(cu_seqlens, whole, x.device)[index]
-            cos, sin = rotary or self.rope(positions, torch.promote_types(qkv.dtype, torch.float32))
+            cos, sin = rotary or self.angles(self.rope, qkv, positions, cu_seqlens, whole)
             norm: dict[str, Any] = {}
             if self.q_norm is not None and self.k_norm is not None:
                 if _is_rms_norm(self.q_norm) and _is_rms_norm(self.k_norm):
@@ -188,35 +267,6 @@ class ParallelAttention(torch.nn.Module):
         y = self.core(q, k, v, cu_seqlens, whole, mask)  # [B, T/cp, H/tp, K]
         y = y.flatten(2)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
-
-    def core(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None
-    ) -> Tensor:
-        """softmax(q k^T / sqrt(K)) v over this rank's heads: [B, T/cp, H/tp, K] and KV heads -> [B, T/cp, H/tp, K]."""
-        if self.kv_repeats is not None:
-            k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
-        if mask is not None:
-            if mask.dtype != torch.bool:
-                raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
-            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
-                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
-            return masked_attention(q, k, v, mask, self.context, self.cp)
-        if self.cp.size > 1:
-            options = {"cu_seqlens": cu_seqlens, "length": length, "softcap": self.softcap, "impl": self.impl}
-            kind = {"kind": self.context, "cp": self.cp, "causal": self.causal, "window": self.window}
-            return context_attention(q, k, v, **kind, **options)
-        if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
-            return self._kernel(q, k, v, cu_seqlens)
-        if FASTER_THAN_SDPA and (torch.cuda.get_device_name(q.device), q.dtype, self.head_dim) in FASTER_THAN_SDPA:
-            return self._kernel(q, k, v, cu_seqlens)
-        grouped = q.shape[2] > k.shape[2]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped).transpose(1, 2)
-
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
-        mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
-        return attention(q, k, v, **mask, softcap=self.softcap, impl=self.impl)[0]
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:

@@ -191,6 +191,7 @@ def context_attention(
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     length: int | None = None,
+    scale: float | None = None,
     softcap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -198,15 +199,15 @@ def context_attention(
 
     Args:
         q: [B, T/cp, H, K], tokens as `shard_sequence` deals them out, already rotated.
-        k, v: [B, T/cp, Hkv, K]; H is a multiple of Hkv.
+        k, v: [B, T/cp, Hkv, K] and [B, T/cp, Hkv, V]; H is a multiple of Hkv.
         kind: one of `KINDS`.
         cp: the axis.
-        causal, window, softcap, impl: as of `mpcore.kernels.attention.attention`.
+        causal, window, scale, softcap, impl: as of `mpcore.kernels.attention.attention`.
         cu_seqlens: [n + 1] ends of packed documents in the whole sequence, the same on every rank, for B = 1.
         length: T; None: all ranks have as many tokens as this one.
 
     Returns:
-        [B, T/cp, H, K].
+        [B, T/cp, H, V].
 
     Raises:
         ValueError: before anything is sent, if `kind` can't cut this sequence or these heads.
@@ -230,7 +231,7 @@ def context_attention(
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             documents = cu_seqlens.tolist()
         cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
-    options = {"softcap": softcap, "impl": impl}
+    options = {"scale": scale, "softcap": softcap, "impl": impl}
     if cp.size == 1 or kind == "alltoall":
         heads = q.shape[2]
         q, k, v = _to_heads(q, k, v, cp, length)
@@ -252,16 +253,19 @@ def context_attention(
     return collectives.all_to_all(y, inner, 1, 2, heads)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, scale: float | None = None
+) -> Tensor:
     """Attention under any mask, by torch's own: for short sequences, as the mask is there whole.
 
     Args:
         q, k, v: as of `context_attention`.
         mask: [T, T] booleans: True where a query (row) sees a key.
         kind, cp: "alltoall" or "allgather" over cp; any kind of an axis of size 1.
+        scale: of the scores; None: K^(-1/2).
 
     Returns:
-        [B, T/cp, H, K].
+        [B, T/cp, H, V].
 
     Raises:
         ValueError: for another kind, whose ranks can't meet keys in blocks under such a mask, or another size of mask.
@@ -285,7 +289,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, c
         mask = mask[_index(runs[cp.rank], mask.device)]
     grouped = q.shape[2] > k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
     return collectives.all_to_all(y, cp, 1, 2, heads) if kind == "alltoall" else y
 
 

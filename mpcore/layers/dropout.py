@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.dropout_add import dropout_add
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 from mpcore.random import stream_key
+from mpcore.sharding import named_modules
 
 
 class Dropout(nn.Module):
@@ -38,6 +39,7 @@ class Dropout(nn.Module):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} is not in [0, 1)")
+        check_axis(tp)
         self.p, self.tp = p, tp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         self.key: int | None = None
@@ -85,6 +87,6 @@ class Dropout(nn.Module):
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
     """Give every `Dropout`, and what else draws, its own stream, from the seed and the module's full name."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if hasattr(module, "key"):
             module.key = stream_key(seed, name)  # type: ignore[assignment]

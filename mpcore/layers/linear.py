@@ -14,7 +14,7 @@ from torch import Tensor
 from mpcore import collectives
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
 from mpcore.layers.products import all_gather_linear, copy_linear
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 from mpcore.sharding import Shard, cut, cut_blocks
 
 _ALONE = Axis()
@@ -286,8 +286,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
     """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing; and no axis."""
-    if not isinstance(tp, Axis):
-        raise TypeError(f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), not {type(tp).__name__} {tp!r}")
+    check_axis(tp)
     if size % unit:
         raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")
     units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"

@@ -34,7 +34,8 @@ from mpcore.kernels.cross_entropy import (
 )
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
+from mpcore.sharding import is_dtensor
 
 
 def vocab_parallel_cross_entropy(
@@ -72,7 +73,7 @@ def vocab_parallel_cross_entropy(
         ValueError: before any collective, if shapes don't fit, `vocab_size` is missing, or (on a CPU) a target lies
             outside the vocabulary.
     """
-    _check_options(reduction, label_smoothing, softcap, target, token_weight)
+    _check_options(tp, reduction, label_smoothing, softcap, target, token_weight)
     size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
     if runs_triton(None, logits):
         loss = _FusedCrossEntropy.apply(
@@ -112,7 +113,7 @@ def vocab_parallel_log_prob(
     Raises:
         ValueError: as `vocab_parallel_cross_entropy`.
     """
-    _check_options("none", 0.0, softcap, target, None)
+    _check_options(tp, "none", 0.0, softcap, target, None)
     size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
     return _FusedCrossEntropy.apply(logits, target, tp, size, start, ignore_index, 0.0, 0.0, softcap, "log_prob")
 
@@ -157,7 +158,12 @@ def linear_cross_entropy(
     """
     if reduction == "none":
         raise ValueError("reduction 'none' needs all logits: use vocab_parallel_cross_entropy")
-    _check_options(reduction, label_smoothing, softcap, target, token_weight)
+    _check_options(tp, reduction, label_smoothing, softcap, target, token_weight)
+    if is_dtensor(weight):
+        raise ValueError(
+            "the weight is this rank's shard over data: call linear_cross_entropy inside the model's forward (and that "
+            "of the block that holds the head), where parameters are gathered, and let it return the loss"
+        )
     gathered = sequence_parallel and tp.size > 1
     tokens = list(x.shape[:-1])
     if gathered:
@@ -185,8 +191,9 @@ def linear_cross_entropy(
 
 
 def _check_options(
-    reduction: str, label_smoothing: float, softcap: float, target: Tensor, token_weight: Tensor | None
+    tp: Axis, reduction: str, label_smoothing: float, softcap: float, target: Tensor, token_weight: Tensor | None
 ) -> None:
+    check_axis(tp)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r} is not 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing < 1:
@@ -260,7 +267,6 @@ class _CrossEntropy(Function):
         share = torch.ones_like(total)
         if tp.size > 1:
             masked = largest == -torch.inf  # from end to end of this shard
-            softmax.masked_fill_(masked.unsqueeze(-1), 0)
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
             stats = wait(start_all_gather(stats.unsqueeze(0), tp))
@@ -278,6 +284,7 @@ class _CrossEntropy(Function):
 
         kept = softmax if logits.dtype == wide else logits  # of half precision the smaller of the two
         ctx.save_for_backward(kept, lse, share, counts, here, column)
+        ctx.sharded = tp.size > 1
         ctx.dtype, ctx.size, ctx.label_smoothing, ctx.z_loss = logits.dtype, size, label_smoothing, z_loss
         return loss.masked_fill(~counts, 0)
 
@@ -291,6 +298,8 @@ class _CrossEntropy(Function):
             scale = scale * share.unsqueeze(-1)
             # A graph that backward frees needs its softmax no more: the gradient takes its place in memory.
             dlogits = kept * scale if _graph_is_kept() else kept.mul_(scale)
+            if ctx.sharded:  # of -inf from end to end of this shard: no softmax, and no share
+                dlogits.masked_fill_(share.unsqueeze(-1) == 0, 0)
         else:
             dlogits = (kept.to(lse.dtype) - lse.unsqueeze(-1)).exp_().mul_(scale)
         if ctx.label_smoothing:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,19 @@ def refuse_second_derivative(what: str) -> None:
 def recomputing() -> bool:
     """Whether a forward runs inside a backward, to compute again what wasn't kept: what counts calls must not count."""
     return torch._C._current_graph_task_id() != -1
+
+
+def listed(blocks: Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The submodules that a caller named as a list, a `ModuleList`, or a mapping such as a `ModuleDict`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    held: Any = blocks.values() if isinstance(blocks, Mapping | nn.ModuleDict) else blocks
+    found: list[Any] = list(held) if isinstance(held, Iterable) else [None]
+    if not all(isinstance(block, nn.Module) for block in found):
+        raise ValueError(f"blocks is a {type(blocks).__name__}: give a list of the model's submodules, as model.layers")
+    return found
 
 
 class ParallelModule(nn.Module):

@@ -38,7 +38,7 @@ from mpcore.layers.mlp import ACTIVATIONS, GATED, ParallelMLP
 from mpcore.layers.module import Init, ParallelModule, uniform
 from mpcore.layers.products import autocast_dtype, cast
 from mpcore.layers.router import Places, Router, Routing
-from mpcore.mesh import Axis, Mesh
+from mpcore.mesh import Axis, Mesh, check_axis
 from mpcore.sharding import Shard, Sharding, cut, cut_blocks, declarations
 
 DISPATCHES = ("all_gather", "all_to_all")
@@ -186,6 +186,8 @@ class ParallelMoE(nn.Module):
         if shared_experts < 0:
             raise ValueError(f"shared_experts {shared_experts} is negative")
         etp = replace(tp, name="etp") if etp is None else etp
+        for axis in (tp, ep, etp, cp, data):
+            check_axis(axis)
         self.dim, self.tp, self.ep, self.etp, self.cp = dim, tp, ep, etp, cp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         like = {"device": device, "dtype": dtype}

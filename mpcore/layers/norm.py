@@ -8,7 +8,7 @@ from torch import Tensor
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.layers.module import ParallelModule, constant
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 
 
 class _Norm(ParallelModule):
@@ -28,6 +28,7 @@ class _Norm(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axis(tp)
         self.dim, self.eps = dim, eps
         partial = (tp, *partial) if sequence_parallel else partial
         self.declare("weight", (dim,), constant(1.0), partial=partial, device=device, dtype=dtype)

@@ -155,7 +155,7 @@ def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
     return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
 
 
-_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients (but with its split_backward = True)"
+_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless its split_backward is True,"
 
 
 class _CopyLinear(Function):

@@ -29,6 +29,10 @@ class RotaryEmbedding(nn.Module):
             `mscale` with `mscale_all_dim`, `truncate`).
         interleaved: pairs are neighbours (2i, 2i+1) instead of halves (i, i + K/2).
 
+    Attributes:
+        score_factor: what `MultiLatentAttention` multiplies its scores by: with YaRN's `mscale_all_dim` the square of
+            its amplitude, which `mscale` takes out of cos and sin in turn; 1 without.
+
     Raises:
         ValueError: for an odd number of turning dimensions, or an unknown scaling.
     """
@@ -50,6 +54,8 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"rope turns {self.dim} of head_dim {head_dim} dimensions, which is not even")
         self.base, self.scaling, self.interleaved = base, dict(scaling or {}), interleaved
         frequencies, self.amplitude = rope_frequencies(self.dim, base, self.scaling)
+        everywhere = self.scaling.get("mscale_all_dim")
+        self.score_factor = _yarn_amplitude(float(self.scaling["factor"]), everywhere) ** 2 if everywhere else 1.0
         # Neither a parameter nor a buffer: `model.to(torch.bfloat16)` must not round the frequencies.
         self._frequencies = frequencies
         self.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device="cpu")
@@ -146,9 +152,6 @@ def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple
     def index_of(turns: float) -> float:
         return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    def amplitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     low, high = index_of(scaling.get("beta_fast") or 32), index_of(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -158,4 +161,10 @@ def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple
     if scaling.get("attention_factor") is not None:
         return frequencies, float(scaling["attention_factor"])
     mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return frequencies, amplitude(mscale) / amplitude(mscale_all) if mscale and mscale_all else amplitude(1.0)
+    if mscale and mscale_all:
+        return frequencies, _yarn_amplitude(factor, mscale) / _yarn_amplitude(factor, mscale_all)
+    return frequencies, _yarn_amplitude(factor, 1.0)
+
+
+def _yarn_amplitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -33,7 +33,7 @@ from mpcore.collectives import all_gather, all_reduce
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
 from mpcore.mesh import Axis, Mesh
 from mpcore.random import random_words
-from mpcore.sharding import data_run, is_dtensor
+from mpcore.sharding import data_run, is_dtensor, named_modules
 
 AUX_LOSSES = ("sequence", "micro_batch", "global")
 _REST = 5  # of a tally, after the counts: tokens, dropped choices, sums of entropy, balance loss, z-loss
@@ -371,7 +371,7 @@ def update_routers(model: nn.Module, mesh: Mesh) -> dict[str, RouterStatistics]:
     Raises:
         ValueError: before anything is sent, naming a trained router that balances by its counts and has none.
     """
-    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    routers = {name: module for name, module in named_modules(model) if isinstance(module, Router)}
     if not routers:
         return {}
     for name, r in routers.items():

@@ -4,8 +4,9 @@ with Ledger(mesh) as ledger:
     pipeline.forward_backward(x, target)
 print(ledger)
 
-`python -m mpcore.ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b` counts a step that can't run
-here, with the theory beside it.
+    python -m mpcore.ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+
+counts a step that can't run here, with the theory beside it.
 
 Bytes are those of the whole tensor: of what an all-gather gives and a reduce-scatter takes. The volume counts them
 once, those of an all-reduce twice, as it is a reduce-scatter and an all-gather; of it a ring sends (p - 1)/p.
@@ -188,6 +189,7 @@ def block_bytes(
     regather: bool = False,
     recompute: str = "none",
     dropout: bool = False,
+    latents: int | None = None,
 ) -> dict[str, int]:
     """Bytes of each kind over tp of one transformer block and micro-batch, forward and backward.
 
@@ -200,11 +202,15 @@ def block_bytes(
         recompute: "full" runs the forward's collectives again, but for the last sum where no dropout follows it;
             "selective" none.
         dropout: there is some.
+        latents: bytes of what latent attention sends in the place of its input; None: it is of another kind.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
     gathers = sums = 2 if recompute == "full" else 0
     sums -= recompute == "full" and not dropout
+    less = 0 if latents is None else size - latents
     if not sequence_parallel:
-        return {"all_reduce": (4 + sums) * size}
-    return {"all_gather": (4 + gathers + 2 * regather) * size, "reduce_scatter": (4 + sums) * size}
+        return {"all_reduce": (4 + sums) * size - less}
+    again = 2 if recompute == "full" else 1
+    gathered = (4 + gathers + 2 * regather) * size - again * less
+    return {"all_gather": gathered, "reduce_scatter": (4 + sums) * size - less}

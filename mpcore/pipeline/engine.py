@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _PipelineScheduleRuntime
+from torch.utils._pytree import tree_leaves
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import (
@@ -213,7 +214,9 @@ class Pipeline:
         if self.pp.size == 1:
             raise problem
         self.problems.append(problem)
-        return torch.zeros((), device=self.device, requires_grad=True)
+        outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor) and y.requires_grad]
+        zero = torch.zeros((), device=self.device, requires_grad=True)
+        return sum((0 * y.sum() for y in outputs), zero)  # other stages wait for gradients
 
     @contextmanager
     def _prepared(self, key: object) -> Iterator[_Runtime]:
@@ -389,15 +392,18 @@ class _Stage(PipelineStage):
         # torch's dry run for the shapes of what a stage sends: the last sends nothing, nor does one after a failure.
         if self.is_last or not args:
             return ()
-        compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
         try:
-            with _undone(module), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            with _undone(module), uncompiled():
                 return _outputs(
                     super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
                 )
         except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
             self.problems.append(error)
             return ()
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with uncompiled():  # the dry run before torch 2.13
+            return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
 
     def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> None:
         # A gradient looks like what it is of: no loss is called and no backward runs for that.
@@ -473,6 +479,12 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
+
+
+def uncompiled() -> Any:
+    """Compiled blocks run as they were written."""
+    compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _outputs(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:

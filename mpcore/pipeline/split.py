@@ -52,7 +52,7 @@ def backward_inputs(
         The inputs' gradients, contiguous, None where there is none; and what `backward_weights` takes.
 
     Source:
-        Qi et al. (2023), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+        Qi et al. (2024), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
     """
     given = [torch.ones_like(y) for y in outputs] if grads is None else grads
     ends = [

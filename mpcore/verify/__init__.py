@@ -2,8 +2,14 @@
 
     python -m mpcore.verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
 
-The model runs dense in float64, then under each layout on local processes: outputs, loss, every gradient and the
-parameters after one step of SGD are compared, and the first tensor that departs is named, with what it looks like.
+Beside `build(mesh)` the module has `batch()`, which returns a dict with "x" and "target", and if needed
+`loss(output, target, mesh)`, a sum. For pp `build(mesh)` returns the stage of `mesh.pp.rank`, each parameter under its
+name in the whole model, a tied one under its first; for sp `build` takes `sequence_parallel`.
+
+The model runs dense in float64, then under each layout on local processes. Compared are the first values, all tensors
+that the model returns ([B, ...]), the loss, every gradient and their norm, parameters and persistent buffers after one
+step of SGD, and what the model returns of the same batch in eval() then. The first that departs is named, with what it
+looks like. A buffer that rightly is each rank's own has `persistent=False`.
 """
 
 from __future__ import annotations
@@ -39,7 +45,9 @@ def verify(
 
     Args:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
-            `nn.Module`s; importable from other processes. On the meta device it is materialized.
+            `nn.Module`s; importable from other processes. On the meta device it is materialized. It returns [B, ...],
+            rows first; tensors without rows are compared where a layout cuts no batch or sequence. What is compiled
+            runs as it was written.
         batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are
             passed to every stage by name, such as the `samples` that dropout needs. With cp, what is [B, T, ...] like x
             is cut as the `context` of the model's attention says.

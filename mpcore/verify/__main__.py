@@ -21,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; its result is 1 where a layout differs."""
     parser = argparse.ArgumentParser(
         prog="python -m mpcore.verify",
-        description="Compare a model under each layout with itself on one process. The module has a function "
-        'batch() that returns a dict of tensors such as {"x": ..., "target": ...}, and may have '
-        "loss(output, target, mesh), which returns a sum.",
+        description="Compare a model under each layout with itself on one process: what it returns in training and in "
+        "eval(), loss, gradients, and parameters and persistent buffers after a step. The module also has batch(), a "
+        'dict with "x" and "target", and if needed loss(output, target, mesh), a sum. For pp build(mesh) returns the '
+        "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
     )
     parser.add_argument("model", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)")
     parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from mpcore.collectives import shard_sizes
 from mpcore.verify.layout import Layout
 from mpcore.verify.run import Seen
 
-STAGES = ("first values", "forward", "loss", "gradient", "norm", "update")
+STAGES = ("first values", "forward", "loss", "gradient", "norm", "update", "buffers", "evaluation")
 TOLERANCE = 1e-10  # of float64: thousands of roundings
+OF_FLOAT32 = (2.0**25, 2.0**33)  # a rounding of float32, 2^28 ULPs of float64, or a sum over some
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Departure:
 
     Attributes:
         stage: one of `STAGES`.
-        name: of the module (forward) or the parameter; "" for the loss and the norm.
+        name: of the module (forward), the parameter or the buffer; "" for the loss and the norm.
         ulps: how far, in units of the last place of the tensor's largest value.
         cause: what it looks like, in a sentence.
     """
@@ -78,28 +79,34 @@ class Judge:
         verdict = Verdict(layout.name)
         found = {
             "first values": self._parameters(layout, ranks, "first values", "initial"),
-            "forward": self._output(layout, ranks),
+            "forward": self._output(layout, ranks, "forward", "output"),
             "loss": self._loss(layout, ranks),
             "gradient": self._parameters(layout, ranks, "gradient", "gradients"),
             "norm": self._norm(ranks),
             "update": self._parameters(layout, ranks, "update", "updated"),
+            "buffers": self._buffers(layout, ranks),
+            "evaluation": self._output(layout, ranks, "evaluation", "evaluated"),
         }
         for stage in STAGES:
             worst, departure = found[stage]
             verdict.worst[stage] = worst
             if departure is not None and verdict.departure is None:
                 verdict.departure = departure
+        first = verdict.departure
+        if first is not None and self.dtype == torch.float64 and OF_FLOAT32[0] < first.ulps < OF_FLOAT32[1]:
+            cause = f"{first.cause}; or, of the size of float32's rounding, something casts to it: try --dtype float32"
+            verdict.departure = replace(first, cause=cause)
         return verdict
 
     def _off(self, got: Tensor, want: Tensor, near: Tensor | None, floor: float = 0.0) -> tuple[float, bool]:
         """The difference in ULPs, and whether it is more than rounding."""
-        if got.numel() == 0:
+        exact = not want.is_floating_point()
+        if got.numel() == 0 or (exact and self.dtype != torch.float64):  # rounding may lead to another index
             return 0.0, False
-        scale = max(want.abs().max().item(), floor) or 1.0
-        error = (got.double() - want).abs().max().item()
-        allowed = (
-            TOLERANCE * scale if near is None else 2 * (near.double() - want).abs().max().item() + self.eps * scale
-        )
+        scale = max(want.double().nan_to_num(0, 0, 0).abs().max().item(), floor) or 1.0
+        error = _farthest(got, want)
+        allowed = TOLERANCE * scale if near is None else 2 * _farthest(near, want) + self.eps * scale
+        allowed = 0.0 if exact else allowed
         return error / (self.eps * scale), not error <= allowed  # a NaN is more
 
     # --- parameters and their gradients -------------------------------------------------------------------------------
@@ -120,6 +127,12 @@ class Judge:
             elif not there:
                 cause = "it has none: the parameter is frozen, or its use was detached, under this layout"
                 first = first or Departure(stage, name, math.inf, cause)
+            elif len(there) < len(held) and tensor.any():
+                cause = (
+                    f"{len(held) - len(there)} of the {len(held)} ranks that hold it have none: let all use it, or, if "
+                    f"their gradients are terms of one sum, declare it pending with add_partial(module, name, axis)"
+                )
+                first = first or Departure(stage, name, math.inf, cause)
             elif any(t.shape != tensor.shape for t in there):
                 shape = next(tuple(t.shape) for t in there if t.shape != tensor.shape)
                 cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
@@ -131,12 +144,19 @@ class Judge:
                     ulps = max(ulps for ulps, bad in offs if bad)
                     far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]
                     first = Departure(stage, name, ulps, self._why(layout, stage, name, held, far, tensor))
-        if which == "gradients" and first is None:
+        if which == "gradients":
             zeros = layout.zero > 0  # are what a parameter that nobody used gets there
             extra = sorted(
                 {name for seen in ranks for name, g in seen.gradients.items() if not zeros or g.any()} - want.keys()
             )
-            if extra:
+            unknown = [name for name in extra if name not in self.truth.initial]
+            if unknown:
+                cause = (
+                    "the dense model has no parameter of this name. A tied parameter has its first name in the whole "
+                    "model on every rank: under that register it on the last stage too, and tie the head to it"
+                )
+                first = Departure(stage, unknown[0], math.inf, cause)
+            elif extra and first is None:
                 first = Departure(stage, extra[0], math.inf, "the dense model gives it none: frozen there alone?")
         return worst, first
 
@@ -154,7 +174,7 @@ class Judge:
                 if axis == "pp":
                     return (
                         "each pipeline stage holds one term of its gradient, and nobody sums them: declare the tied "
-                        "parameter pending with add_partial(module, name, mesh.ends)"
+                        "parameter pending with add_partial(module, name, mesh.ends), under one name on both stages"
                     )
                 return (
                     f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
@@ -180,17 +200,46 @@ class Judge:
 
     # --- the forward --------------------------------------------------------------------------------------------------
 
-    def _output(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
-        """The model's output decides; where that is off, the first module whose own output is."""
-        want = self.truth.output
-        worst, bad = 0.0, False
-        assert want is not None
-        near = self.rounded.output if self.rounded is not None else None
-        for seen in ranks:
-            if seen.output is not None:
-                ulps, off = self._off_rank(layout, seen, seen.output, want, near, ())
-                worst, bad = max(worst, ulps), bad or off
-        return worst, self._locate(layout, ranks, worst) if bad else None
+    def _output(self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str) -> tuple[float, Departure | None]:
+        """Each tensor of the model's output decides; where one is off, the first module whose own output is.
+
+        What has no rows, such as a loss or a mean, is another number for another part of the batch, and isn't compared
+        where there are parts; the first floating tensor with any dimension always is.
+        """
+        truth: Mapping[str, Tensor] = getattr(self.truth, which)
+        near: Mapping[str, Tensor] = getattr(self.rounded, which) if self.rounded is not None else {}
+        main = next((name for name, t in truth.items() if t.is_floating_point() and t.dim()), None)
+        is_cut = layout.dp * layout.cp * layout.micro_batches > 1
+        worst, first = 0.0, None
+        for name, want in truth.items():
+            for seen in (seen for seen in ranks if getattr(seen, which) is not None):
+                got = getattr(seen, which).get(name)
+                fits = got is not None and any(True for _ in _parts(layout, seen, want, got.shape, ()))
+                if is_cut and name != main and not (fits and want.shape[:1] == (self.truth.rows,)):
+                    continue
+                ulps, bad = math.inf, True
+                if got is not None and fits:
+                    ulps, bad = self._off_rank(layout, seen, got, want, near.get(name), ())
+                worst = max(worst, ulps)
+                if bad and first is None:
+                    what = f"output{name}" if name else "the model"
+                    first = Departure(stage, what, ulps, self._why_output(stage, fits, got, want))
+        return worst, self._locate(layout, ranks, first) if first is not None and stage == "forward" else first
+
+    def _why_output(self, stage: str, fits: bool, got: Tensor | None, want: Tensor) -> str:
+        if got is None:
+            return "the dense model returns it, this layout doesn't, or not alike in each micro-batch"
+        if not fits:
+            return (
+                f"it is {tuple(got.shape)}, which is no rank's part of the dense model's {tuple(want.shape)}: outputs "
+                f"are [B, ...], cut in rows over dp and micro-batches, and [B, T, ...] over cp"
+            )
+        if stage == "evaluation":
+            return (
+                "the forward in training was right: it goes another way in eval(), or keeps something of the forward, "
+                "or of the weights, before the step"
+            )
+        return "no module's own output is off: look at the model's forward itself"
 
     def _off_rank(
         self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, near: Tensor | None, runs: tuple
@@ -202,25 +251,25 @@ class Judge:
             best = min(best, self._off(got, part, nears[i] if nears else None))
         return best
 
-    def _locate(self, layout: Layout, ranks: Sequence[Seen], worst: float) -> Departure:
-        for name, want in self.truth.outputs.items():
-            near = self.rounded.outputs.get(name) if self.rounded is not None else None
-            held = [seen for seen in ranks if name in seen.outputs]
+    def _locate(self, layout: Layout, ranks: Sequence[Seen], output: Departure) -> Departure:
+        """The first call of a module that departs, or the output itself."""
+        for (name, call), want in self.truth.outputs.items():
+            near = self.rounded.outputs.get((name, call)) if self.rounded is not None else None
+            held = [seen for seen in ranks if (name, call) in seen.outputs]
             offs = [
-                self._off_rank(layout, seen, seen.outputs[name], want, near, seen.features.get(name, ()))
+                self._off_rank(layout, seen, seen.outputs[name, call], want, near, seen.features.get(name, ()))
                 for seen in held
             ]
             if any(bad and ulps < math.inf for ulps, bad in offs):
                 ulps = max(ulps for ulps, bad in offs if bad)
                 order = sorted(range(len(held)), key=lambda i: offs[i][::-1], reverse=True)  # the farthest off first
-                cause = self._why_forward(layout, name, [held[i] for i in order], want)
-                return Departure("forward", name or "the model", ulps, cause)
-        return Departure(
-            "forward", "the model", worst, "no module's own output is off: look at the model's forward itself"
-        )
+                cause = self._why_forward(layout, name, call, [held[i] for i in order], want)
+                again = f" (call {call + 1} of it)" if call else ""
+                return Departure("forward", (name or "the model") + again, ulps, cause)
+        return output
 
-    def _why_forward(self, layout: Layout, name: str, held: Sequence[Seen], want: Tensor) -> str:
-        got = held[0].outputs[name]
+    def _why_forward(self, layout: Layout, name: str, call: int, held: Sequence[Seen], want: Tensor) -> str:
+        got = held[0].outputs[name, call]
         part = next(iter(_parts(layout, held[0], want, got.shape, held[0].features.get(name, ()))))
         off = got.double() - part
         bias = self.truth.initial.get(f"{name}.bias")
@@ -229,7 +278,7 @@ class Judge:
         if fits and _near(off, again):
             return f"the bias is added {layout.tp} times, once on each rank of tp: add it once, after the sum"
         for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("dp", layout.dp)):
-            terms = _one_each(held, [seen.outputs[name] for seen in held], axis)
+            terms = _one_each(held, [seen.outputs[name, call] for seen in held], axis)
             unequal = axis == "tp" and len(terms) == size > 1 and not _same(terms) and _same_shape([*terms, part])
             total = torch.stack(terms).double().sum(0) if unequal else part
             if unequal and (_near(total, part) or _near(total - again, part)):
@@ -252,6 +301,28 @@ class Judge:
             "what modules before it return was right: its own weights are cut otherwise than it computes, it reads "
             "another rank's, or what the forward does between the module before and this one"
         )
+
+    # --- buffers ------------------------------------------------------------------------------------------------------
+
+    def _buffers(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+        """Each rank's are the dense model's, or its part over tp of them."""
+        near = self.rounded.buffers if self.rounded is not None else {}
+        worst, first = 0.0, None
+        for name, want in self.truth.buffers.items():
+            for seen in (seen for seen in ranks if name in seen.buffers):
+                got = seen.buffers[name]
+                parts = list(_shards(layout, seen, want, got.shape, ()))
+                nears = list(_shards(layout, seen, near[name], got.shape, ())) if name in near else [None]
+                ulps, bad = self._off(got, parts[0], nears[0]) if parts else (math.inf, True)
+                worst = max(worst, ulps)
+                if bad and first is None:
+                    cause = (
+                        "after the step it isn't what it is in the dense model, and is saved in checkpoints: let all "
+                        "ranks compute it alike, of sums over tp, dp, cp and micro-batches; where each rank has its "
+                        "own, or nobody needs it saved, register_buffer(..., persistent=False)"
+                    )
+                    first = Departure("buffers", name, ulps, cause)
+        return worst, first
 
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
@@ -356,6 +427,11 @@ def _near(got: Tensor, want: Tensor) -> bool:
     scale = want.double().abs().max().item() if want.numel() else 0.0
     eps = torch.finfo(got.dtype).eps if got.dtype != torch.float64 else TOLERANCE
     return bool(scale) and (got.double() - want.double()).abs().max().item() <= 64 * eps * scale
+
+
+def _farthest(got: Tensor, want: Tensor) -> float:
+    """The largest difference; infinite values may be equal."""
+    return ((got.double() - want.double()).abs().masked_fill_(got == want, 0)).max().item()
 
 
 def _ratio(got: Tensor, want: Tensor) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,12 @@ from mpcore.gradients import grad_norm, reduce_gradients
 from mpcore.initialize import materialize
 from mpcore.layers.context import sequence_index, shard_sequence
 from mpcore.mesh import Mesh
-from mpcore.pipeline.engine import Pipeline
-from mpcore.sharding import Run, Sharding, full_tensor, shardings
+from mpcore.pipeline.engine import Pipeline, uncompiled
+from mpcore.sharding import Run, Sharding, declarations, full_tensor, named_modules, persistent_buffers, shardings
 from mpcore.verify.layout import Layout
 
-LEARNING_RATE = 0.1
+STEP = 0.1  # at most the length of the step: what is evaluated after it rounds as the forward before did
+Call = tuple[str, int]  # of a module, by its name, and of its calls in one forward which: 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,12 @@ class Seen:
         tokens: the places in it that this rank holds; None: all.
         initial, gradients, updated: logical tensors by the parameter's name.
         local: gradients of replicated parameters before anything finished them.
-        outputs: what the modules returned, by name in the order of the forward, on this rank.
+        outputs: what each call of a module returned, in the order of the forward, on this rank.
         features: by name of a module the runs of its last dimension that this rank holds.
-        output: what the last stage returned; None on other stages.
+        output: the tensors that the last stage returned, by where they stand in it; None on other stages.
+        buffers: the persistent ones after the step, as this rank has them.
+        evaluated: as `output`, of the same batch in eval() after the step.
+        rows: B, of the whole batch.
         loss: of the whole batch.
         norm: of all gradients.
     """
@@ -71,9 +76,12 @@ class Seen:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)
     updated: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[Call, Tensor] = field(default_factory=dict)
     features: dict[str, tuple[Run, ...]] = field(default_factory=dict)
-    output: Tensor | None = None
+    output: dict[str, Tensor] | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: dict[str, Tensor] | None = None
+    rows: int = 0
     loss: float = 0.0
     norm: float = 0.0
 
@@ -100,11 +108,16 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
     if any(p.is_meta for p in model.parameters()):
         # drawn in their own dtype, as the run does it, and only then made wide
         materialize(model, task.seed)
-    return model.to(task.dtype)
+    complex_dtype = torch.complex128 if task.dtype == torch.float64 else torch.complex64
+
+    def cast(x: Tensor) -> Tensor:  # not model.to(dtype), which drops the imaginary part of complex buffers
+        return x.to(complex_dtype if x.is_complex() else task.dtype if x.is_floating_point() else x.dtype)
+
+    return model._apply(cast)
 
 
 def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
-    """Build, forward, backward and one step of plain SGD.
+    """Build, forward, backward, one step of plain SGD, and a forward in eval().
 
     Raises:
         ValueError: if the batch can't be dealt out.
@@ -112,22 +125,22 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     model = build_model(task, mesh, layout)
     seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
     declared = shardings(model)
-    seen.initial = _full(dict(model.named_parameters()), declared)
-    rows = len(task.batch["x"])
+    seen.initial = _full({name: p for name, p, _ in declarations(model)}, declared)
+    seen.rows = len(task.batch["x"])
     each = mesh.dp.size * layout.micro_batches
-    if rows % each:
-        raise ValueError(f"layout {layout.name!r}: {rows} rows are not a multiple of dp x micro-batches = {each}")
-    outputs = _listen(model, seen)
+    if seen.rows % each:
+        raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of dp x micro-batches = {each}")
+    forwards = _listen(model, seen)
+    returned: list[dict[str, Tensor]] = []
     if mesh.data.size > 1:
         shard_data_parallel(model, mesh, zero=layout.zero)
 
     def loss(output: Any, target: Tensor) -> Tensor:
         if task.loss is None and not isinstance(output, Tensor):
             raise ValueError(f"the model returns a {type(output).__name__}: a loss(output, target, mesh) must take it")
-        first = _first(output)
-        if first is None:
+        returned.append(_leaves(output))
+        if not any(leaf.is_floating_point() for leaf in returned[-1].values()):
             raise ValueError(f"the model returns a {type(output).__name__} without a floating tensor: none to compare")
-        seen.output = first.detach() if seen.output is None else torch.cat([seen.output, first.detach()])
         return task.loss(output, target, mesh) if task.loss else output.square().sum() / 2
 
     batch = {name: t.chunk(mesh.dp.size)[mesh.dp.rank] for name, t in task.batch.items()}
@@ -136,10 +149,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
     target = batch.pop("target", batch["x"])
     pipeline = Pipeline(model, mesh, layout.micro_batches, loss)
-    total = pipeline.forward_backward(batch.pop("x"), target, **batch)
+    x = batch.pop("x")
+    with uncompiled():  # or what listens to modules is compiled with them, anew for each call
+        total = pipeline.forward_backward(x, target, **batch)
     seen.loss = float(all_reduce(total, mesh.data))
-    seen.outputs = {name: torch.cat(parts[-layout.micro_batches :]) for name, parts in outputs.items()}
-    parameters = dict(model.named_parameters())
+    seen.output = _joined(returned) if returned else None
+    seen.outputs = _joined(forwards[-layout.micro_batches :])  # those before are a pipeline's dry run
+    parameters = {name: p for name, p, _ in declarations(model)}
     if layout.zero == 0:
         seen.local = {
             name: p.grad.clone() for name, p in parameters.items() if p.grad is not None and not declared[name].shards
@@ -147,8 +163,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     reduce_gradients(model)
     seen.gradients = _full({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
     seen.norm = float(grad_norm(model, mesh))
-    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    torch.optim.SGD(model.parameters(), lr=STEP / max(seen.norm, 1.0)).step()
     seen.updated = _full(parameters, declared)
+    seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
+    model.eval()
+    with uncompiled():
+        (output,) = pipeline.forward([x], **batch)
+    seen.evaluated = _leaves(output) if returned else None
     return seen
 
 
@@ -170,28 +191,60 @@ def _full(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> di
     return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
 
 
-def _first(output: Any) -> Tensor | None:
-    """The first floating tensor of what a module returns: of a tuple, a dict, or an output of Hugging Face's."""
-    return next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
+def _leaves(output: Any, where: str = "") -> dict[str, Tensor]:
+    """Copies of all tensors of what a model returns, by where they stand: "" alone, "[1]" or "['logits']" within."""
+    if isinstance(output, Tensor):
+        return {where: _copied(output)}
+    if isinstance(output, Mapping):
+        inner: Sequence[tuple[Any, Any]] = list(output.items())
+    else:
+        leaves = output if isinstance(output, tuple | list) else tree_leaves(output)
+        inner = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not output]
+    return {name: leaf for key, value in inner for name, leaf in _leaves(value, f"{where}[{key!r}]").items()}
 
 
-def _listen(model: nn.Module, seen: Seen) -> dict[str, list[Tensor]]:
-    """Keep the first tensor that each module returns, from the inside out."""
-    outputs: dict[str, list[Tensor]] = {}
+def _copied(x: Tensor) -> Tensor:
+    """A copy; of complex numbers their real and imaginary parts, [...] -> [..., 2]."""
+    return torch.view_as_real(x.detach().resolve_conj()).clone() if x.is_complex() else x.detach().clone()
+
+
+def _joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    """Tensors of micro-batches joined along dimension 0; those that have none, or differ in others, are left out."""
+    if len(parts) < 2:
+        return dict(*parts)
+    found = {key: [part[key] for part in parts if key in part] for key in parts[0]}
+    alike = {key for key, ts in found.items() if len({t.shape[1:] for t in ts}) == 1 and len(ts) == len(parts)}
+    return {key: torch.cat(ts) for key, ts in found.items() if key in alike and ts[0].dim()}
+
+
+def _listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
+    """Keep for each forward of the model the first tensor that each call of a module returns, from the inside out."""
+    forwards: list[dict[Call, Tensor]] = []
+    inside = False  # not in what recomputation calls once more
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nonlocal inside
+        forwards.append({})
+        inside = True
 
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = _first(output)
-            if first is not None and not first.is_meta:
-                outputs.setdefault(name, []).append(first.detach().clone())
+            nonlocal inside
+            tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor))
+            first = next((x for x in tensors if x.is_floating_point() and x.dim() and not x.is_meta), None)
+            if inside and first is not None:
+                call = next(i for i in itertools.count() if (name, i) not in forwards[-1])
+                forwards[-1][name, call] = first.detach().clone()
+            inside = inside and module is not model
 
         return hook
 
-    for name, module in model.named_modules():
+    model.register_forward_pre_hook(begin)
+    for name, module in named_modules(model):
         module.register_forward_hook(keep(name))
         weight = getattr(module, "shardings", {}).get("weight")
         if weight is not None and not getattr(module, "gather_output", False):
             for shard in weight.shards:
                 if weight.shape[shard.dim] == getattr(module, "out_features", None) and shard.dim == 0:
                     seen.features[name] = shard.mine
-    return outputs
+    return forwards

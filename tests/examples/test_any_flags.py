@@ -30,9 +30,10 @@ def draw_model(dice: random.Random) -> list[str]:
              "--lr-schedule", dice.choice(["cosine", "linear", "wsd"])]  # fmt: skip
     flags += ["--tie-embeddings"] if dice.random() < 0.4 else []
     preset = dice.choice(["tiny", "tiny", "gpt2", "tiny-moe", "tiny-moe"])
-    flags += ["--preset", preset]
-    if preset != "gpt2":
-        flags += ["--kv-heads", dice.choice(["1", "2", str(heads)])]
+    kv_heads = dice.choice(["1", "2", str(heads)]) if preset != "gpt2" else None
+    if preset == "tiny" and kv_heads == str(heads):  # every head has keys of its own
+        preset, kv_heads = "tiny-mla", None
+    flags += ["--preset", preset, *(["--kv-heads", kv_heads] if kv_heads else [])]
     if preset == "tiny-moe":
         flags += ["--experts", dice.choice(["4", "6"]), "--top-k", dice.choice(["1", "2"]), "--expert-d-ff", "8"]
         flags += dice.choice([[], ["--shared-experts", "1"]]) + dice.choice([[], ["--moe-every", "2"]])

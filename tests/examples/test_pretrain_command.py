@@ -111,7 +111,11 @@ def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None
         ({"tp": 4}, ["--heads", "3"], r"d_model 16 is not a multiple of heads 3"),
         ({"tp": 4}, ["--kv-heads", "3"], r"heads 4 is not a multiple of kv_heads 3"),
         ({"tp": 4}, ["--seq-len", "15", "--sequence-parallel"], r"--seq-len 15 is not a multiple of the tp size 4"),
-        ({"dp": 4}, ["--global-batch", "6"], r"--global-batch 6 is not a multiple of dp x micro-batch = 4 x 2 = 8"),
+        (
+            {"dp": 4},
+            ["--global-batch", "6"],
+            r"--global-batch 6 is not a multiple of dp x micro-batch = 4 x 2 = 8: 8 is",
+        ),
         ({"pp": 2, "dp": 2}, [], r"1 micro-batches .* are fewer than the pp size 2: --global-batch 8"),
         ({"ep": 2}, [], r"--ep 2"),
         ({"cp": 4}, ["--seq-len", "18"], r"--seq-len 18 is not a multiple of the cp size 4 that cut it: 16 is"),

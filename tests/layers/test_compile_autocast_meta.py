@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpcore import (
     Axis,
     ColumnParallelLinear,
+    MultiLatentAttention,
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
@@ -54,6 +55,9 @@ def check_compiled(what, sequence):
         model = nn.Sequential(up, nn.Tanh(), RowParallelLinear(10, D, **sp)).double()
     elif what == "attention":
         model = ParallelAttention(D, 6, 2, 4, rope=RotaryEmbedding(4), qk_norm=True, **sp).double()
+    elif what == "latent":
+        narrow = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 3, "q_lora_rank": 5}
+        model = MultiLatentAttention(D, 5, **narrow, rope=RotaryEmbedding(4), **sp).double()
     elif what == "block":
         model = materialize(build_block(dropout=0.2, sequence=sequence, tp=tp), 3).double()
     torch.compiler.reset()
@@ -75,6 +79,7 @@ def check_compiled(what, sequence):
     [
         *[("regather", 1), ("attention", None), ("block", 1)],
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("mlp", None), ("mlp", 1), ("attention", 1)]),
+        *(pytest.param("latent", sequence, marks=pytest.mark.slow) for sequence in (None, 1)),
         pytest.param("block", None, marks=pytest.mark.slow),
     ],
 )
@@ -282,6 +287,51 @@ def test_what_is_not_ours_is_reset_from_its_name():
 
     with pytest.raises(ValueError, match=r"nothing says how scale of Bare begins: give it reset_parameters\(\)"):
         materialize(Bare(), 1)
+
+
+class Table(nn.Module):
+    """Angles that nothing else makes again, filled or replaced by its reset, beside a buffer of another's."""
+
+    def __init__(self, reset=None, kept=None):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0))
+        self.register_buffer("kept", kept)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.reset = reset
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        if self.reset == "fill":
+            self.angles.copy_(torch.arange(4.0))
+        elif self.reset == "replace":
+            self.angles = torch.arange(4.0)
+
+
+@pytest.mark.parametrize("reset", ["fill", "replace"])
+def test_buffers_on_the_meta_device_are_filled_by_their_modules_reset_and_others_stay(reset):
+    kept = torch.tensor([3, 5])
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), Table(reset, kept), nn.MultiheadAttention(4, 2))
+    materialize(model, 1)
+    table = model[1]
+    assert torch.equal(table.angles, torch.arange(4.0))
+    assert torch.equal(table.kept, kept)
+    assert torch.equal(table.norm.running_var, torch.ones(3))
+    assert table.norm.num_batches_tracked == 0
+    assert not torch.cat([model[2].in_proj_bias, model[2].out_proj.bias]).any(), "as torch begins its attention"
+    assert torch.equal(model[0].weight, materialize(nn.Sequential(nn.Linear(3, 4)), 1)[0].weight)
+
+
+def test_buffers_that_nothing_fills_are_refused():
+    with torch.device("meta"):
+        model, bare = Table(), nn.Sequential(nn.Linear(2, 2), nn.Module())
+        bare[1].register_buffer("freqs", torch.ones(3))
+    with pytest.raises(ValueError, match="how buffer angles of Table begins: make it outside the meta device"):
+        materialize(model, 1)
+    with pytest.raises(ValueError, match=r"how buffer 1\.freqs of Module begins"):
+        materialize(bare, 1)
+    assert bare[0].weight.is_meta
 
 
 def test_a_model_in_bfloat16_keeps_rope_in_float32():

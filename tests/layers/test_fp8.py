@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcore import (
     Axis,
@@ -21,6 +22,7 @@ from mpcore import (
     parallelize,
 )
 from mpcore import collectives as c
+from mpcore.kernels import fp8_matmul, quantize_fp8
 from mpcore.layers import products
 from mpcore.precision import autocast, convert_to_fp8
 from mpcore.recompute import recompute
@@ -244,6 +246,27 @@ def check_block(sequence, regather):
 def check_blocks():
     for sequence, regather in [(None, False), (1, False), (1, True), (0, True)]:
         check_block(sequence, regather)
+
+
+class _Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.mpcore.fp8_matmul
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):
+    for kernel in (fp8_matmul, quantize_fp8):
+        monkeypatch.setattr(kernel, "runs_triton", lambda *_: True)  # the operators; on a CPU they are the references
+    counts = {}
+    for kind in ("none", "selective", "full"):
+        block = convert_to_fp8(ParallelMLP(256, 128, "swiglu", bias=False))
+        recompute([block], kind)
+        with _Products() as products:
+            block(torch.ones(1, 8, 256, requires_grad=True)).sum().backward()
+        counts[kind] = products.count
+    assert counts == {"none": 6, "selective": 6, "full": 8}
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,11 +1,13 @@
 """Vocabulary-parallel cross-entropy against `F.cross_entropy` in float64: loss and gradient, at every size."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mpcore import (
     Axis,
@@ -383,6 +385,23 @@ def check_backward_twice():
     (second,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, kept), "the second backward wrote to the first one's gradient"
     assert torch.equal(second, kept)
+
+
+def check_saved_operators():
+    """A policy that keeps every operator's output finds in a second forward what the first one made."""
+    tp = tp_axis()
+    logits = c.split(draw(3, 4, 13), tp, -1).detach().requires_grad_()
+    target = draw_ids(2, 13, 4)
+    loss = functools.partial(vocab_parallel_cross_entropy, target=target, tp=tp, vocab_size=13)
+    (want,) = torch.autograd.grad(loss(logits * 1), logits)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    y = checkpoint(lambda x: loss(x * 1), logits, use_reentrant=False, context_fn=contexts)
+    (got,) = torch.autograd.grad(y, logits)
+    assert torch.equal(got, want)
+
+
+def test_a_checkpoint_may_keep_every_operator_of_a_loss(ranks):
+    ranks(2, check_saved_operators)
 
 
 @pytest.mark.parametrize("size", SIZES)

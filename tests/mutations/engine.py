@@ -10,7 +10,7 @@ CHANGED = FILE + "test_outputs_that_change_or_cant_be_sent_are_refused_on_every_
 
 MUTATIONS = [
     Mutation("the dry run is one in evaluation", ENGINE,
-             "with _undone(module), torch.compiler", "with _undone(module.eval()), torch.compiler", OWN),
+             "with _undone(module), uncompiled", "with _undone(module.eval()), uncompiled", OWN),
     Mutation("what a dry run does to buffers stays", ENGINE,
              "                    x.copy_(value)", "                    pass", OWN),
     Mutation("places in a dry run are in no table", ENGINE, "x.detach().zero_()", "x.detach().fill_(99)", HALVES),

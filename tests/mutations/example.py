@@ -26,8 +26,6 @@ MUTATIONS = [
              "compile_blocks(layers, args.compile)", "pass", COMPILE),
     Mutation("evaluations are compiled too", "examples/gpt/pretrain.py",
              'return torch.compiler.set_stance("force_eager") if', "return nullcontext() if", COMPILE),
-    Mutation("torch's dry run for shapes is compiled too", "mpcore/pipeline/engine.py",
-             ', torch.compiler.set_stance("force_eager") if compiled', ", nullcontext() if compiled", COMPILE),
     Mutation("parameters that are sharded are offloaded as far as a block says no", "examples/gpt/arguments.py",
              'if "parameters" in args.offload and args.zero and', "if False and",
              f"{OFFLOAD}::test_parameters_sharded_over_data_stay"),

@@ -14,7 +14,7 @@ MUTATIONS = [
     Mutation("22 recomputed tokens are counted again", ROUTER,
              "if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:", "if True:", MOE),
     Mutation("26 the dry run of a pipeline counts tokens", "mpcore/pipeline/engine.py",
-             "with _undone(module), torch.compiler", "with torch.compiler", EXAMPLE),
+             "with _undone(module), uncompiled():", "with uncompiled():", EXAMPLE),
     Mutation("27 fractions of this rank's tokens alone", ROUTER,
              "counts = all_reduce(all_reduce(counts, self.tp), self.cp)", "counts = counts * 1", MOE),
     Mutation("27 padding counts in the balance loss", ROUTER,

@@ -8,7 +8,7 @@ MUTATIONS = [
     Mutation(
         "attention's products on a CPU aren't counted",
         "mpcore/dry_run.py",
-        "or _ON_CPU.get(func.overloadpacket)",
+        "_ON_CPU.get(func.overloadpacket) or ",
         "",
         PLAN,
     ),

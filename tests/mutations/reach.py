@@ -11,6 +11,7 @@ from tests.mutations import Mutation
 FILES = {
     "bench/": "benches are no part of a model",
     "examples/gpt/arguments.py": "the flags of the example",
+    "examples/gpt/blend.py": "the data of the example, in whose place verify has tokens of its own",
     "examples/gpt/data.py": "the data of the example, in whose place verify has tokens of its own",
     "examples/gpt/generate.py": "it writes no text",
     "examples/gpt/hf.py": "a conversion of files",
@@ -49,6 +50,13 @@ BEYOND = {
     "no layer of its model is wrapped or replaced": (
         "attention asks its projection for heads", "any norm is taken for RMSNorm",
     ),
+    "its models give experts all their axes": (
+        "28 experts are cut over nothing where etp isn't given", "28 experts' replicas over tp are nobody's",
+    ),
+    "its models scale scores by the width of keys": ("the scale gets lost between ranks",),
+    "its models mask no attention by hand, and pack no documents": (
+        "the scale gets lost under a mask of one's own", "the scale gets lost in the kernel",
+    ),
     "its models name no parameter twice": (
         "30 the first owner of a parameter alone is asked", "11 the pending sums of the first owner alone count",
         "21 the first owner alone says how a parameter begins",
@@ -83,19 +91,22 @@ BEYOND = {
         "llama3's bands change places", "the layer's soft cap gets lost", "weights of experts aren't normalised",
         "29 ties go to the higher expert", "27 padding is routed", "weights aren't scaled",
         "27 padding counts in the balance loss", "the padding's row is drawn",
-        "the loss scales a softmax that is used again",
+        "the loss scales a softmax that is used again", "4 the loss changes its logits",
+        "the latent of queries has no norm", "values come before keys", "scores are scaled by what has no rotation",
+        "YaRN leaves the scores alone", "YaRN's factor comes once", "padded values stay in the output",
+        "a checkpoint's latents are the default's", "the example turns latent attention's halves",
     ),
     COST: (
-        "torch's dry run for shapes is compiled too",
         "cp: keys go on round where nobody reads them", "DTensor is imported with the library",
-        "a block gathers once more", "capacity bounds no slots", "the host reads whether any token is real",
+        "a block gathers once more", "narrow values take memory of all pairs", "capacity bounds no slots",
+        "the host reads whether any token is real",
         "ZeRO-2 sums gradients once a step", "ZeRO-1 gathers parameters each micro-batch",
         "ZeRO-2 sums once more after the last micro-batch", "ZeRO-3 keeps parameters after forward",
         "36 cp: zigzag pairs neighbours", "a split product runs whole, twice",
         "each micro-batch keeps a copy of the weight",
     ),
     REFUSAL: (
-        "22 a router that counted nothing passes",
+        "22 a router that counted nothing passes", "28 experts that lie otherwise than the mesh says pass",
         "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
         "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
         "10 gathered logits are taken", "processes of another launcher train alone",
@@ -130,9 +141,10 @@ BEYOND = {
     "it reads a state dict at once": ("a state dict moves with the model",),
     "it has one worker": ("workers share the first one's groups",),
     "its ranks have no GPUs": ("ranks share a GPU by default", "a world on GPUs has no backend on the host"),
+    "it looks at the last stage on its own rank": ("35 the first stage answers for the last",),
     "it starts once": ("2 a new attempt takes the dead one's name",),
     "it meets no NaN": ("30 a NaN is lost in the maximum", "a shard masked with -inf gives NaN"),
-    "it takes one step, in training": (
+    "it takes one step in training, and evaluates after it alone": (
         "27 evaluation counts", "a validation leaves copies of parameters that nobody steps",
         "22 recomputed tokens are counted again", "26 the dry run of a pipeline counts tokens",
         "22 recomputation counts as a call",

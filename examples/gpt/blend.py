@@ -1,0 +1,160 @@
+"""Several corpora in one stream of samples, each with a share of its own; still a pure function of (seed, index).
+
+`--data 0.7 web 0.3 code` takes seven samples of ten from `web`. Any run of 10,000 samples that begins at a multiple of
+10,000 holds each corpus' share exactly, in an order drawn anew; a corpus that ends begins its next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from examples.gpt.data import IndexedDataset, Samples, TokenSamples, permute, split_samples
+from mpcore.survival import file_versions
+
+PERIOD = 10_000  # samples in which shares are exact; what is below one of them can't be a share
+
+
+class Blend(Samples):
+    """Samples of several corpora.
+
+    Args:
+        parts: the samples of each.
+        weights: of each, positive; only their ratios count. None: as many as each has, so that all end together.
+        seed: any integer.
+
+    Raises:
+        ValueError: no part, parts of unequal `seq_len`, or weights that don't fit.
+    """
+
+    def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float] | None, *, seed: int) -> None:
+        lengths = sorted({part.seq_len for part in parts})
+        if len(lengths) != 1:
+            raise ValueError(f"{len(parts)} parts have samples of {lengths} tokens: all must have the same")
+        weights = [len(part) for part in parts] if weights is None else weights
+        if len(weights) != len(parts):
+            raise ValueError(f"{len(weights)} weights for {len(parts)} corpora")
+        self.parts, self.seed, self.seq_len = list(parts), seed, lengths[0]
+        self.counts = counts_of_period(weights)
+        self._ends = np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        """Samples of all parts."""
+        return sum(map(len, self.parts))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Which corpus sample `index` is of, and which of that corpus' samples it is."""
+        if index < 0:
+            raise ValueError(f"sample index {index} is below 0")
+        period, slot = divmod(index, PERIOD)
+        slot = permute(slot, PERIOD, seed=self.seed, epoch=-1 - period)  # corpora have the epochs from 0 on
+        part = int(np.searchsorted(self._ends, slot, side="right"))
+        count = self.counts[part]
+        return part, period * count + slot - int(self._ends[part]) + count
+
+    def sample(self, index: int) -> np.ndarray:
+        """int64 [seq_len + 1]."""
+        part, own = self.place(index)
+        return self.parts[part].sample(own)
+
+
+def counts_of_period(weights: Sequence[float]) -> list[int]:
+    """Samples of each corpus in a period: its share rounded, by the method of largest remainders.
+
+    Raises:
+        ValueError: a weight that is not a positive number, or whose share is not one sample of a period.
+    """
+    if not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"weights {list(weights)} are not all positive numbers")
+    exact = np.asarray(weights, np.float64) / np.sum(weights) * PERIOD
+    counts = np.floor(exact).astype(np.int64)
+    most = np.argsort(counts - exact, kind="stable")
+    counts[most[: PERIOD - int(counts.sum())]] += 1
+    if counts.min() < 1:
+        raise ValueError(
+            f"weight {weights[int(counts.argmin())]} of {sum(weights):g} in all is below 1 in {PERIOD:,}: "
+            f"give it more, or leave that corpus out"
+        )
+    return counts.tolist()
+
+
+def parse_sources(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of `--data`: prefixes alone, or a weight before each.
+
+    Raises:
+        ValueError: weights before some alone, or a corpus twice.
+    """
+    numbers = [_number(word) for word in words]
+    weights: list[float] | None = [x for x in numbers[::2] if x is not None]
+    prefixes = list(words[1::2])
+    if not weights or len(words) == 1:
+        prefixes, weights = list(words), None
+    elif len(words) % 2 or len(weights) < len(prefixes) or any(x is not None for x in numbers[1::2]):
+        raise ValueError(
+            f"--data {' '.join(words)}: give prefixes alone, or a weight before each, as in --data 0.7 web 0.3 code; "
+            f"a prefix that is a number wants a folder before it, as in ./7"
+        )
+    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
+    if twice:
+        raise ValueError(f"--data names {twice[0]} {prefixes.count(twice[0])} times: give it once, with a weight")
+    return prefixes, weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+class Corpora:
+    """The corpora of a run, opened.
+
+    Args:
+        prefixes, weights: as of `parse_sources`.
+
+    Attributes:
+        about: what a run that goes on from a checkpoint must find again.
+        files: versions of all files, for `check_same`.
+
+    Raises:
+        ValueError: a file that is missing or damaged, or a corpus without a document.
+    """
+
+    def __init__(self, prefixes: Sequence[str], weights: Sequence[float] | None) -> None:
+        self.datasets, self.weights = [IndexedDataset(prefix) for prefix in prefixes], weights
+        for data in self.datasets:
+            if not len(data):
+                raise ValueError(f"{data.prefix}.idx has no document: there is nothing to train on")
+        self.about: dict[str, Any] = {
+            "documents": sum(map(len, self.datasets)),
+            "tokens": sum(data.num_tokens for data in self.datasets),
+        }
+        if len(self.datasets) > 1:
+            shares = [None] * len(self.datasets) if weights is None else counts_of_period(weights)
+            self.about["blend"] = [[data.num_tokens, n] for data, n in zip(self.datasets, shares, strict=True)]
+        paths = [f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")]
+        self.files = {path: version for path in paths for version in file_versions(path).values()}
+
+    def check_tokens(self, vocab_size: int, part: int, parts: int) -> None:
+        """As of `IndexedDataset`, of each."""
+        for data in self.datasets:
+            data.check_tokens(vocab_size, part, parts)
+
+    def split(self, seq_len: int, *, seed: int, evaluate: bool) -> tuple[Samples, Samples | None]:
+        """Training and held-out samples, as of `split_samples`, in the same shares; None if a corpus has none."""
+        both = []
+        for data in self.datasets:
+            try:
+                both.append(split_samples(data, seq_len, seed=seed, evaluate=evaluate))
+            except ValueError as problem:
+                raise problem if len(self.datasets) == 1 else ValueError(f"{data.prefix}: {problem}") from None
+        if len(both) == 1:
+            return both[0]
+        train = Blend([train for train, _ in both], self.weights, seed=seed)
+        held_out = [part for _, part in both if part is not None]
+        if len(held_out) < len(both):
+            return train, None
+        return train, Blend(held_out, train.counts, seed=seed)

@@ -1,0 +1,170 @@
+"""Samples of several corpora in given shares."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.gpt.arguments import learning_rate
+from examples.gpt.blend import PERIOD, Blend, Corpora, counts_of_period, parse_sources
+from examples.gpt.data import IndexedDataset, IndexedDatasetWriter, TokenSamples
+from examples.gpt.pretrain import parse
+from mpcore.optim import SCHEDULES
+from tests.examples.test_pretrain import trainer
+from tests.examples.test_pretrain_command import check_refused
+
+
+def write(prefix: Path, *documents: list[int]) -> str:
+    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+        for tokens in documents:
+            writer.add_document(tokens)
+    return str(prefix)
+
+
+@pytest.fixture
+def parts(tmp_path) -> list[TokenSamples]:
+    """Of 3 windows, 10 and 40; a token names its corpus by its hundreds."""
+    documents = [[100 + i % 100 for i in range(7)], list(range(200, 221)), list(range(300, 381))]
+    prefixes = [write(tmp_path / str(i), tokens) for i, tokens in enumerate(documents)]
+    return [TokenSamples(IndexedDataset(prefix), 2, seed=5) for prefix in prefixes]
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [0.7, 0.2, 0.1], [1, 9998, 1], [3.3333, 1e3, 77.7]], ids=str)
+def test_every_period_holds_each_share_and_every_sample_of_a_corpus_comes_in_turn(parts, weights):
+    blend = Blend(parts, weights, seed=1)
+    exact = np.array(weights) / sum(weights) * PERIOD
+    assert sum(blend.counts) == PERIOD
+    assert np.abs(np.array(blend.counts) - exact).max() < 1
+    places = [blend.place(i) for i in range(3 * PERIOD)]
+    for period in range(3):
+        counted = Counter(part for part, _ in places[period * PERIOD : (period + 1) * PERIOD])
+        assert [counted[i] for i in range(3)] == blend.counts
+    for i, count in enumerate(blend.counts):  # none twice, none left out
+        assert sorted(own for part, own in places if part == i) == list(range(3 * count))
+
+
+def test_a_blend_is_a_function_of_seed_and_index(parts):
+    blend, again = (Blend(parts, [2, 1, 1], seed=1) for _ in range(2))
+    other = Blend(parts, [2, 1, 1], seed=2)
+    indices = [0, 7, PERIOD - 1, PERIOD, 12 * PERIOD + 3, 10**9]
+    for index in reversed(indices):
+        part, own = blend.place(index)
+        np.testing.assert_array_equal(again.sample(index), parts[part].sample(own))
+        assert set(again.sample(index) // 100) == {part + 1}
+    orders = [[b.place(p * PERIOD + i)[0] for i in range(200)] for b in (blend, other) for p in range(2)]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
+    tokens, targets = blend.batch(indices)
+    assert tokens[3].tolist() == blend.sample(PERIOD)[:-1].tolist()
+    assert targets[3].tolist() == blend.sample(PERIOD)[1:].tolist()
+    runs = [len(list(same)) for _, same in itertools.groupby(blend.place(i)[0] for i in range(4000))]
+    assert max(runs) < 30  # well mixed: half of the samples are the first's
+    with pytest.raises(ValueError, match="-1"):
+        blend.sample(-1)
+
+
+def test_without_weights_every_sample_comes_as_often_as_any_other(parts):
+    blend = Blend(parts, None, seed=0)
+    assert len(blend) == 3 + 10 + 40
+    assert blend.counts == counts_of_period([3, 10, 40])
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["web"], (["web"], None)),
+        (["web", "code"], (["web", "code"], None)),
+        (["7"], (["7"], None)),
+        (["0.7", "web", "3", "code"], (["web", "code"], [0.7, 3.0])),
+        (["1", "web"], (["web"], [1.0])),
+        (["0.7", "web", "code"], "give prefixes alone, or a weight before each"),
+        (["0.7", "web", "x", "code"], "give prefixes alone, or a weight before each"),
+        (["0.7", "web", "0.3"], "give prefixes alone, or a weight before each"),
+        (["0.7", "0.3", "web", "code"], "give prefixes alone, or a weight before each"),
+        (["web", "code", "web"], "names web 2 times"),
+    ],
+    ids=str,
+)
+def test_sources_are_prefixes_with_weights_or_without(words, found):
+    if isinstance(found, tuple):
+        assert parse_sources(words) == found
+    else:
+        with pytest.raises(ValueError, match=found):
+            parse_sources(words)
+
+
+def test_weights_that_are_none_are_refused(parts):
+    for weights in ([1, 0, 1], [1, -1, 1], [1, float("nan"), 1], [1, float("inf"), 1]):
+        with pytest.raises(ValueError, match="not all positive"):
+            Blend(parts, weights, seed=0)
+    with pytest.raises(ValueError, match=r"weight 1 of 100001 in all is below 1 in 10,000"):
+        Blend(parts[:2], [1, 100_000], seed=0)
+    with pytest.raises(ValueError, match="2 weights for 3 corpora"):
+        Blend(parts, [1, 1], seed=0)
+    with pytest.raises(ValueError, match=r"2 parts have samples of \[2, 3\] tokens"):
+        Blend([parts[0], TokenSamples(parts[1].dataset, 3, seed=0)], None, seed=0)
+
+
+def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
+    prefixes = [write(tmp_path / str(i), *[[100 * i + j % 90 for j in range(40)]] * 60) for i in (1, 2)]
+    data = Corpora(prefixes, [3, 1])
+    train, held_out = data.split(8, seed=0, evaluate=True)
+    assert held_out is not None
+    seen = Counter(int(held_out.sample(i)[0]) // 100 for i in range(PERIOD))
+    assert seen == {1: 7500, 2: 2500}
+    assert held_out.counts == train.counts
+    assert len(train) + len(held_out) <= sum(d.num_tokens for d in data.datasets) // 8
+    assert data.about == {"documents": 120, "tokens": 4800, "blend": [[2400, 7500], [2400, 2500]]}
+    short = write(tmp_path / "short", list(range(12)))
+    assert Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=False)[1] is None
+    with pytest.raises(ValueError, match=r"short: the training part: .* holds 3 tokens.* takes 9"):
+        Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_learning_rate_ends_at_its_least(schedule):
+    flags = ["--lr", "0.01", "--lr-schedule", schedule, "--steps", "10", "--warmup", "2"]
+    for given, least in ((["--min-lr", "0.004"], 0.004), (["--min-lr", "0"], 0.0), ([], 0.001)):
+        args = parse([*flags, *given])
+        assert learning_rate(args, 10) == pytest.approx(least)
+        assert max(learning_rate(args, step) for step in range(10)) == pytest.approx(0.01)
+
+
+def lines(*flags: str, out: str, **sizes: int) -> list[float]:
+    t = trainer("--eval-every", "2", "--eval-samples", "8", *flags, "--out", out, **sizes)
+    return [t.step(i)["loss"] for i in range(2)] + [t.evaluate()]
+
+
+def check_layout(flags: list[str], expected: list[float], out: str) -> None:
+    assert lines(*flags, out=out, dp=2, tp=2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, tmp_path):
+    web, code = (write(tmp_path / name, *[[(7 * i + j) % 60 for j in range(50)] for i in range(40)]) for name in "ab")
+    flags = ["--data", "0.7", web, "0.3", code, "--min-lr", "0.001", "--betas", "0.8", "0.9"]
+    alone = lines(*flags, out=str(tmp_path / "alone"))
+    assert alone != lines("--data", web, code, out=str(tmp_path / "other"))
+    ranks(4, check_layout, flags, alone, str(tmp_path / "mesh"))
+    out = str(tmp_path / "run")
+    trainer(*flags, "--eval-every", "0", "--steps", "1", "--save-every", "1", "--out", out).run()
+    again = ["--steps", "2", "--eval-every", "0", "--resume", "auto", "--out", out]
+    resumed = trainer(*flags, *again)
+    assert resumed.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    resumed.run()
+    with pytest.raises(ValueError, match=r"is of another run: .*blend"):
+        trainer("--data", "0.6", web, "0.4", code, *again)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "0.7", "/nowhere/a", "/nowhere/b"], "a weight before each"),
+        (["--min-lr", "0.1"], r"--min-lr 0.1 is not from 0 to --lr 0.003"),
+        (["--betas", "0.9", "1"], r"--betas 0.9 1.0"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path):
+    check_refused({}, flags, message, str(tmp_path / "out"))

@@ -1,0 +1,400 @@
+"""Multi-head latent attention: the paper's equations one head at a time, on every layout; and Hugging Face's layer."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import (
+    Axis,
+    ColumnParallelLinear,
+    MultiLatentAttention,
+    RotaryEmbedding,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+    reduce_gradients,
+    shard_sequence,
+    shardings,
+    unshard_sequence,
+)
+from mpcore import checkpoint as ckpt
+from mpcore import collectives as c
+from mpcore.layers.context import KINDS
+from mpcore.ledger import Ledger
+from tests.equality import close, full_gradients, same_model
+from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
+from tests.pool import mesh
+
+B, T, D, H = 2, 12, 6, 5
+NOPE, TURN, V, LATENT, Q = 3, 4, 2, 7, 5  # per head, the widths that turn or not, values; the latents
+SIZES = {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": TURN, "v_head_dim": V}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 0.9}
+
+
+FACTOR = 1.7  # of the scores, as YaRN has one
+
+
+def build_latent(q_lora_rank=Q, heads=H, interleaved=True, scaling=None, factor=None, **options):
+    rope = RotaryEmbedding(TURN, 100.0, interleaved=interleaved, scaling=scaling)
+    rope.score_factor = factor or rope.score_factor
+    options = {"rope": rope, "q_lora_rank": q_lora_rank, **SIZES, **options}
+    return nudge(MultiLatentAttention(D, heads, **options)).double()
+
+
+def turned(x, places, interleaved):
+    """Each pair of dimensions, a complex number, times e^(i place frequency)."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    frequencies = torch.tensor([100.0 ** (-2 * i / TURN) for i in range(TURN // 2)]).double()
+    y = torch.complex(a, b) * torch.exp(1j * places[:, None] * frequencies)
+    return torch.stack([y.real, y.imag], -1).flatten(-2)  # in another order, of queries and keys alike
+
+
+def rms(x, weight, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def paper(p, x, see, places, *, heads=H, interleaved=True, softcap=None, factor=1.0):
+    """Equations 37 to 47 of DeepSeek-V2, with its norms of both latents."""
+    c_q = x
+    if "q_down.weight" in p:
+        c_q = rms(F.linear(x, p["q_down.weight"], p.get("q_down.bias")), p["q_norm.weight"])
+    c_kv, k_r = F.linear(x, p["kv_down.weight"], p.get("kv_down.bias")).split([LATENT, TURN], -1)
+    c_kv, k_r = rms(c_kv, p["kv_norm.weight"]), turned(k_r, places, interleaved)
+    outputs = []
+    for w_q, w_kv in zip(p["q_up.weight"].chunk(heads), p["kv_up.weight"].chunk(heads), strict=True):
+        w_uq, w_qr = w_q.split([NOPE, TURN])
+        w_uk, w_uv = w_kv.split([NOPE, V])
+        scores = (c_q @ w_uq.T) @ (c_kv @ w_uk.T).mT + turned(c_q @ w_qr.T, places, interleaved) @ k_r.mT
+        scores = factor * scores / (NOPE + TURN) ** 0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        outputs.append(scores.masked_fill(~see, -torch.inf).softmax(-1) @ (c_kv @ w_uv.T))
+    return F.linear(torch.cat(outputs, -1), p["output.weight"], p.get("output.bias"))
+
+
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "documents": {"documents": DOCUMENTS},
+    "window": {"window": 3, "documents": DOCUMENTS},
+    "any": {"mask": sees(T, True, 5, None)},
+}
+
+
+def check(options, mask, axes, length=T, rows=B, frozen=()):
+    """One layer on these axes against the paper: output, gradients of the input and of all parameters."""
+    options = {"context": "ring", "factor": FACTOR, **options}
+    mask = {"causal": True, "window": None, "documents": None, **MASKS[mask]}
+    ends, given = mask.pop("documents"), mask.pop("mask", None)
+    sharing = {name: options.pop(name) for name in ("sequence_parallel", "sequence_dim", "context") if name in options}
+    kind, dim = sharing["context"], sharing.get("sequence_dim", 1)
+    torch.manual_seed(1)
+    dense = build_latent(**options, **mask)
+    p = {name: q.detach().clone().requires_grad_(name not in frozen) for name, q in dense.named_parameters()}
+    sharded = build_latent(**options, **mask, **sharing, **axes)
+    load_full_state_dict(sharded, full_state_dict(dense))
+    for name in frozen:
+        sharded.get_parameter(name).requires_grad_(False)
+    rows = 1 if ends is not None else rows
+    x, x_paper = (draw(1, rows, length, D).requires_grad_() for _ in range(2))
+    places = torch.arange(length)
+    if ends is not None:
+        ends = ends.clamp(max=length)
+        places = places - torch.stack([ends[ends <= t].max() for t in range(length)])
+    see = sees(length, mask["causal"], mask["window"], ends) if given is None else given
+    looks = {name: options[name] for name in ("heads", "interleaved", "softcap", "factor") if name in options}
+    want = paper(p, x_paper, see, places, **looks)
+    want.backward(draw(2, *want.shape))
+
+    tp, cp = axes.get("tp", Axis()), axes.get("cp", Axis())
+    part = shard_sequence(x, cp, kind, 1)
+    part = part if dim == 1 else part.transpose(0, 1)
+    sp = sharing.get("sequence_parallel", False)
+    part = c.split(part, tp, dim) if sp else part
+    y = sharded(part, cu_seqlens=ends, length=length if given is None else None, mask=given)
+    y = c.gather(y, tp, dim) if sp else y
+    y = unshard_sequence(y if dim == 1 else y.transpose(0, 1), cp, kind, 1, length)
+    y.backward(draw(2, *y.shape))
+    reduce_gradients(sharded, *([cp] if cp.size > 1 else []))
+    where = f"{options} {sharing} {mask} on {tp.size} x {cp.size}"
+    close(y.detach(), want.detach(), f"y of {where}")
+    close(x.grad, x_paper.grad, f"dx of {where}")
+    got = full_gradients(sharded)
+    assert got.keys() == p.keys() - set(frozen)
+    for name, grad in got.items():
+        close(grad, p[name].grad, f"gradient of {name} of {where}")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("q_lora_rank", [None, Q])
+@pytest.mark.parametrize("options", [{}, {"interleaved": False, "bias": True}, {"impl": "reference"}], ids=str)
+def test_one_rank_is_the_paper(options, q_lora_rank, mask):
+    if not (mask == "any" and "impl" in options):
+        check({"q_lora_rank": q_lora_rank, **options}, mask, {})
+
+
+def tp_axis():
+    return {"tp": mesh(tp=torch.distributed.get_world_size()).tp}
+
+
+def check_tensor_parallel():
+    for q, mask, sp in itertools.product((None, Q), ("causal", "full", "window"), (False, True)):
+        check({"q_lora_rank": q, "sequence_parallel": sp}, mask, tp_axis())
+    for q, sp in itertools.product((None, Q), (False, True)):
+        check({"q_lora_rank": q, "sequence_parallel": sp, "sequence_dim": 0, "bias": True}, "causal", tp_axis())
+    check({"heads": 8, "interleaved": False, "softcap": 0.3}, "documents", tp_axis())
+    check({"sequence_parallel": True}, "any", tp_axis())
+    check({}, "causal", tp_axis(), length=1)
+    for sp in (False, True):
+        check({"sequence_parallel": sp}, "causal", tp_axis(), rows=0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_heads_cut_over_tp_are_the_paper(ranks, size):
+    """Of five heads, so that shards are uneven, on each size."""
+    ranks(size, check_tensor_parallel)
+
+
+def check_frozen():
+    cases = [("kv_down.weight",), ("q_down.weight", "q_norm.weight", "q_up.weight"), ("kv_norm.weight", "kv_up.weight")]
+    for frozen, sp in itertools.product(cases, (False, True)):
+        check({"sequence_parallel": sp}, "causal", tp_axis(), frozen=frozen)
+
+
+def test_pitfall_43_frozen_projections_still_pass_gradients_on(ranks):
+    ranks(2, check_frozen)
+
+
+def check_context(kind):
+    axes = mesh(tp=2, cp=2, cp_inner=2)
+    axes = {"tp": axes.tp, "cp": axes.cp}
+    for mask, length in (("causal", T), ("full", 9), ("window", T - 1)):
+        check({"context": kind}, mask, axes, length=length)
+        check({"context": kind, "sequence_parallel": True, "q_lora_rank": None}, mask, axes, length=T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_context_takes_values_narrower_than_keys(ranks, kind):
+    ranks(4, check_context, kind)
+
+
+def check_any_mask_in_context():
+    for kind in ("alltoall", "allgather"):
+        check({"context": kind}, "any", {"cp": mesh(cp=2).cp})
+
+
+def test_any_mask_meets_the_keys_of_other_ranks(ranks):
+    ranks(2, check_any_mask_in_context)
+
+
+# --- Hugging Face's layer -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", [None, YARN, YARN | {"attention_factor": 1.5}], ids=["plain", "yarn", "factor"])
+@pytest.mark.parametrize("q_lora_rank", [None, Q])
+def test_it_is_the_layer_of_transformers(q_lora_rank, scaling):
+    """Its weights as they are. Tables come in float32 there, so both turn by those, which are ours too."""
+    pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+    config = hf.DeepseekV3Config(
+        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=q_lora_rank, attention_bias=True,
+        **SIZES, rope_parameters={"rope_theta": 100.0, **(scaling or {"rope_type": "default"})},
+        max_position_embeddings=32,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    theirs = hf.DeepseekV3Attention(config, 0).double()
+    ours = build_latent(q_lora_rank, scaling=scaling, bias=True)
+    names = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj", "kv_down": "kv_a_proj_with_mqa",
+             "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj", "output": "o_proj"}  # fmt: skip
+    names |= {"q_up": "q_proj"} if q_lora_rank is None else {}
+    pairs = {}
+    for name, parameter in ours.named_parameters():
+        module, leaf = name.split(".")
+        pairs[name] = parameter, getattr(getattr(theirs, names[module]), leaf)
+        with torch.no_grad():
+            pairs[name][1].copy_(parameter)
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        norm = getattr(theirs, name, None)
+        if norm is not None:  # theirs rounds to float32
+            norm.forward = lambda x, norm=norm: F.rms_norm(x, norm.weight.shape, norm.weight, 1e-6)
+    x, x_theirs = (draw(1, B, T, D).requires_grad_() for _ in range(2))
+    cos, sin = hf.DeepseekV3RotaryEmbedding(config)(x.detach().float(), torch.arange(T)[None])
+    for mine, table in zip(ours.rope(torch.arange(T)), (cos, sin), strict=True):
+        close(mine, table[0, :, : TURN // 2], "table", 1e-6)
+    cos, sin = cos.double(), sin.double()
+    y = ours(x, rotary=(cos[0, :, : TURN // 2], sin[0, :, : TURN // 2]))
+    want, _ = theirs(x_theirs, (cos, sin), None)
+    for out in (y, want):
+        out.backward(draw(2, *y.shape))
+    close(y.detach(), want.detach(), "y")
+    close(x.grad, x_theirs.grad, "dx")
+    for name, (mine, other) in pairs.items():
+        close(mine.grad, other.grad, name)
+
+
+# --- what is sent and what is kept --------------------------------------------------------------------------------
+
+
+def check_messages(q_lora_rank, sp):
+    on = mesh(tp=2)
+    layer = build_latent(q_lora_rank, sequence_parallel=sp, tp=on.tp)
+    x = draw(1, B, T // 2 if sp else T, D).requires_grad_()
+    with Ledger(on) as forward:
+        y = layer(x)
+    with Ledger(on) as backward:
+        y.sum().backward()
+    with Ledger(on) as after:
+        reduce_gradients(layer)
+    of_latents = (3, B * T * ((q_lora_rank or D) + LATENT + TURN) * 8)
+    of_output = (1, B * T * D * 8)
+    found = [{kind: (n.calls, n.bytes) for (_, kind), n in ledger.counts.items()} for ledger in (forward, backward)]
+    if sp:
+        assert found[0] == {"all_gather": of_latents, "reduce_scatter": of_output}
+        assert found[1] == {"reduce_scatter": of_latents, "all_gather": of_output}
+        assert after.volume("tp") > 0
+    else:
+        assert found == [{"all_reduce": of_output}, {"all_reduce": of_latents}]
+        assert after.volume() == 0
+        for name, sharding in shardings(layer).items():
+            if not sharding.shards:
+                grad = layer.get_parameter(name).grad
+                assert not sharding.partial
+                assert torch.equal(*c.all_gather(grad[None], on.tp, 0)), f"{name} is summed differently on each rank"
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, Q])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_latents_are_what_is_sent(ranks, q_lora_rank, sp):
+    """Three messages each way and the output's, and no sum of gradients afterwards but of whole weights under sp."""
+    ranks(2, check_messages, q_lora_rank, sp)
+
+
+def first(tp, **options):
+    rope = RotaryEmbedding(TURN)
+    layer = MultiLatentAttention(D, H, **SIZES, q_lora_rank=Q, rope=rope, tp=tp, device="meta", **options)
+    return materialize(layer, 3)
+
+
+def check_save(path):
+    on = mesh(tp=torch.distributed.get_world_size())
+    ckpt.save(path, first(on.tp, sequence_parallel=True), mesh=on, step=1)
+
+
+def check_load(path):
+    on = mesh(tp=torch.distributed.get_world_size())
+    layer = build_latent(tp=on.tp).float()
+    ckpt.load(path, layer, mesh=on)
+    want, got = first(Axis()).state_dict(), full_state_dict(layer)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_pitfall_21_first_weights_and_checkpoints_are_those_of_any_size(ranks, tmp_path):
+    """From the meta device on three ranks, saved, and read by two and by four: bitwise what one rank begins with."""
+    ranks(3, check_save, str(tmp_path))
+    for size in (2, 4):
+        ranks(size, check_load, str(tmp_path))
+
+
+def check_half():
+    """bfloat16 on many ranks is no further from the exact result than twice what one rank is."""
+    torch.manual_seed(1)
+    exact = build_latent(heads=8)
+    x = draw(1, B, T, D)
+    want, errors = exact(x.bfloat16().double()), []
+    for axes in ({}, tp_axis()):
+        model = build_latent(heads=8, **axes).bfloat16()
+        load_full_state_dict(model, full_state_dict(exact))
+        y = model(x.bfloat16())
+        y.sum().backward()
+        assert y.dtype == torch.bfloat16
+        assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
+        errors.append((y.double() - want).square().mean().sqrt().item())
+    assert errors[1] <= 2 * errors[0]
+
+
+def test_half_precision_is_as_near_on_four_ranks_as_on_one(ranks):
+    ranks(4, check_half)
+
+
+# --- as a module --------------------------------------------------------------------------------------------------
+
+
+def test_views_copies_and_places_of_ones_own():
+    layer = build_latent()
+    x = draw(1, B, T, D)
+    y = layer(x)
+    assert torch.equal(layer(x.transpose(1, 2).contiguous().transpose(1, 2)), y)
+    assert torch.equal(copy.deepcopy(layer)(x), y)
+    index = torch.arange(T)
+    close(layer(x, positions=index.expand(B, T) + 1000), y, "shifted positions", 1e-10)
+    assert not torch.allclose(layer(x, positions=2 * index), y)
+    assert not torch.allclose(build_latent(scaling=YARN)(x), y)
+    assert layer(x[:, :0]).shape == (B, 0, D)
+
+
+def test_narrow_values_take_no_memory_of_all_pairs():
+    """Of what is kept for backward, nothing grows with the square of the tokens."""
+    layer, kept = build_latent().float(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.zeros(1, 256, D)).sum().backward()
+    assert 0 < max(t.numel() for t in kept) < 256 * 256
+
+
+def test_without_a_table_nothing_turns():
+    layer = build_latent(rope=None)
+    x = draw(1, B, T, D)
+    want = paper(dict(layer.named_parameters()), x, sees(T, True, None, None), torch.zeros(T))
+    close(layer(x).detach(), want.detach(), "y")
+
+
+class LoRA(nn.Module):
+    """What a projection gives, and a correction of low rank, cut as it is."""
+
+    def __init__(self, base, up):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2, bias=False).double(), up.double()
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def check_wrapped():
+    def build(**axes):
+        layer = build_latent(**axes)
+        for name in ("q_up", "kv_up"):
+            base = getattr(layer, name).requires_grad_(False)
+            up = ColumnParallelLinear(2, base.out_features, False, unit=base.out_features // H, **axes)
+            setattr(layer, name, LoRA(base, up))
+        return layer
+
+    def run(layer):
+        x = draw(1, B, T, D).requires_grad_()
+        y = layer(x)
+        (y * draw(2, *y.shape)).sum().backward()
+        return {"y": y.detach(), "dx": x.grad}
+
+    same_model(build, run, **tp_axis())
+
+
+def test_projections_may_be_wrapped(ranks):
+    ranks(2, check_wrapped)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="num_heads 5 is smaller than the tp size 8"):
+        build_latent(tp=Axis(8, 0, None, "tp"))
+    with pytest.raises(ValueError, match="rope turns 8 dimensions, but qk_rope_head_dim is 4"):
+        build_latent(rope=RotaryEmbedding(8))
+    with pytest.raises(ValueError, match="window 3 needs a causal mask"):
+        build_latent(window=3, causal=False)
+    with pytest.raises(ValueError, match="the cp size 2 needs a context, one of 'alltoall'"):
+        build_latent(cp=Axis(2, 0, None, "cp"))
+    with pytest.raises(ValueError, match="context 'alltoall' can't cut 2 heads over the cp size 4: 'zigzag'"):
+        build_latent(cp=Axis(4, 0, None, "cp"), tp=Axis(2, 1, None, "tp"), context="alltoall")
+    with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+        build_latent()(draw(1, 2, T, D), cu_seqlens=DOCUMENTS)

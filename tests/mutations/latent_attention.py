@@ -1,0 +1,52 @@
+"""Multi-head latent attention, broken."""
+
+from tests.mutations import Mutation
+
+FILE, TESTS = "mpcore/layers/latent_attention.py", "tests/layers/test_latent_attention.py"
+EXAMPLE = "tests/examples/test_latent_attention.py"
+
+MUTATIONS = [
+    Mutation("the rotary key's gradient is of this rank's heads alone", FILE,
+             "return collectives.copy(shared, self.tp)", "return shared", TESTS),
+    Mutation("the rotary key's gradient is of all heads alike", FILE,
+             "return collectives.all_gather(shared, self.tp, self.sequence_dim)",
+             "return collectives.gather(shared, self.tp, self.sequence_dim)", TESTS),
+    Mutation("the rotary key's tokens are gathered along the batch", FILE,
+             "return collectives.all_gather(shared, self.tp, self.sequence_dim)",
+             "return collectives.all_gather(shared, self.tp, 1 - self.sequence_dim)", TESTS),
+    Mutation("projections down forget the tokens of other ranks", FILE,
+             "                add_partial(linear, leaf, tp)", "                pass", TESTS),
+    Mutation("projections down are summed over ranks twice", FILE,
+             "for leaf, _ in linear.named_parameters() if self.sequence_parallel else ():",
+             "for leaf, _ in linear.named_parameters():", TESTS),
+    Mutation("norms of latents forget the tokens of other ranks", FILE,
+             "RMSNorm(kv_lora_rank, norm_eps, **sp, **like)", "RMSNorm(kv_lora_rank, norm_eps, **like)", TESTS),
+    Mutation("the latent of queries has no norm", FILE,
+             "self.q_norm(self.q_down(x))", "self.q_down(x)", TESTS),
+    Mutation("heads are torn apart", FILE,
+             "num_heads * unit, False, unit=unit, **heads)", "num_heads * unit, False, **heads)", TESTS),
+    Mutation("values come before keys", FILE,
+             "(k_nope, v) = q.split(self.qk_dims, -1), kv.split(self.kv_dims, -1)",
+             "(v, k_nope) = q.split(self.qk_dims, -1), kv.split(self.kv_dims[::-1], -1)", TESTS),
+    Mutation("scores are scaled by what has no rotation", FILE,
+             "scale=head_dim**-0.5", "scale=qk_nope_head_dim**-0.5", TESTS),
+    Mutation("YaRN leaves the scores alone", FILE,
+             "(1.0 if rope is None else rope.score_factor)", "1.0", TESTS),
+    Mutation("YaRN's factor comes once", "mpcore/layers/rope.py",
+             "_yarn_amplitude(float(self.scaling[\"factor\"]), everywhere) ** 2 if",
+             "_yarn_amplitude(float(self.scaling[\"factor\"]), everywhere) if", TESTS),
+    Mutation("the scale gets lost between ranks", "mpcore/layers/context.py",
+             'options = {"scale": scale, "softcap"', 'options = {"scale": None, "softcap"', TESTS),
+    Mutation("the scale gets lost under a mask of one's own", "mpcore/layers/context.py",
+             "attn_mask=mask, scale=scale,", "attn_mask=mask,", TESTS),
+    Mutation("the scale gets lost in the kernel", "mpcore/layers/attention.py",
+             "**mask, scale=self.scale, softcap", "**mask, softcap", TESTS),
+    Mutation("padded values stay in the output", "mpcore/layers/attention.py",
+             "**options)[..., :V]", "**options)[..., K - V :]", TESTS),
+    Mutation("narrow values take memory of all pairs", "mpcore/layers/attention.py",
+             'if V < K and v.device.type == "cpu":', "if False:", TESTS),
+    Mutation("a checkpoint's latents are the default's", "examples/gpt/model.py",
+             "LatentConfig(**self.latent)", "LatentConfig()", EXAMPLE),
+    Mutation("the example turns latent attention's halves", "examples/gpt/model.py",
+             '"interleaved": c.latent is not None}', '"interleaved": False}', EXAMPLE),
+]  # fmt: skip
