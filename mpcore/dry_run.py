@@ -67,6 +67,7 @@ class Kept:
 
     Attributes:
         activations: of one micro-batch, its output counted and its input not.
+        output: of them what goes with the forward's end: the last stage's output, unless backward needs it.
         between: what is left of them between the two halves of a split backward, with the gradients of layers' outputs
             that the second half takes.
         handed: of the activations the output, where it is the input of a stage of this rank.
@@ -81,6 +82,7 @@ class Kept:
     """
 
     activations: int = 0
+    output: int = 0
     between: int = 0
     handed: int = 0
     gathered: int = 0
@@ -237,6 +239,7 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                 _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
                 after, gathered = _held(storages, stage, own)
                 del y
+                kept.output = after - _held(storages, stage, own)[0]
                 grad = None if ends else torch.empty_like(out)
                 if split:
                     between = _split_backward(stage, own, index, x, out, grad, last, storages)
@@ -352,13 +355,13 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
             held += kept.activations + (0 if stage in started else kept.gathered)
             started.add(stage)
             most = max(most, held)
-            held -= kept.handed  # it takes the place of what the stage behind received in the step before
+            held -= kept.output + kept.handed  # the second takes the place of what the stage behind received before
         if action.kind in ("B", "I"):
             held += kept.sent_backward
         if action.kind == "I":
-            held += kept.between - kept.activations
+            held += kept.between + kept.output - kept.activations
         if action.kind in ("B", "W"):
-            left = kept.activations if action.kind == "B" else kept.between
+            left = kept.activations - kept.output if action.kind == "B" else kept.between
             held += kept.sent_forward + kept.handed - left + (0 if stage in freed else kept.unsummed)
             freed.add(stage)
     return most

@@ -65,7 +65,9 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"dp": 2, "ep": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24"]),
     ({"tp": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--balance", "bias", "--recompute", "full"]),
 ]
-SHORT = [8, 11, 20, 21, 31]  # zb is off where what lies between I and W is, zbv where what a rank hands itself is
+# gpipe is off where logits are held to backward, zb where what lies between I and W is, zbv where what a rank hands
+# itself is.
+SHORT = [8, 11, 17, 20, 21, 31]
 
 
 def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:
