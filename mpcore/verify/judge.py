@@ -67,10 +67,10 @@ class Judge:
     Args:
         truth: of the dense model in float64.
         dtype: of the layouts' runs.
-        rounded: of the dense model in that dtype, where it is not float64: twice its own error is allowed.
+        rounded: the dense model in that dtype, if it is not float64, some times: twice its largest error is allowed.
     """
 
-    def __init__(self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Seen | None = None) -> None:
+    def __init__(self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Sequence[Seen] = ()) -> None:
         self.truth, self.dtype, self.rounded = truth, dtype, rounded
         self.eps = torch.finfo(dtype).eps
 
@@ -98,14 +98,19 @@ class Judge:
             verdict.departure = replace(first, cause=cause)
         return verdict
 
-    def _off(self, got: Tensor, want: Tensor, near: Tensor | None, floor: float = 0.0) -> tuple[float, bool]:
-        """The difference in ULPs, and whether it is more than rounding."""
+    def _own(self, which: str, name: str | tuple[str, int]) -> float:
+        """How far rounding led the dense model's own."""
+        want, *near = (getattr(run, which).get(name) for run in (self.truth, *self.rounded))
+        return max((_farthest(t, want) for t in near if t is not None and t.shape == want.shape), default=0.0)
+
+    def _off(self, got: Tensor, want: Tensor, own: float, floor: float = 0.0) -> tuple[float, bool]:
+        """The difference in ULPs, and whether it is more than rounding, which led the dense model `own` astray."""
         exact = not want.is_floating_point()
         if got.numel() == 0 or (exact and self.dtype != torch.float64):  # rounding may lead to another index
             return 0.0, False
         scale = max(want.double().nan_to_num(0, 0, 0).abs().max().item(), floor) or 1.0
         error = _farthest(got, want)
-        allowed = TOLERANCE * scale if near is None else 2 * _farthest(near, want) + self.eps * scale
+        allowed = 2 * own + self.eps * scale if self.rounded else TOLERANCE * scale
         allowed = 0.0 if exact else allowed
         return error / (self.eps * scale), not error <= allowed  # a NaN is more
 
@@ -115,7 +120,6 @@ class Judge:
         self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str
     ) -> tuple[float, Departure | None]:
         want: Mapping[str, Tensor] = getattr(self.truth, which)
-        near: Mapping[str, Tensor] = getattr(self.rounded, which) if self.rounded is not None else {}
         floor = 1e-3 * max((t.abs().max().item() for t in want.values() if t.numel()), default=0.0)
         worst, first = 0.0, None
         for name, tensor in want.items():
@@ -138,7 +142,8 @@ class Judge:
                 cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
                 first = first or Departure(stage, name, math.inf, cause)
             else:
-                offs = [self._off(t, tensor, near.get(name), floor) for t in there]
+                own = self._own(which, name)
+                offs = [self._off(t, tensor, own, floor) for t in there]
                 worst = max(worst, *(ulps for ulps, _ in offs))
                 if first is None and any(bad for _, bad in offs):
                     ulps = max(ulps for ulps, bad in offs if bad)
@@ -207,7 +212,6 @@ class Judge:
         where there are parts; the first floating tensor with any dimension always is.
         """
         truth: Mapping[str, Tensor] = getattr(self.truth, which)
-        near: Mapping[str, Tensor] = getattr(self.rounded, which) if self.rounded is not None else {}
         main = next((name for name, t in truth.items() if t.is_floating_point() and t.dim()), None)
         is_cut = layout.dp * layout.cp * layout.micro_batches > 1
         worst, first = 0.0, None
@@ -219,7 +223,7 @@ class Judge:
                     continue
                 ulps, bad = math.inf, True
                 if got is not None and fits:
-                    ulps, bad = self._off_rank(layout, seen, got, want, near.get(name), ())
+                    ulps, bad = self._off_rank(layout, seen, got, want, self._own(which, name), ())
                 worst = max(worst, ulps)
                 if bad and first is None:
                     what = f"output{name}" if name else "the model"
@@ -242,22 +246,19 @@ class Judge:
         return "no module's own output is off: look at the model's forward itself"
 
     def _off_rank(
-        self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, near: Tensor | None, runs: tuple
+        self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, own: float, runs: tuple
     ) -> tuple[float, bool]:
         """Against the part of the dense tensor that this rank may hold: of those that fit, the nearest."""
-        best = (math.inf, True)
-        nears = list(_parts(layout, seen, near, got.shape, runs)) if near is not None else []
-        for i, part in enumerate(_parts(layout, seen, want, got.shape, runs)):
-            best = min(best, self._off(got, part, nears[i] if nears else None))
-        return best
+        offs = (self._off(got, part, own) for part in _parts(layout, seen, want, got.shape, runs))
+        return min(offs, default=(math.inf, True))
 
     def _locate(self, layout: Layout, ranks: Sequence[Seen], output: Departure) -> Departure:
         """The first call of a module that departs, or the output itself."""
         for (name, call), want in self.truth.outputs.items():
-            near = self.rounded.outputs.get((name, call)) if self.rounded is not None else None
+            own = self._own("outputs", (name, call))
             held = [seen for seen in ranks if (name, call) in seen.outputs]
             offs = [
-                self._off_rank(layout, seen, seen.outputs[name, call], want, near, seen.features.get(name, ()))
+                self._off_rank(layout, seen, seen.outputs[name, call], want, own, seen.features.get(name, ()))
                 for seen in held
             ]
             if any(bad and ulps < math.inf for ulps, bad in offs):
@@ -306,14 +307,12 @@ class Judge:
 
     def _buffers(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
         """Each rank's are the dense model's, or its part over tp of them."""
-        near = self.rounded.buffers if self.rounded is not None else {}
         worst, first = 0.0, None
         for name, want in self.truth.buffers.items():
             for seen in (seen for seen in ranks if name in seen.buffers):
                 got = seen.buffers[name]
                 parts = list(_shards(layout, seen, want, got.shape, ()))
-                nears = list(_shards(layout, seen, near[name], got.shape, ())) if name in near else [None]
-                ulps, bad = self._off(got, parts[0], nears[0]) if parts else (math.inf, True)
+                ulps, bad = self._off(got, parts[0], self._own("buffers", name)) if parts else (math.inf, True)
                 worst = max(worst, ulps)
                 if bad and first is None:
                     cause = (
@@ -332,8 +331,8 @@ class Judge:
         def number(seen: Seen) -> Tensor:
             return torch.tensor(getattr(seen, name), dtype=torch.float64)
 
-        near = None if self.rounded is None else number(self.rounded)
-        offs = [self._off(number(seen), number(self.truth), near) for seen in ranks]
+        own = max((_farthest(number(run), number(self.truth)) for run in self.rounded), default=0.0)
+        offs = [self._off(number(seen), number(self.truth), own) for seen in ranks]
         return max(ulps for ulps, _ in offs), any(bad for _, bad in offs)
 
     def _norm(self, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:

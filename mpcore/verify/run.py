@@ -37,6 +37,7 @@ class Task:
         loss: `loss(output, target, mesh)`: summed over what it is given, never averaged; None: half the square.
         dtype: of the parameters and of floating inputs.
         seed: of the first values.
+        nudge: not 0: the seed of half a rounding by which each parameter is moved.
     """
 
     build: Callable[..., nn.Module]
@@ -44,6 +45,7 @@ class Task:
     loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    nudge: int = 0
 
 
 @dataclass
@@ -113,7 +115,13 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
     def cast(x: Tensor) -> Tensor:  # not model.to(dtype), which drops the imaginary part of complex buffers
         return x.to(complex_dtype if x.is_complex() else task.dtype if x.is_floating_point() else x.dtype)
 
-    return model._apply(cast)
+    model = model._apply(cast)
+    if task.nudge:
+        torch.manual_seed(task.nudge)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += p * (torch.finfo(p.dtype).eps * (torch.rand(p.shape) - 0.5)).to(p.dtype)
+    return model
 
 
 def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
