@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import (
+    drops_parameters,
     finish_gradients,
     gather,
     gathered,
@@ -284,7 +285,7 @@ class Pipeline:
             For each batch the model's output on the rank of the last stage, the output of its own last stage on the
             others.
         """
-        with gathered(self.stages):
+        with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
                 out: Any = x
                 # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
