@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,7 +42,7 @@ from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
 from mpcore.pipeline.split import backward_inputs, backward_weights
-from mpcore.sharding import local_tensor
+from mpcore.sharding import declarations, local_tensor
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 _SHAPES = 64  # of batches, whose dry run isn't run again
@@ -82,7 +83,8 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank of the pipeline, if the schedule can't be had with these numbers, fails its proof,
-            names its messages (they are posted here), or gives this rank another number of stages.
+            names its messages (they are posted here), or gives this rank another number of stages; or if a tied
+            parameter is pending over `mesh.pp` or `mesh.ends` on some of their ranks alone.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Pipeline:
         self.device = mesh.device
         schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
+        _check_pending(self.stages, mesh)
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
@@ -528,6 +531,17 @@ def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
         for module in stage.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.split_backward = plan.splits_backward
+
+
+def _check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse tied parameters whose gradients some ranks would sum over an axis on which others hold none."""
+    for axis in (mesh.pp, mesh.ends):
+        shapes = Counter(
+            f"of shape {tuple(p.shape)}"
+            for p, sharding in {p: sharding for stage in stages for _, p, sharding in declarations(stage)}.items()
+            if any(pending.group is axis.group for pending in sharding.partial)
+        )
+        check_same(f"number of parameters pending over {axis.name}, which all its ranks must hold", shapes, axis)
 
 
 def _agree(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
