@@ -198,7 +198,7 @@ class Pipeline:
         out: Any = x
         for index, stage in self.mine.items():
             sync_gradients(stage, i == self.micro_batches - 1)
-            inputs = (x,) if index == 0 else _outputs(out, index - 1, f"micro-batch {i}")
+            inputs = (x,) if index == 0 else sent_on(out, index - 1, f"micro-batch {i}")
             with self._noted("F", index, i):
                 out = stage(*inputs, **arguments)
         loss = self._checked_loss(out, target)
@@ -298,9 +298,9 @@ class Pipeline:
                         if index > 0 and index - 1 not in self.mine:
                             inputs = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
                         else:
-                            inputs = _outputs(out, index - 1, f"batch {i}") if index else (x,)
+                            inputs = sent_on(out, index - 1, f"batch {i}") if index else (x,)
                         out = stage(*inputs, **arguments)
-                        sent = _outputs(out, index, f"batch {i}") if away else ()
+                        sent = sent_on(out, index, f"batch {i}") if away else ()
                     except Exception:
                         if away:
                             _send((), self.pp, self.plan.rank_of[index + 1], self.device)
@@ -398,7 +398,7 @@ class _Stage(PipelineStage):
             return ()
         try:
             with _undone(module), uncompiled():
-                return _outputs(
+                return sent_on(
                     super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
                 )
         except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
@@ -424,7 +424,7 @@ class _Stage(PipelineStage):
             self.fwd_cache[fwd_chunk_id] = (), inputs
             return out
         when = f"micro-batch {fwd_chunk_id}"
-        out = self._as_promised(out, when) if _MADE_ANEW else _outputs(out, self.stage_index, when)
+        out = self._as_promised(out, when) if _MADE_ANEW else sent_on(out, self.stage_index, when)
         self.fwd_cache[fwd_chunk_id] = out, inputs
         return out
 
@@ -432,7 +432,7 @@ class _Stage(PipelineStage):
         """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
         promised: Any = self._stage_meta.outputs
         try:
-            outputs = _outputs(out, self.stage_index, when)
+            outputs = sent_on(out, self.stage_index, when)
             if len(outputs) != len(promised):
                 raise ValueError(
                     f"stage {self.stage_index} returns {len(outputs)} outputs in {when}, {len(promised)} in its first "
@@ -491,7 +491,7 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _outputs(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
+def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
     """What a stage sends on, as a tuple of contiguous tensors."""
     outputs = out if type(out) in (tuple, list) else (out,)
     for i, x in enumerate(outputs):
