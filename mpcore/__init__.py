@@ -10,6 +10,7 @@ from mpcore.gradients import (
 )
 from mpcore.initialize import materialize
 from mpcore.layers import (
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     Dropout,
     GateUpParallelLinear,
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Axis",
+    "ColumnParallelEmbedding",
     "ColumnParallelLinear",
     "Dropout",
     "GateUpParallelLinear",

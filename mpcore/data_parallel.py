@@ -507,6 +507,9 @@ def _hides(out: Any) -> bool:
 def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
     """Forwards without gradients in here gather parameters once, not each anew; sharded again at the end.
 
+    With 3 too, where the whole model has to fit in memory meanwhile. Ranks may run different numbers of forwards, as
+    when samples of different lengths are generated, but for the first: that one gathers.
+
     Args:
         model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
     """
@@ -515,14 +518,25 @@ def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
         (stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")
     ]
     for stage, state in held:
-        stage.data_parallel = replace(state, gathered=True)
+        _keep_gathered(stage, replace(state, gathered=True))
     try:
         yield
     finally:
         for stage, state in held:
-            stage.data_parallel = state
+            _keep_gathered(stage, state)
             if not state.gathered:
                 reshard(stage)
+
+
+def _keep_gathered(stage: Any, state: DataParallel) -> None:
+    stage.data_parallel = state
+    if state.zero == 3:
+        stage.set_reshard_after_forward(not state.gathered)
+
+
+def drops_parameters(model: nn.Module) -> bool:
+    """Whether no rank holds its whole stage at any time, so that an evaluation that gathered it might not fit."""
+    return getattr(model, "data_parallel", DataParallel(0)).zero == 3
 
 
 def gather(model: nn.Module) -> None:

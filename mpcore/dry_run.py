@@ -27,7 +27,7 @@ from mpcore.gradients import reduce_gradients
 from mpcore.initialize import _to_empty
 from mpcore.ledger import Ledger
 from mpcore.mesh import Mesh, build_mesh
-from mpcore.pipeline.engine import split_linears
+from mpcore.pipeline.engine import sent_on, split_linears
 from mpcore.pipeline.schedules import Schedule
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import local_tensor
@@ -41,8 +41,8 @@ class Work:
     Attributes:
         stages: this rank's stages, lowest first, on the meta device, cut over data and recomputing as they shall.
         plan: the pipeline's schedule; its micro-batches are those of the step.
-        inputs: `inputs(i)` makes the arguments of `stages[i]` for one micro-batch, `(args, kwargs)`, where the first
-            argument is what the stage before returns.
+        inputs: `inputs(i)` makes the arguments of `stages[i]` for one micro-batch, `(args, kwargs)`, where `args` are
+            the tensors that the stage before returns.
         loss: of the last stage's output.
         optimizer: makes the optimizer of some parameters.
         autocast: the dtype of matrix products; None: that of the parameters.
@@ -220,37 +220,38 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
         for m, (split, times) in enumerate(rounds := _rounds(work.plan, index)):
             last = m == len(rounds) - 1
             sync_gradients(stage, last)
-            (x, *others), kwargs = work.inputs(i)
-            if index > 0 and not x.is_floating_point():
+            args, kwargs = work.inputs(i)
+            received = [x for x in args if isinstance(x, Tensor)]
+            if index > 0 and not received[0].is_floating_point():
                 raise ValueError(
-                    f"stage {index} takes {x.dtype}, which no stage before it sends: the target must return the stages "
-                    f"of mesh.pp.rank alone, not the whole model, and their inputs"
+                    f"stage {index} takes {received[0].dtype}, which no stage before it sends: the target must return "
+                    f"the stages of mesh.pp.rank alone, not the whole model, and their inputs"
                 )
-            x.requires_grad_(index > 0)
+            for x in received:
+                x.requires_grad_(index > 0 and x.is_floating_point())
             before, _ = _held(storages, stage, own)
             with found.ledger.times(times), found.ledger:
                 flops.count = 0
                 with mode:
-                    y = stage(x, *others, **kwargs)
-                    if not ends and not isinstance(y, Tensor):
-                        raise ValueError(f"stage {index} returns a {type(y).__name__}: a dry run takes one tensor")
-                    out = work.loss(y) if ends else y
+                    y = stage(*args, **kwargs)
+                    sent = () if ends else sent_on(y, index, "a dry run")
+                    outputs = [work.loss(y)] if ends else [x for x in sent if x.requires_grad]
                 kept.forward_flops, flops.count = flops.count, 0
-                _count_messages(work.plan, index, mesh.pp.rank, x, y, found.ledger, kept)
+                _count_messages(work.plan, index, mesh.pp.rank, received, sent, found.ledger, kept)
                 after, gathered = _held(storages, stage, own)
-                del y
-                kept.output = after - _held(storages, stage, own)[0]
-                grad = None if ends else torch.empty_like(out)
+                del y, sent
+                kept.output = after - _held(storages, stage, own)[0] if ends else 0
+                grads = None if ends else [torch.empty_like(x) for x in outputs]
                 if split:
-                    between = _split_backward(stage, own, index, x, out, grad, last, storages)
+                    between = _split_backward(stage, own, index, received, outputs, grads, last, storages)
                     kept.between = max(between - before, kept.between)
-                else:
-                    out.backward(grad)
+                elif outputs:
+                    torch.autograd.backward(outputs, grads)
             kept.backward_flops = flops.count
             kept.activations, kept.gathered = after - before, max(gathered, kept.gathered)
             if m > 0:
-                kept.unsummed = max(before - x.nbytes, 0)
-            del x, out, grad
+                kept.unsummed = max(before - sum(x.nbytes for x in received), 0)
+            del args, received, x, outputs, grads
     kept.sent = {axis: size - before_stage.get(axis, 0) for axis, size in found.ledger.volumes().items()}
     return kept
 
@@ -287,18 +288,18 @@ def _rounds(plan: Schedule, index: int) -> list[tuple[bool, int]]:
 
 
 def _split_backward(
-    stage: nn.Module, own: Sequence[nn.Parameter], index: int, x: Tensor, out: Tensor, grad: Tensor | None,
-    last: bool, storages: Storages,
+    stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: Sequence[Tensor], outputs: Sequence[Tensor],
+    grads: Sequence[Tensor] | None, last: bool, storages: Storages,
 ) -> int:  # fmt: skip
     """Backward in two halves, as the pipeline runs them; returns what is held in between."""
     if index == 0:  # no gradient of its input is asked for, so all is done in the second half
-        between, _ = _held(storages, stage, own, grad)
-        out.backward(grad)
+        between, _ = _held(storages, stage, own, *(grads or ()))
+        torch.autograd.backward(outputs, grads)
         return between
     gather(stage)
     hold_gradients(stage)
-    dx, deferred = backward_inputs([out], None if grad is None else [grad], [x])
-    between, _ = _held(storages, stage, own, grad, *dx)
+    dx, deferred = backward_inputs(outputs, grads, received)
+    between, _ = _held(storages, stage, own, *(grads or ()), *dx)
     gather(stage)
     backward_weights(deferred)
     reduce_held(stage, last)
@@ -318,22 +319,27 @@ def _held(
     return rest, storages.held(gradients) - rest
 
 
-def _count_messages(plan: Schedule, index: int, pp: int, x: Tensor, y: Tensor, ledger: Ledger, kept: Kept) -> None:
+def _count_messages(
+    plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], ledger: Ledger, kept: Kept
+) -> None:
     """Count what a micro-batch sends to and receives from other stages; torch's runtime keeps both to the end."""
     kept.received = kept.sent_forward = kept.sent_backward = kept.handed = 0
-    for neighbour, tensor, forth, back in ((index - 1, x, "recv", "send"), (index + 1, y, "send", "recv")):
+    for neighbour, tensors, forth, back in ((index - 1, received, "recv", "send"), (index + 1, sent, "send", "recv")):
         if not 0 <= neighbour < plan.stages:
             continue
-        kept.received += tensor.nbytes
+        there, again = [x.nbytes for x in tensors], [x.nbytes for x in tensors if x.requires_grad]
+        kept.received += sum(there if forth == "recv" else again)
         if plan.rank_of[neighbour] == pp:
-            kept.handed = tensor.nbytes if neighbour > index else kept.handed
+            kept.handed = sum(there) if neighbour > index else kept.handed
             continue
-        ledger.add("pp", forth, tensor.nbytes)
-        ledger.add("pp", back, tensor.nbytes)
+        for size in there:
+            ledger.add("pp", forth, size)
+        for size in again:
+            ledger.add("pp", back, size)
         if forth == "send":
-            kept.sent_forward = tensor.nbytes
+            kept.sent_forward = sum(there)
         else:
-            kept.sent_backward = tensor.nbytes
+            kept.sent_backward = sum(again)
 
 
 def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from mpcore.gradients import gradient_of
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
@@ -407,7 +408,8 @@ def offload_parameters(
     itself to no block, and without a second derivative.
 
     Args:
-        blocks: modules called one after the other, with plain parameters that no other block shares.
+        blocks: modules called one after the other, with plain parameters that no other block shares, which return
+            tensors, or dicts, lists or tuples of them.
         optimizer: has all parameters here during its step.
         keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
         pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
@@ -416,7 +418,8 @@ def offload_parameters(
         What brings all parameters here at once.
 
     Raises:
-        ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned.
+        ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned; from a block, if
+            what it returns hides its tensors.
     """
     blocks, copies = listed(blocks), _Copies(pin_memory)
     if keep < 1:
@@ -447,9 +450,16 @@ def offload_parameters(
 
         @_uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
-            for x in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(partial(backward, place))
+            leaves = tree_leaves(out)
+            trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            plain = (Tensor, int, float, complex, str, type(None))
+            if not trained and torch.is_grad_enabled() and not all(isinstance(x, plain) for x in leaves):
+                raise ValueError(
+                    f"block {place} returns a {type(out).__name__}, in which no tensor is found whose backward would "
+                    f"bring its parameters back: return tensors, or dicts, lists or tuples of them"
+                )
+            for x in trained:
+                x.register_hook(partial(backward, place))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)

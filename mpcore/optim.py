@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim.adamw import adamw as torch_adamw
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
 from mpcore.gradients import drop_gradients, gradient_of
 from mpcore.kernels.adamw import adamw, adamw_now
-from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
 from mpcore.mesh import Axis, Mesh, check_mesh
 from mpcore.random import stream_key
 from mpcore.sharding import Sharding, data_run, declarations, full_tensor, is_dtensor, local_tensor
@@ -221,7 +222,8 @@ class Muon(AdamW):
     they exchange the results. What is one parameter but several matrices is done matrix by matrix: the blocks that a
     layer declares (Q, K and V; gate and up), the last two dimensions of more than two.
 
-    Embeddings, vectors and what `exclude` names are AdamW's: the head should be named there.
+    Embeddings, convolutions, vectors and what `exclude` names are AdamW's: the head should be named there, and tables
+    that are bare parameters, such as a class token or positions.
 
     Args:
         model: the model, or this rank's stage of it; sharded over data before.
@@ -260,8 +262,8 @@ class Muon(AdamW):
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
         check_mesh(mesh)
         _check_model(model)
-        tables = (nn.Embedding, VocabParallelEmbedding, PositionEmbedding)
-        named = _excluded([*(m for m in model.modules() if isinstance(m, tables)), *exclude])
+        no_matrices = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding, _ConvNd)
+        named = _excluded([*(m for m in model.modules() if isinstance(m, no_matrices)), *exclude])
         matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from mpcore import collectives
-from mpcore.layers.embedding import VocabParallelEmbedding, check_ids
+from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding, check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import ParallelModule
 from mpcore.mesh import Axis, check_axis, check_same
@@ -33,13 +33,14 @@ from mpcore.sharding import Shard, Sharding, add_partial, cut_blocks, is_dtensor
 
 @dataclass(frozen=True)
 class Colwise:
-    """Cut a linear layer's output features.
+    """Cut a linear layer's output features, or what an embedding has for each id, such as a bias of each head.
 
     Args:
         blocks: how many equal blocks the output is made of (3 for a fused [Q|K|V]), or their lengths. Each is cut.
         gather_output: return the whole output on every rank.
         unit: output features that may not be torn apart, of which every rank gets as many. None: the `head_dim` (or
-            `head_size`, `attention_head_size`) of the module that holds the layer, and 1 where it has none.
+            `head_size`, `attention_head_size`, `key_value_proj_dim`) of the module that holds the layer, and 1 where it
+            has none; of an embedding 1.
     """
 
     blocks: int | tuple[int, ...] = 1
@@ -267,8 +268,11 @@ def _fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     return {key: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for key, value in told.items()}
 
 
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+
+
 def _head_dim(parent: nn.Module) -> int | None:
-    sizes = (getattr(parent, name, None) for name in ("head_dim", "head_size", "attention_head_size"))
+    sizes = (getattr(parent, name, None) for name in _HEAD_DIMS)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
@@ -483,10 +487,15 @@ def _parallel(name: str, parent: nn.Module, module: nn.Module, style: Style, tp:
     weight: Tensor = module.weight  # type: ignore[assignment]
     like: dict[str, Any] = {"tp": tp, "device": "meta", "dtype": weight.dtype}
     if isinstance(module, nn.Embedding):
-        if isinstance(style, Colwise):
-            raise ValueError("an embedding is cut by its rows: its style is 'vocab'")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding: leave it out")
+        if isinstance(style, Colwise):
+            if style.blocks != 1 or type(module).forward is not nn.Embedding.forward:
+                raise ValueError(
+                    "an embedding of several blocks, or with a forward of its own, is cut by 'vocab' alone"
+                )
+            like |= {"gather_output": style.gather_output, "unit": style.unit or 1}
+            return ColumnParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
         return VocabParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
     if isinstance(style, Vocab):
         raise ValueError(f"'vocab' is for embeddings, and this is a {type(module).__name__}")

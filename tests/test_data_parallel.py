@@ -259,6 +259,26 @@ def test_each_stage_of_zero_sends_what_the_theory_says(ranks, sizes, schedule, z
     ranks(math.prod(sizes.values()), check_traffic, sizes, zero, schedule, 4)
 
 
+def check_gathered_once(zero: int) -> None:
+    on = mesh(dp=2)
+    whole, model = Parts(), Parts()
+    shard_data_parallel(model, on, model.blocks, zero=zero)
+    x, use = torch.ones(2, 3, dtype=torch.float64), {"plain", "other", "tiny", "scalar", "frozen"}
+    with torch.no_grad(), counted() as sent:
+        with gathered(model):
+            for _ in range(1 + 2 * on.data.rank):  # samples of other lengths
+                close(model(x, use), whole(x, use), "evaluation")
+        once = sent["gathers"]
+        assert all(is_dtensor(p) for p in model.parameters() if p.dim() and p.numel())
+        model(x, use)
+        assert sent["gathers"] == 2 * once > 0, f"{once} gathers of {1 + 2 * on.data.rank} forwards"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_may_run_different_numbers_of_forwards_of_a_gathered_model(ranks, zero):
+    ranks(2, check_gathered_once, zero)
+
+
 def check_held(zero: int) -> None:
     """What a block holds while the one behind it runs, and between forward and backward."""
     on = mesh(dp=2)

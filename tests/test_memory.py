@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -274,6 +275,34 @@ class Reads(nn.Linear):
 
 def own(stages: list[nn.Module], mesh: Mesh) -> Work:
     return Work(stages, build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(2, 4),), {}), torch.sum)
+
+
+class Conditioned(nn.Module):
+    """A stage that hands on an activation, what conditions it, and a mask, as a diffusion model's does."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.linear = last, nn.Linear(4, 4, device="meta")
+
+    def forward(self, x: Tensor, c: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        h = self.linear(x) if c is None else self.linear(x) * c[:, None] * mask
+        return h if self.last else (h, h.mean(1), h > 0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_stages_may_hand_on_several_tensors(schedule):
+    def build(mesh: Mesh, arguments: list[str]) -> Work:
+        def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
+            more = (torch.empty(2, 4), torch.empty(2, 3, 4, dtype=torch.bool)) if mesh.pp.rank else ()
+            return (torch.empty(2, 3, 4), *more), {}
+
+        return Work([Conditioned(mesh.pp.rank == 1)], build_schedule(schedule, 2, 4), inputs, torch.sum)
+
+    first, last = (dry_run(build, [], rank, pp=2).ledger.counts for rank in (0, 1))
+    back = 4 * (2 * 3 * 4 + 2 * 4)  # of what is float32; the mask has no gradient
+    for sender, receiver, tensors, size in ((first, last, 3, back + 2 * 3 * 4), (last, first, 2, back)):
+        for count in (sender["pp", "send"], receiver["pp", "recv"]):
+            assert (count.calls, count.bytes) == (4 * tensors, 4 * size)
 
 
 def test_the_command_prints_a_table_and_refuses(capsys):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -304,6 +306,33 @@ def test_what_was_written_to_after_its_copy_began_is_refused():
             del y
         with pytest.raises(RuntimeError, match="16384 bytes that backward needs was written to in place"):
             z.sum().backward()
+
+
+class Wrapped(nn.Linear):
+    """A block that takes and returns its activation in something."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__(6, 6, dtype=torch.float64)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, x: Any) -> Any:
+        return self.wrap(super().forward(self.unwrap(x)).tanh())
+
+
+def test_parameters_come_back_for_the_backward_of_whatever_a_block_returns():
+    def gradients(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor], offload: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Wrapped(wrap, unwrap) for _ in range(4)))
+        if offload:
+            offload_parameters(model)
+        unwrap(model(wrap(torch.ones(2, 6, dtype=torch.float64)))).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for wrap, unwrap in ((lambda x: {"x": x}, lambda x: x["x"]), (lambda x: [None, (x,)], lambda x: x[1][0])):
+        got, want = (gradients(wrap, unwrap, offload) for offload in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="block 0 returns a SimpleNamespace, in which no tensor is found"):
+        gradients(lambda x: SimpleNamespace(x=x), lambda x: x.x, True)
 
 
 def test_places_to_be_here_may_be_nested_and_a_step_may_fail():

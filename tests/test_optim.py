@@ -12,7 +12,18 @@ import torch
 from torch import nn
 
 from examples.gpt.model import GPT, GPTConfig
-from mpcore import AdamW, Axis, Mesh, Muon, VocabParallelEmbedding, decay_groups, grad_norm, materialize, shardings
+from mpcore import (
+    AdamW,
+    Axis,
+    ColumnParallelEmbedding,
+    Mesh,
+    Muon,
+    VocabParallelEmbedding,
+    decay_groups,
+    grad_norm,
+    materialize,
+    shardings,
+)
 from mpcore.checkpoint.pieces import like
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
@@ -257,6 +268,12 @@ def test_muon_leaves_tables_heads_and_vectors_to_adamw():
         o.step()
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q) == (name not in of[0]), name
+
+
+def test_muon_leaves_what_multiplies_no_matrix_to_adamw():
+    """A kernel of 2 x 2 is no matrix, nor is a table of each head's bias."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv1d(4, 4, 2), ColumnParallelEmbedding(5, 4), nn.Linear(4, 4))
+    assert Muon(model).param_groups[0]["params"] == [model[3].weight]
 
 
 def check_unused():

@@ -91,6 +91,25 @@ OWN_PLAN = {
     "mlps.*.2": "rowwise",
     "head": "colwise_rep",
 }
+
+
+class T5(hf.T5ForConditionalGeneration):
+    """An encoder-decoder, read through its decoder; the tokens of one are a part of the other's."""
+
+    def forward(self, ids):
+        return super().forward(ids, decoder_input_ids=ids[:, 1:5])
+
+
+T5_PLAN = {
+    "shared": "vocab",
+    "**.SelfAttention": LocalSizes(("n_heads",)),
+    "**.EncDecAttention": LocalSizes(("n_heads",)),
+    "**.relative_attention_bias": "colwise",  # of each head
+    **{f"**.{leaf}": "colwise" for leaf in ("q", "k", "v", "wi_0", "wi_1")},
+    **{f"**.{leaf}": "rowwise" for leaf in ("o", "wo")},
+}
+T5_CONFIG = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 3, "num_heads": 4, "d_ff": 12, "num_layers": 2}
+T5_CONFIG |= {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": True}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_implementation": "sdpa"}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "query_pre_attn_scalar": 4}
@@ -105,9 +124,10 @@ MODELS = {
     "apertus": lambda: hf.ApertusForCausalLM(hf.ApertusConfig(**LLAMA, pad_token_id=None)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
     "gpt2 untied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, tie_word_embeddings=False)),
+    "t5": lambda: T5(hf.T5Config(**T5_CONFIG)),
     "own": Own,
 }
-PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN}
+PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN, "t5": T5_PLAN}
 
 
 def build(name, dtype=torch.float64):
@@ -197,6 +217,28 @@ def check_sharded_logits():
 
 def test_a_colwise_head_feeds_the_sharded_cross_entropy(ranks):
     ranks(4, check_sharded_logits)
+
+
+def check_embedding_columns():
+    """Of an embedding whole or cut between ranks, uneven, as its style says; the padding's row gets no gradient."""
+    tp = mesh(tp=3).tp
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Embedding(7, 5, padding_idx=-1), nn.Linear(5, 4)).double()
+    ids = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(9))
+    dense(ids).square().sum().backward()
+    for plan in ({"0": "colwise", "1": "rowwise"}, {"0": "colwise_gather_output"}):
+        sharded = copy.deepcopy(dense)
+        sharded.zero_grad()
+        parallelize(sharded, plan, tp)
+        assert sharded[0].weight.shape == (7, [2, 2, 1][tp.rank])
+        y = sharded(ids)
+        close(y.detach(), dense(ids).detach(), "output", TOLERANCE)
+        y.square().sum().backward()
+        all_same(full_gradients(sharded), full_gradients(dense), "gradient")
+
+
+def test_an_embedding_may_be_cut_by_its_columns(ranks):
+    ranks(3, check_embedding_columns)
 
 
 def check_torch_encoder():
@@ -397,7 +439,9 @@ BAD = {
         "mlps.0.0: out_features 10 is smaller than the tp size 16",
     ),
     "too few rows": ("odd", {"few": "vocab"}, 4, "few: num_embeddings 3 is smaller than the tp size 4"),
-    "an embedding's columns": ("own", {"embed": "colwise"}, 2, "embed: an embedding is cut by its rows"),
+    "an embedding in blocks": ("own", {"embed": Colwise(2)}, 2, "embed: an embedding in blocks"),
+    "a tied table's columns": ("own", {"embed": "colwise"}, 2, "one tied weight, but the plan cuts them differently"),
+    "heads of T5": ("t5", T5_PLAN, 3, "4 heads of 3 output features are not a multiple of the tp size 3"),
     "a linear layer's vocabulary": ("own", {"mlps.0.0": "vocab"}, 2, "'vocab' is for embeddings, and this is a Linear"),
     "a tie cut in two ways": ("own", {"embed": "vocab", "head": "rowwise"}, 2, "one tied weight"),
     "a tie left whole": ("own", {"embed": "vocab", "head": "replicate"}, 2, "embed.weight and head.weight are one"),

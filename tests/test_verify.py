@@ -68,6 +68,7 @@ FAULTS = [
     (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
     (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
+    (14, "tied", "pp3mb4", models.loss, "gradient", "embedding.weight", "mesh.ends.*where other stages hold it"),
     (14, "renamed", "pp2", models.loss, "gradient", "head.weight", "its first name in the whole model on every rank"),
     (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "cut otherwise than it computes|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
@@ -79,6 +80,7 @@ FAULTS = [
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or what the forward does between the module before and th"),
     (0, "", "tp2", models.narrow_loss, "gradient", "", "of the size of float32's rounding, .* --dtype float32"),
+    (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip
 

@@ -197,6 +197,18 @@ class GatherSums(nn.Module):
         return all_gather(split(x * self.weight, self.tp, 1), self.tp, 1)
 
 
+class WholeMeetsPart(nn.Module):
+    """Under sequence parallel, a modulation that every rank has whole meets this rank's tokens without `copy`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, WIDTH, tp=mesh.tp, gather_output=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T/tp, D] -> [B, T/tp, D]."""
+        return x * self.up(torch.ones(WIDTH, dtype=x.dtype))
+
+
 class GateUpAsOne(nn.Module):
     """16: gate and up cut as one block of features."""
 
@@ -226,6 +238,7 @@ class Broken(nn.Module):
         super().__init__()
         self.fault, self.mesh = fault, mesh
         self.first, self.last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
+        self.second = mesh.pp.rank == min(1, mesh.pp.size - 1)  # of up to three stages the one with the MLP
         sp = {"tp": mesh.tp, "sequence_parallel": sequence_parallel}
         forgotten = {} if fault == "norm" else sp  # 11: the norm isn't told that it sees this rank's part alone
         embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
@@ -235,7 +248,8 @@ class Broken(nn.Module):
         self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
         self.mlp = GateUpAsOne(mesh) if fault == "gate-up" else ParallelMLP(WIDTH, 24, "swiglu", **sp)
-        self.scale = GatherSums(mesh) if fault == "gather" else nn.Identity()
+        scales = {"gather": GatherSums, "modulation": WholeMeetsPart}
+        self.scale = scales[fault](mesh) if fault in scales else nn.Identity()
         self.dropout = nn.Dropout(0.3) if fault == "dropout" else nn.Identity()
         if fault == "init":  # 21: each rank draws its own shard
             with torch.no_grad():
@@ -245,7 +259,7 @@ class Broken(nn.Module):
             self.embedding = embedding
         if not self.first:
             del self.attention, self.scale
-        if not self.last:
+        if not self.second:
             del self.mlp
         if self.last:
             self.norm = norm
@@ -267,10 +281,9 @@ class Broken(nn.Module):
             if self.fault == "between" and self.mesh.tp.size > 1:
                 x = x.sin()
             x = x + self.dropout(self.attention(self.scale(x)))
-        if not self.last:
-            return x
-        x = x + self.mlp(x.detach() if self.fault == "detach" and self.mesh.tp.size > 1 else x)
-        return self.head(self.norm(x))
+        if self.second:
+            x = x + self.mlp(x.detach() if self.fault == "detach" and self.mesh.tp.size > 1 else x)
+        return self.head(self.norm(x)) if self.last else x
 
 
 def broken(fault: str):

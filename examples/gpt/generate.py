@@ -21,7 +21,7 @@ from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
-from mpcore.data_parallel import gathered
+from mpcore.data_parallel import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
 
@@ -57,7 +57,7 @@ def generate(
     model.eval()
     draws = generator(seed, "generate")
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
-    with gathered(pipeline.stages):
+    with gathered(stage for stage in pipeline.stages if not drops_parameters(stage)):
         for _ in range(new_tokens):
             window = ids[-model.config.seq_len :]
             x = torch.tensor([window], device=mesh.device)

@@ -4,7 +4,7 @@ from mpcore.layers.attention import ParallelAttention
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.context import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.dropout import Dropout, seed_dropout
-from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
 from mpcore.layers.latent_attention import MultiLatentAttention
 from mpcore.layers.linear import (
     ColumnParallelLinear,
@@ -25,6 +25,7 @@ from mpcore.layers.rope import RotaryEmbedding, apply_rope
 from mpcore.layers.router import Router, RouterStatistics, update_routers
 
 __all__ = [
+    "ColumnParallelEmbedding",
     "ColumnParallelLinear",
     "Dropout",
     "GateUpParallelLinear",

@@ -78,6 +78,11 @@ class HeadAttention(torch.nn.Module):
 
     def whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
         """Tokens of the whole sequence, of which x [B, T/cp, ...] has this rank's."""
+        if x.dim() != 3:
+            raise ValueError(
+                f"x has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
+                f"flatten(1, -2) a grid of tokens"
+            )
         B, T = x.shape[:2]
         if cu_seqlens is not None:
             check_ends(cu_seqlens)

@@ -116,6 +116,9 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     Shift targets before: `tokens[:, :-1], tokens[:, 1:]`, then no token at a border is lost. I -> S(dim): the same on
     every rank of cp, in backward the shards' gradients are gathered.
 
+    Not for what parameters made within the model, such as images merged into text: gradients of parameters are summed
+    over cp as over data, so each rank is to have its tokens' term alone, `x.index_select(dim, sequence_index(...))`.
+
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
         cp: the axis.

@@ -61,15 +61,10 @@ class VocabParallelEmbedding(ParallelModule):
         check_size("num_embeddings", num_embeddings, tp)
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
-        self.local_padding_idx, init = None, init or normal(1.0)
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
-            padding_idx %= num_embeddings
-            init = partial(_padded, init=init, padding_idx=padding_idx)
-            if self.start <= padding_idx < self.end:
-                self.local_padding_idx = padding_idx - self.start
-        self.padding_idx = padding_idx
+        self.local_padding_idx = None
+        self.padding_idx, init = _with_padding(num_embeddings, padding_idx, init or normal(1.0))
+        if self.padding_idx is not None and self.start <= self.padding_idx < self.end:
+            self.local_padding_idx = self.padding_idx - self.start
         self.declare("weight", (num_embeddings, embedding_dim), init, shard=shard, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -93,6 +88,66 @@ class VocabParallelEmbedding(ParallelModule):
     def extra_repr(self) -> str:
         """Global sizes, as users wrote them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
+
+
+class ColumnParallelEmbedding(ParallelModule):
+    """A table whose columns are cut over tp, such as a bias of each head: ids are I, the result is S(-1).
+
+    Args:
+        num_embeddings, embedding_dim: logical sizes, as of `torch.nn.Embedding`. Shards may be uneven.
+        tp, gather_output, unit: as of `ColumnParallelLinear`.
+        padding_idx, init, device, dtype: as of `VocabParallelEmbedding`.
+
+    Raises:
+        ValueError: if there are fewer units of columns than ranks, or padding_idx lies outside the table.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: Axis = Axis(name="tp"),
+        gather_output: bool = False,
+        unit: int = 1,
+        padding_idx: int | None = None,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("embedding_dim", embedding_dim, tp, unit)
+        self.num_embeddings, self.embedding_dim, self.tp = num_embeddings, embedding_dim, tp
+        self.gather_output = gather_output
+        self.padding_idx, init = _with_padding(num_embeddings, padding_idx, init or normal(1.0))
+        shard = cut(embedding_dim, tp, 1, unit)
+        self.declare("weight", (num_embeddings, embedding_dim), init, shard=shard, device=device, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] integer ids -> [..., embedding_dim/tp], or [..., embedding_dim] with `gather_output`.
+
+        Raises:
+            ValueError: on a CPU, if an id lies outside the table.
+        """
+        check_ids(ids, self.num_embeddings)
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        return collectives.gather(rows, self.tp, -1, self.embedding_dim) if self.gather_output else rows
+
+    def extra_repr(self) -> str:
+        """Global sizes, as users wrote them."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
+
+
+def _with_padding(num_embeddings: int, padding_idx: int | None, init: Init) -> tuple[int | None, Init]:
+    """The padding's row counted from the first, and what fills a table that has it."""
+    if padding_idx is None:
+        return None, init
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
+    padding_idx %= num_embeddings
+    return padding_idx, partial(_padded, init=init, padding_idx=padding_idx)
 
 
 @torch.no_grad()

@@ -305,5 +305,5 @@ def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:
     if x.shape[dim] % tp.size:
         raise ValueError(
             f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, as sequence_parallel "
-            f"needs: pad it to {-(-x.shape[dim] // tp.size) * tp.size} with ignored targets"
+            f"needs: pad it to {-(-x.shape[dim] // tp.size) * tp.size} with ignored targets (and a mask, if not causal)"
         )

@@ -209,6 +209,8 @@ def _check_shard(
 ) -> tuple[int, int]:
     """V and the id of the first column here; refuses a shape of logits that is not this rank's, and bad targets."""
     *tokens, columns = shape
+    if target.is_floating_point():
+        raise ValueError(f"target {tuple(target.shape)} is of {target.dtype}, but ids of classes are integers")
     if tokens != list(target.shape):
         raise ValueError(f"logits {tuple(shape)} and target {tuple(target.shape)} don't have the same tokens")
     if vocab_size is None and tp.size > 1:

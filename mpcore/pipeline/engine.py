@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import (
+    drops_parameters,
     finish_gradients,
     gather,
     gathered,
@@ -40,7 +42,7 @@ from mpcore.mesh import Axis, Mesh, check_same
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, Span, find_schedule, to_torch
 from mpcore.pipeline.split import backward_inputs, backward_weights
-from mpcore.sharding import local_tensor
+from mpcore.sharding import declarations, local_tensor
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 _SHAPES = 64  # of batches, whose dry run isn't run again
@@ -81,7 +83,8 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank of the pipeline, if the schedule can't be had with these numbers, fails its proof,
-            names its messages (they are posted here), or gives this rank another number of stages.
+            names its messages (they are posted here), or gives this rank another number of stages; or if a tied
+            parameter is pending over `mesh.pp` or `mesh.ends` on some of their ranks alone.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Pipeline:
         self.device = mesh.device
         schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan = _agree(schedule, mesh.pp, micro_batches, len(self.stages))
+        _check_pending(self.stages, mesh)
         self.last_rank = self.plan.rank_of[self.plan.stages - 1]
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
@@ -194,7 +198,7 @@ class Pipeline:
         out: Any = x
         for index, stage in self.mine.items():
             sync_gradients(stage, i == self.micro_batches - 1)
-            inputs = (x,) if index == 0 else _outputs(out, index - 1, f"micro-batch {i}")
+            inputs = (x,) if index == 0 else sent_on(out, index - 1, f"micro-batch {i}")
             with self._noted("F", index, i):
                 out = stage(*inputs, **arguments)
         loss = self._checked_loss(out, target)
@@ -284,7 +288,7 @@ class Pipeline:
             For each batch the model's output on the rank of the last stage, the output of its own last stage on the
             others.
         """
-        with gathered(self.stages):
+        with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
                 out: Any = x
                 # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
@@ -294,9 +298,9 @@ class Pipeline:
                         if index > 0 and index - 1 not in self.mine:
                             inputs = _receive(self.pp, self.plan.rank_of[index - 1], self.device)
                         else:
-                            inputs = _outputs(out, index - 1, f"batch {i}") if index else (x,)
+                            inputs = sent_on(out, index - 1, f"batch {i}") if index else (x,)
                         out = stage(*inputs, **arguments)
-                        sent = _outputs(out, index, f"batch {i}") if away else ()
+                        sent = sent_on(out, index, f"batch {i}") if away else ()
                     except Exception:
                         if away:
                             _send((), self.pp, self.plan.rank_of[index + 1], self.device)
@@ -394,7 +398,7 @@ class _Stage(PipelineStage):
             return ()
         try:
             with _undone(module), uncompiled():
-                return _outputs(
+                return sent_on(
                     super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
                 )
         except Exception as error:  # raised on all ranks once they are through: see `_Runtime`
@@ -420,7 +424,7 @@ class _Stage(PipelineStage):
             self.fwd_cache[fwd_chunk_id] = (), inputs
             return out
         when = f"micro-batch {fwd_chunk_id}"
-        out = self._as_promised(out, when) if _MADE_ANEW else _outputs(out, self.stage_index, when)
+        out = self._as_promised(out, when) if _MADE_ANEW else sent_on(out, self.stage_index, when)
         self.fwd_cache[fwd_chunk_id] = out, inputs
         return out
 
@@ -428,7 +432,7 @@ class _Stage(PipelineStage):
         """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
         promised: Any = self._stage_meta.outputs
         try:
-            outputs = _outputs(out, self.stage_index, when)
+            outputs = sent_on(out, self.stage_index, when)
             if len(outputs) != len(promised):
                 raise ValueError(
                     f"stage {self.stage_index} returns {len(outputs)} outputs in {when}, {len(promised)} in its first "
@@ -487,7 +491,7 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _outputs(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
+def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
     """What a stage sends on, as a tuple of contiguous tensors."""
     outputs = out if type(out) in (tuple, list) else (out,)
     for i, x in enumerate(outputs):
@@ -527,6 +531,17 @@ def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
         for module in stage.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.split_backward = plan.splits_backward
+
+
+def _check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse tied parameters whose gradients some ranks would sum over an axis on which others hold none."""
+    for axis in (mesh.pp, mesh.ends):
+        shapes = Counter(
+            f"of shape {tuple(p.shape)}"
+            for p, sharding in {p: sharding for stage in stages for _, p, sharding in declarations(stage)}.items()
+            if any(pending.group is axis.group for pending in sharding.partial)
+        )
+        check_same(f"number of parameters pending over {axis.name}, which all its ranks must hold", shapes, axis)
 
 
 def _agree(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:

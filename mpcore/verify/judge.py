@@ -175,11 +175,13 @@ class Judge:
             return "its gradient was right: the optimizer steps on something else, or ranks hold unequal replicas"
         for axis, size in _axes(layout):
             terms = _one_each(held, [seen.gradients.get(name) for seen in held], axis)
-            if len(terms) == size > 1 and not _same(terms) and _near(torch.stack(terms).sum(0), want):
+            all_terms = len(terms) > 1 and (axis == "pp" or len(terms) == size)  # of stages those that hold it
+            if all_terms and not _same(terms) and _near(torch.stack(terms).sum(0), want):
                 if axis == "pp":
                     return (
                         "each pipeline stage holds one term of its gradient, and nobody sums them: declare the tied "
-                        "parameter pending with add_partial(module, name, mesh.ends), under one name on both stages"
+                        "parameter pending with add_partial(module, name, mesh.ends), under one name on both stages; "
+                        "where other stages hold it, over an Axis of their ranks' own group"
                     )
                 return (
                     f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
@@ -201,7 +203,16 @@ class Judge:
                     f"the gradient is {axis} = {size} times too small: it is averaged, or one rank's term of a sum; "
                     f"losses are summed here, and divided once"
                 )
-        return "its values differ in no simple way: look at the module that it belongs to, and at what reads its output"
+        also = ""
+        if layout.sequence_parallel:
+            also = (
+                "; or a whole tensor that depends on it, such as a modulation, meets this rank's tokens without "
+                "collectives.copy(x, mesh.tp), which sums its gradient"
+            )
+        return (
+            "its values differ in no simple way: look at the module that it belongs to, and at what reads its output"
+            + also
+        )
 
     # --- the forward --------------------------------------------------------------------------------------------------
 

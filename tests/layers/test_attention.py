@@ -419,6 +419,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="softcap 0 is not a positive number"):
         ParallelAttention(8, 4, softcap=0)
     attention = ParallelAttention(8, 4)
+    for shape in ((5, 8), (2, 3, 4, 8)):
+        with pytest.raises(ValueError, match=rf"x has {len(shape)} dimensions, but attention takes \[B, T, D\]"):
+            attention(torch.zeros(shape))
     with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):

@@ -1,5 +1,7 @@
 """The embedding tables: dense equals torch's, sharded equals dense, and no row exists that the vocabulary lacks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 from mpcore import (
     Axis,
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     PositionEmbedding,
     VocabParallelEmbedding,
@@ -61,16 +64,18 @@ def check_padding(padding):
         return {"y": table(ids).detach()}
 
     tp = tp_axis()
-    same_model(lambda **a: VocabParallelEmbedding(10, D, padding_idx=padding, **a), run, tp=tp)
-    torch.manual_seed(5)
-    torchs = nn.Embedding(10, D, padding_idx=padding)
-    torch.manual_seed(5)
-    ours = VocabParallelEmbedding(10, D, padding_idx=padding, tp=tp)
-    for table in (torchs, ours):
-        table(torch.arange(10)).sum().backward()
-    assert torch.equal(full_state_dict(ours)["weight"], torchs.weight)
-    assert torch.equal(full_gradients(ours)["weight"], torchs.weight.grad)
-    assert torch.equal(full_state_dict(materialize(ours, 3))["weight"].eq(0).all(1), torchs.weight.eq(0).all(1))
+    whole = partial(ColumnParallelEmbedding, gather_output=True)
+    for kind in (VocabParallelEmbedding, whole):
+        same_model(lambda kind=kind, **a: kind(10, D, padding_idx=padding, **a), run, tp=tp)
+        torch.manual_seed(5)
+        torchs = nn.Embedding(10, D, padding_idx=padding)
+        torch.manual_seed(5)
+        ours = kind(10, D, padding_idx=padding, tp=tp)
+        for table in (torchs, ours):
+            table(torch.arange(10)).sum().backward()
+        assert torch.equal(full_state_dict(ours)["weight"], torchs.weight)
+        assert torch.equal(full_gradients(ours)["weight"], torchs.weight.grad)
+        assert torch.equal(full_state_dict(materialize(ours, 3))["weight"].eq(0).all(1), torchs.weight.eq(0).all(1))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -80,6 +85,25 @@ def test_the_padding_row_begins_as_zeros_and_stays_as_torchs(ranks, size):
     for bad in (10, -11):
         with pytest.raises(ValueError, match=f"padding_idx {bad} is outside the table of 10 rows"):
             VocabParallelEmbedding(10, D, padding_idx=bad)
+
+
+def check_columns(columns):
+    def run(table):
+        y = c.gather(table(draw_ids(1, 7, B, T)), table.tp, -1, columns)
+        (y * draw(2, B, T, columns)).sum().backward()
+        return {"y": y.detach()}
+
+    same_model(lambda **a: ColumnParallelEmbedding(7, columns, **a), run, tp=tp_axis())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_table_cut_by_columns_equals_dense(ranks, size):
+    for columns in (4, 5, 12):
+        ranks(size, check_columns, columns)
+    with pytest.raises(ValueError, match=f"embedding_dim {size - 1} is smaller than the tp size {size}"):
+        ColumnParallelEmbedding(7, size - 1, tp=Axis(size, 0, name="tp"))
+    with pytest.raises(ValueError, match="token id 7 is outside the vocabulary of 7"):
+        ColumnParallelEmbedding(7, 4)(torch.tensor([7]))
 
 
 def check_embedding(vocab, sequence, shape):

@@ -292,6 +292,8 @@ def check_bad_targets():
         ValueError, match=r"6 columns .* cut over the tp axis of size 2: give vocab_size, which 12 would be"
     ):
         vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 2]), tp=tp)
+    with pytest.raises(ValueError, match=r"target \(3, 12\) is of torch.float64, but ids of classes are integers"):
+        vocab_parallel_cross_entropy(logits, torch.ones(3, 12, dtype=torch.float64), tp=tp, vocab_size=12)
     leaf = logits.detach().requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf, torch.tensor([0, 1, 2]), tp=tp, vocab_size=12)
     with pytest.raises(RuntimeError, match="vocab_parallel_cross_entropy has no second derivative"):

@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation("what a rank hands itself is held twice", "mpcore/dry_run.py",
              "held -= kept.output + kept.handed", "held -= kept.output", MEMORY),
     Mutation("logits that nothing needs are held to backward", "mpcore/dry_run.py",
-             "kept.output = after - _held(storages, stage, own)[0]", "kept.output = 0", MEMORY),
+             "kept.output = after - _held(storages, stage, own)[0] if ends else 0", "kept.output = 0", MEMORY),
     Mutation("22 a block is recomputed in the mode of now", "mpcore/recompute.py",
              "switched = [module for module, training in modes if module.training != training]",
              "switched = []", RECOMPUTE),

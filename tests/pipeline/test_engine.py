@@ -46,7 +46,7 @@ from mpcore.pipeline.schedules import (
     with_messages,
     write_csv,
 )
-from mpcore.sharding import full_tensor
+from mpcore.sharding import add_partial, full_tensor
 from tests.equality import close
 from tests.pool import mesh
 
@@ -415,6 +415,20 @@ def test_what_cant_run_is_refused_on_every_rank(ranks, tmp_path):
     (tmp_path / "missing.csv").write_text("0F0,0B0\n1F0\n")
     (tmp_path / "unordered.csv").write_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B0,1B1\n")
     ranks(2, check_refused, str(tmp_path))
+
+
+def check_half_tied() -> None:
+    """A table on the first and the last stage whose gradient the one in between would be waited for to sum."""
+    on = mesh(pp=3)
+    stage = nn.Linear(2, 2) if on.pp.rank == 1 else nn.Embedding(2, 2)
+    if on.pp.rank != 1:
+        add_partial(stage, "weight", on.pp)
+    with pytest.raises(ValueError, match=r"pending over pp, which all .* \(of shape \(2, 2\): 1 and None\)"):
+        Pipeline(stage, on, 3, lambda y, t: y.sum())
+
+
+def test_a_table_pending_over_stages_without_it_is_refused(ranks):
+    ranks(3, check_half_tied)
 
 
 def check_thawed() -> None:
