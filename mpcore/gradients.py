@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
@@ -32,7 +34,8 @@ def main_gradients(model: nn.Module) -> nn.Module:
     Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
-    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Torch's
+    optimizers, which read `.grad` alone, refuse to step where it isn't there.
     `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
 
     Args:
@@ -50,6 +53,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
     for name, parameter, _ in declarations(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
+    _refuse_blind_optimizers()
     for parameter in model.parameters():
         if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -57,6 +61,24 @@ def main_gradients(model: nn.Module) -> nn.Module:
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate)
     return model
+
+
+@cache
+def _refuse_blind_optimizers() -> None:
+    """Have optimizers that don't know of main gradients refuse them: they would step nothing, without a word."""
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if hasattr(optimizer, "reads_main_gradients"):
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is None and getattr(p, "grad_added_to_main_grad", False):
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and "
+                    f"{type(optimizer).__name__} reads .grad alone, which is None: take an optimizer of mpcore.optim, "
+                    f"or leave main_gradients out"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def check_current(parameter: Tensor) -> None:
