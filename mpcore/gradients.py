@@ -128,7 +128,7 @@ def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None)
     """Forget the gradients of a step that is given up, those too that `shard_data_parallel` has not summed yet.
 
     Call it, on all ranks, where a backward raised and was caught, or where the step ends before its last micro-batch.
-    `zero_grad` of `mpcore.optim` does it; that of a model and of torch's optimizers sees only what was summed.
+    `zero_grad` of the model and of `mpcore.optim` does it; that of torch's optimizers sees only what was summed.
 
     Args:
         model: the model, or this rank's stage of it; where stages are joined, each of them.
@@ -150,11 +150,10 @@ def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None)
             if mine:
                 group._partial_reduce_output = None
             for p in mine:
-                p.unsharded_accumulated_grad = None
-                if p.sharded_param.grad is not None:  # the model's parameters may be gathered ones
-                    p.sharded_param.grad = None
-                if hasattr(p, "_unsharded_param"):
-                    p._unsharded_param.grad = None
+                p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model's may be gathered ones
+                whole = getattr(p, "_unsharded_param", None)
+                if whole is not None and whole.grad is not None:
+                    whole.grad = None
     zero_gradients(model.parameters() if chosen is None else chosen.values())
 
 

@@ -156,9 +156,8 @@ class AdamW(torch.optim.Optimizer):
         """Forget the gradients, main ones and those that data parallelism hasn't summed yet included.
 
         Those of all of the model's parameters, also of what was frozen when the optimizer was made; with `groups` of
-        what is in them.
+        what is in them. They are None afterwards, whatever `set_to_none` says.
         """
-        super().zero_grad(set_to_none)
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)
 
