@@ -35,7 +35,8 @@ def main_gradients(model: nn.Module) -> nn.Module:
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
     of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Torch's
-    optimizers, which read `.grad` alone, refuse to step where it isn't there.
+    optimizers, which read `.grad` alone, refuse to step where it isn't there. Hooks of a
+    parameter find `main_grad`, and no `.grad`.
     `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
 
     Args:
