@@ -365,7 +365,8 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
         An fp64 scalar tensor.
 
     Raises:
-        ValueError: if a parameter is cut over an axis of another mesh, or is a DTensor that isn't mpcore's.
+        ValueError: if p isn't above 0, a parameter is cut over an axis of another mesh, or one is a DTensor that isn't
+            mpcore's.
     """
     return norm_of(model, mesh, gradient_of, p)
 
@@ -374,6 +375,8 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
     check_mesh(mesh)
+    if not p > 0:
+        raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
     norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
