@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from mpcore.gradients import check_backward, check_current
+from mpcore.gradients import check_backward, check_current, drop_gradients
 from mpcore.layers.module import listed, refuse_second_derivative
 from mpcore.layers.moe import check_experts
 from mpcore.mesh import Axis, Mesh, check_mesh, check_same, divisors
@@ -187,6 +187,7 @@ def shard_data_parallel(
         wrap(stage, whole)
         stage.register_forward_pre_hook(partial(_before_forward, stage), prepend=True)
         stage.register_forward_hook(partial(_after_forward, stage))
+        stage.zero_grad = partial(_zero_grad, stage)  # type: ignore[assignment]
         units = tuple(unit for unit in shared if unit.owners & within)
         stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
         for unit in units:
@@ -433,8 +434,8 @@ def _share(stages: list[nn.Module], whole: set[nn.Parameter], wrap: _Wrap) -> li
 def sync_gradients(model: nn.Module, last: bool) -> None:
     """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete.
 
-    A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)`: what isn't summed yet
-    would be part of the next, as the `zero_grad` of a model and of torch's optimizers doesn't see it.
+    A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)` or `model.zero_grad()`:
+    what isn't summed yet would be part of the next, as the `zero_grad` of torch's optimizers doesn't see it.
     """
     state = getattr(model, "data_parallel", None)
     if state is None or not isinstance(model, FSDPModule):
@@ -448,6 +449,11 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
     """After a step's last backward: sum the gradients of what this rank's stages share."""
     for unit in _shared_units(stages):
         unit.finish()
+
+
+def _zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
+    """Forget the gradients, as the `zero_grad` of a model, and those that nothing has summed: they are None."""
+    drop_gradients(stage)
 
 
 @torch._disable_dynamo

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
@@ -32,7 +34,9 @@ def main_gradients(model: nn.Module) -> nn.Module:
     Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
-    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`).
+    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Torch's
+    optimizers, which read `.grad` alone, refuse to step where it isn't there. Hooks of a
+    parameter find `main_grad`, and no `.grad`.
     `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
 
     Args:
@@ -50,6 +54,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
     for name, parameter, _ in declarations(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
+    _refuse_blind_optimizers()
     for parameter in model.parameters():
         if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -57,6 +62,24 @@ def main_gradients(model: nn.Module) -> nn.Module:
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate)
     return model
+
+
+@cache
+def _refuse_blind_optimizers() -> None:
+    """Have optimizers that don't know of main gradients refuse them: they would step nothing, without a word."""
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if hasattr(optimizer, "reads_main_gradients"):
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is None and getattr(p, "grad_added_to_main_grad", False):
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and "
+                    f"{type(optimizer).__name__} reads .grad alone, which is None: take an optimizer of mpcore.optim, "
+                    f"or leave main_gradients out"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def check_current(parameter: Tensor) -> None:
@@ -106,7 +129,7 @@ def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None)
     """Forget the gradients of a step that is given up, those too that `shard_data_parallel` has not summed yet.
 
     Call it, on all ranks, where a backward raised and was caught, or where the step ends before its last micro-batch.
-    `zero_grad` of `mpcore.optim` does it; that of a model and of torch's optimizers sees only what was summed.
+    `zero_grad` of the model and of `mpcore.optim` does it; that of torch's optimizers sees only what was summed.
 
     Args:
         model: the model, or this rank's stage of it; where stages are joined, each of them.
@@ -128,11 +151,10 @@ def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None)
             if mine:
                 group._partial_reduce_output = None
             for p in mine:
-                p.unsharded_accumulated_grad = None
-                if p.sharded_param.grad is not None:  # the model's parameters may be gathered ones
-                    p.sharded_param.grad = None
-                if hasattr(p, "_unsharded_param"):
-                    p._unsharded_param.grad = None
+                p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model's may be gathered ones
+                whole = getattr(p, "_unsharded_param", None)
+                if whole is not None and whole.grad is not None:
+                    whole.grad = None
     zero_gradients(model.parameters() if chosen is None else chosen.values())
 
 
@@ -343,7 +365,8 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
         An fp64 scalar tensor.
 
     Raises:
-        ValueError: if a parameter is cut over an axis of another mesh, or is a DTensor that isn't mpcore's.
+        ValueError: if p isn't above 0, a parameter is cut over an axis of another mesh, or one is a DTensor that isn't
+            mpcore's.
     """
     return norm_of(model, mesh, gradient_of, p)
 
@@ -352,6 +375,8 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
 def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
     check_mesh(mesh)
+    if not p > 0:
+        raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
     norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])

@@ -164,14 +164,17 @@ class DiLoCo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """`{"inner": the inner optimizer's, "outer": that of the outer step by the parameter's place}`."""
         self._begin()
-        outer = {place: dict(self.outer[p]) for place, p in enumerate(self._parameters())}
+        outer = {place: dict(self.outer[p]) for place, p in enumerate(self._grouped()) if p in self.outer}
         return {"inner": self.optimizer.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict["inner"])
-        for place, p in enumerate(self._parameters()):
-            self.outer[p] = {slot: x.detach().to(p.device, copy=True) for slot, x in state_dict["outer"][place].items()}
+        places = list(self._grouped())
+        self.outer = {
+            places[place]: {slot: x.detach().to(places[place].device, copy=True) for slot, x in slots.items()}
+            for place, slots in state_dict["outer"].items()
+        }
 
     # --- merges -------------------------------------------------------------------------------------------------------
 
@@ -232,8 +235,10 @@ class DiLoCo(torch.optim.Optimizer):
         return int(number.group()) % self.fragments if number else 0
 
     def _parameters(self) -> Iterator[Tensor]:
-        groups = (group["params"] for group in self.param_groups)
-        return (p for p in itertools.chain(*groups) if p.requires_grad)
+        return (p for p in self._grouped() if p.requires_grad)
+
+    def _grouped(self) -> Iterator[Tensor]:
+        return itertools.chain(*(group["params"] for group in self.param_groups))
 
     def _differing(self, fragment: int) -> list[Tensor]:
         """What isn't trained and differs between workers: what is the same keeps its bits."""
@@ -249,20 +254,23 @@ class DiLoCo(torch.optim.Optimizer):
         for p in self._parameters():
             state = self.outer.setdefault(p, {})
             if _ANCHOR not in state:
-                wide = torch.promote_types(p.dtype, torch.float32)
-                state[_ANCHOR] = self._now(p).detach().to(wide, copy=True)
+                state[_ANCHOR] = torch.empty_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32))
+                local_tensor(state[_ANCHOR]).copy_(self._now(p))
             if self.momentum and _MOMENTUM not in state:
                 state[_MOMENTUM] = torch.zeros_like(state[_ANCHOR])
 
     def _now(self, p: Tensor) -> Tensor:
-        """The parameter as the inner optimizer has it: its master, where there is one."""
-        return self.optimizer.state.get(p, {}).get("master", p)
+        """The local tensor of the parameter as the inner optimizer has it: its master, where there is one, which may be
+        the host's."""
+        return local_tensor(self.optimizer.state.get(p, {}).get("master", p).detach())
 
     def _moved(self, p: Tensor) -> Tensor:
         """What a parameter has moved by, in the anchor's dtype: from what the last merge gave out, which is the anchor
         in the parameter's."""
-        anchor, now = self.outer[p][_ANCHOR], self._now(p).detach()
-        return anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype)
+        moved, now = self.outer[p][_ANCHOR].clone(), self._now(p)
+        anchor = local_tensor(moved)
+        anchor.copy_(anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype))
+        return moved
 
     def _outer_step(self, p: Tensor, gradient: Tensor) -> None:
         state = self.outer[p]
@@ -270,10 +278,8 @@ class DiLoCo(torch.optim.Optimizer):
             momentum = state[_MOMENTUM].mul_(self.momentum).add_(gradient)
             gradient = gradient.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
         state[_ANCHOR].sub_(gradient, alpha=self.lr)
-        now = self._now(p)
-        now.detach().copy_(state[_ANCHOR])
-        if now is not p:
-            p.detach().copy_(state[_ANCHOR])
+        for held in (self._now(p), local_tensor(p.detach())):
+            held.copy_(local_tensor(state[_ANCHOR]))
 
     # --- messages between workers -------------------------------------------------------------------------------------
 

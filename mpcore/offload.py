@@ -16,6 +16,7 @@ Source: Ren et al. 2021, arXiv:2101.06840, section 4; Rajbhandari et al. 2021, a
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -171,9 +172,8 @@ class _Step:
             name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")
         }
         inner.__dict__.update(theirs)
-        torch.optim.Optimizer.__init__(
-            inner, [{"params": [self.twins[p] for p in bucket], **settings}], optimizer.defaults
-        )
+        inner.param_groups, inner.state = [{"params": [self.twins[p] for p in bucket], **settings}], defaultdict(dict)
+        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = {}, {}
         if isinstance(optimizer, AdamW):
             of = {self.twins[p]: p for p in bucket}
 

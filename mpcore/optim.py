@@ -25,7 +25,7 @@ from mpcore.kernels.adamw import adamw, adamw_now
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
 from mpcore.mesh import Axis, Mesh, check_mesh
 from mpcore.random import stream_key
-from mpcore.sharding import Sharding, data_run, declarations, full_tensor, is_dtensor, local_tensor
+from mpcore.sharding import Sharding, data_run, declarations, full_tensor, is_dtensor, lies_as, local_tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -88,6 +88,8 @@ class AdamW(torch.optim.Optimizer):
         ValueError: for another state_dtype, or a float16 parameter without a master.
     """
 
+    reads_main_gradients = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -111,15 +113,29 @@ class AdamW(torch.optim.Optimizer):
         groups = decay_groups(model, weight_decay) if groups is None else list(groups)
         # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
-        super().__init__(groups, defaults)
-        self._declared = {p: (name, sharding) for name, p, sharding in declarations(model)}
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p not in self._declared:
-                    raise ValueError(f"a parameter of shape {tuple(p.shape)} in the groups is none of the model's")
-                if p.dtype == torch.float16 and not masters:
-                    raise ValueError(f"{self._declared[p][0]} is float16 and vanishes without a master: masters=True")
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, of parameters that the model has by now, such as a layer that is thawed.
+
+        Raises:
+            ValueError: if one is none of the model's, or float16 without a master; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        self._declared = {p: (name, sharding) for name, p, sharding in declarations(self.model)}
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if p not in self._declared:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} in the groups is none of the model's")
+            if p.dtype == torch.float16 and not self.masters:
+                raise ValueError(f"{self._declared[p][0]} is float16 and vanishes without a master: masters=True")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
@@ -141,20 +157,32 @@ class AdamW(torch.optim.Optimizer):
         """Forget the gradients, main ones and those that data parallelism hasn't summed yet included.
 
         Those of all of the model's parameters, also of what was frozen when the optimizer was made; with `groups` of
-        what is in them.
+        what is in them. They are None afterwards, whatever `set_to_none` says.
         """
-        super().zero_grad(set_to_none)
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its dtype, which torch would change to the parameter's."""
+        """As torch's, but state keeps its dtype, which torch would change to the parameter's.
+
+        Raises:
+            ValueError: with nothing changed, if a state doesn't lie as its parameter: another layout's, which
+                `mpcore.checkpoint` moves.
+        """
+        loaded = []
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):  # torch compares lengths
+            for index, p in zip(saved["params"], group["params"], strict=False):
+                of = state_dict["state"].get(index, {})
+                loaded += [(p, slot, value) for slot, value in of.items() if isinstance(value, Tensor)]
+        for p, slot, value in loaded:
+            if value.dim() and not lies_as(value, p):
+                raise ValueError(
+                    f"the {slot} of {self._declared[p][0]} has shape {tuple(local_tensor(value).shape)}, the parameter "
+                    f"{tuple(local_tensor(p).shape)} here: save and load of mpcore.checkpoint go to another layout"
+                )
         super().load_state_dict(state_dict)
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for index, p in zip(saved["params"], group["params"], strict=True):
-                for slot, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, Tensor):
-                        self.state[p][slot] = value.to(p.device, copy=True)
+        for p, slot, value in loaded:
+            self.state[p][slot] = value.to(p.device, copy=True)
 
     def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
         self._adamw(group, scale)
@@ -271,9 +299,28 @@ class Muon(AdamW):
             {"params": matrices, "weight_decay": weight_decay, "muon": True, **options},
             *({**group, "muon": False} for group in decay_groups(model, weight_decay, matrices)),
         ]
-        self.mesh, self.ns_dtype = mesh, ns_dtype
+        self.mesh, self.ns_dtype, self.options = mesh, ns_dtype, options
         super().__init__(model, lr, betas, eps, weight_decay, groups=groups, **others)
         self._whole_model = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `AdamW`'s; `"muon": True` says that matrices are orthogonalised, False that AdamW steps them.
+
+        Raises:
+            ValueError: as `AdamW`'s, if the group doesn't say which, or Muon is to have a vector.
+        """
+        super().add_param_group({**self.options, **param_group} if param_group.get("muon") else param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if "muon" not in group:
+            raise ValueError(
+                "the parameter group doesn't say who steps it: give it 'muon': True (matrices of hidden layers), or "
+                "'muon': False (what AdamW has: tables, heads, vectors)"
+            )
+        for p in group["params"] if group["muon"] else ():
+            if p.dim() < 2:
+                raise ValueError(f"{self._declared[p][0]} has {p.dim()} dimensions, Muon takes matrices: 'muon': False")
 
     def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
         if not group["muon"]:

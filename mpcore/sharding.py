@@ -355,6 +355,14 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x
 
 
+def lies_as(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor lies as a parameter: with a DTensor, whose memory is its mesh's, may go a local tensor of the
+    host's."""
+    if is_dtensor(value) and (not is_dtensor(parameter) or value.shape != parameter.shape):
+        return False
+    return local_tensor(value).shape == local_tensor(parameter).shape
+
+
 def data_run(x: DTensor) -> tuple[int, int]:
     """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
     coordinate = x.device_mesh.get_coordinate()  # not get_local_rank: torch's caches may return a mesh of ended groups

@@ -695,6 +695,23 @@ def test_what_would_be_lost_silently_is_refused(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def check_groups(path: str) -> None:
+    """A learning rate for each layer, and layers on other stages."""
+    on = mesh(pp=2)
+    model = nn.ModuleDict({f"{i}": nn.Linear(2, 2) for i in range(3) if (i > 0) == on.pp.rank})
+    groups = [{"params": list(layer.parameters()), "lr": 0.1 * int(i)} for i, layer in model.items()]
+    with pytest.raises(ValueError, match=r"some ranks' optimizers have 1 parameter groups, others 2: .* empty where"):
+        save(path, model, torch.optim.SGD(groups), mesh=on, step=1)
+    every = [{"params": list(model[f"{i}"].parameters()) if f"{i}" in model else [], "lr": 0.1 * i} for i in range(3)]
+    optimizer = torch.optim.SGD(every)
+    save(path, model, optimizer, mesh=on, step=1)
+    load(path, model, optimizer, mesh=on)
+
+
+def test_parameter_groups_that_some_stages_lack_are_refused_and_empty_ones_saved(ranks, tmp_path):
+    ranks(2, check_groups, str(tmp_path / "one"))
+
+
 def check_other_optimizers(root: str) -> None:
     on = mesh(tp=2)
     for make in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad):

@@ -792,7 +792,8 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
     model = chain(on, zero, replicate)
     optimizer = AdamW(model)
     by_hand = [{"params": list(model.layers[i].parameters())} for i in range(3)]
-    for forget in (lambda: drop_gradients(model), optimizer.zero_grad, AdamW(model, groups=by_hand).zero_grad):
+    by_hand = AdamW(model, groups=by_hand)
+    for forget in (lambda: drop_gradients(model), optimizer.zero_grad, by_hand.zero_grad, model.zero_grad):
         micro_batch(model, on, 1, last=False)
         if how == "raised":
             model.raises = True

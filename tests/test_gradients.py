@@ -580,6 +580,12 @@ def test_a_poisoned_shard_shows_on_every_rank_and_spoils_nothing(ranks, bad):
     ranks(2, check_poison, bad)
 
 
+@pytest.mark.parametrize("p", [0, -math.inf, math.nan])
+def test_a_norm_that_is_none_is_refused(p):
+    with pytest.raises(ValueError, match=f"the norm's p is {p}, which is not above 0: take 1, 2"):
+        grad_norm(nn.Linear(2, 2), Mesh(), p)
+
+
 def test_norm_without_gradients_is_zero():
     model = nn.Linear(3, 4)
     for p in NORMS:

@@ -20,7 +20,7 @@ from mpcore.checkpoint import load, save
 from mpcore.data_parallel import reshard, shard_data_parallel
 from mpcore.local_updates import DiLoCo, Merge
 from mpcore.mesh import mesh_ranks
-from mpcore.offload import offload_parameters
+from mpcore.offload import offload_optimizer, offload_parameters
 from mpcore.sharding import local_tensor
 from tests.equality import close
 from tests.pool import Pool, RankError, mesh
@@ -368,6 +368,16 @@ def test_its_state_dict_goes_on_where_it_was(ranks):
     ranks(2, check_state_dict)
 
 
+def test_a_state_dict_knows_its_parameters_where_one_is_frozen_since():
+    run, other = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+    saved, loaded = (DiLoCo(torch.optim.SGD(model.parameters(), 0.1), model, Mesh()) for model in (run, other))
+    saved.begin()
+    other[0].requires_grad_(False)
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for p, q in zip(run.parameters(), other.parameters(), strict=True):
+        assert torch.equal(loaded.outer[q]["outer_anchor"], p)
+
+
 def test_merges_until_counts_the_merges_of_all_fragments():
     model = nn.Linear(2, 2)
     for every, fragments in ((4, 1), (5, 3), (3, 3), (7, 2)):
@@ -508,6 +518,30 @@ def check_offloaded():
 
 def test_parameters_may_lie_on_the_host(ranks):
     ranks(2, check_offloaded)
+
+
+def check_offloaded_masters():
+    on = mesh(workers=2, dp=2)
+    found = []
+    for offload in (lambda optimizer: optimizer, offload_optimizer):
+        model = materialize(nn.Sequential(*(nn.Linear(3, 3, device="meta", dtype=torch.bfloat16) for _ in range(2))), 0)
+        shard_data_parallel(model, on, zero=2)
+        optimizer = DiLoCo(offload(AdamW(model, lr=0.1)), model, on, every=2)
+        for step in range(5):
+            model(torch.ones(2, 3, dtype=torch.bfloat16) * (1 + on.workers.rank)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.merge(step + 1)
+        slots = {
+            f"{slot} of {name}": x for name, p in model.named_parameters() for slot, x in optimizer.state[p].items()
+        }
+        held = {**dict(model.named_parameters()), **slots}
+        found.append({name: local_tensor(x).detach().clone() for name, x in held.items()})
+    same_bits(found[1], found[0])
+
+
+def test_pitfall_34_masters_of_shards_may_lie_on_the_host(ranks):
+    ranks(4, check_offloaded_masters)
 
 
 def check_replicas(sizes: dict):

@@ -26,6 +26,7 @@ from mpcore import (
 )
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.gradients import gradient_of
+from mpcore.offload import offload_optimizer
 from mpcore.sharding import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model
@@ -210,6 +211,21 @@ def test_the_optimizer_reads_and_forgets_them():
             optimizer.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         close(p.detach(), q.detach(), "parameter", 1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, offload_optimizer], ids=["here", "offloaded"])
+def test_an_optimizer_that_reads_grad_alone_refuses_main_gradients(wrap):
+    model = main_gradients(ColumnParallelLinear(3, 4))
+    optimizer = wrap(torch.optim.AdamW(model.parameters()))
+    model(draw(0, 2, 3).float()).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) is in main_grad, and AdamW reads .grad alone, which is None"):
+        optimizer.step()
+    before = model.weight.detach().clone()
+    for p in model.parameters():
+        p.grad = gradient_of(p)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def check_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -478,6 +479,66 @@ def test_what_was_frozen_is_in_no_group_and_zero_grad_forgets_it_once_it_is_thaw
         assert all((p.grad is None) == (name[0] != "0") for name, p in model.named_parameters())
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_what_is_thawed_joins_in_groups_of_its_own(kind):
+    late, whole = small(), small()
+    late[2].requires_grad_(False)
+    optimizer, wanted = kind(late, 0.1), kind(whole, 0.1)
+    late.requires_grad_(True)
+    names = {p: name for name, p in whole.named_parameters()}
+    for group in wanted.param_groups:
+        mine = [late.get_parameter(names[p]) for p in group["params"] if names[p].startswith("2.")]
+        said = {name: group[name] for name in ("weight_decay", "muon") if name in group}
+        optimizer.add_param_group({"params": mine, **said})
+    for each in (optimizer, wanted):
+        give_gradients(each.model, 0, torch.float32)
+        each.step()
+    same_bits(dict(late.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_a_group_that_does_not_fit_is_refused_and_not_added():
+    half, muon = AdamW(small(torch.bfloat16), masters=False), Muon(small())
+    half.model.append(nn.Linear(2, 2, dtype=torch.float16))
+    for optimizer, group, message in [
+        (AdamW(small()), {"params": nn.Linear(2, 2).weight}, r"shape \(2, 2\) in the groups is none of the model's"),
+        (half, {"params": half.model[3].bias}, "3.bias is float16 and vanishes without a master"),
+        (muon, {"params": []}, "doesn't say who steps it: give it 'muon': True"),
+    ]:
+        count = len(optimizer.param_groups)
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == count
+    model = small()
+    model[0].requires_grad_(False)
+    muon = Muon(model)
+    with pytest.raises(ValueError, match=r"0.bias has 1 dimensions, Muon takes matrices: 'muon': False"):
+        muon.add_param_group({"params": model[0].bias, "muon": True})
+
+
+def check_other_layout(kind) -> None:
+    """What another layout, or another model, has saved by torch would be read past its end."""
+    on = mesh(dp=2)
+    sharded, whole, wide = (kind(model) for model in (shard_data_parallel(small(), on), small(), small()))
+    wide.model[0] = nn.Linear(5, 8)
+    wide = kind(wide.model)
+    for each in (sharded, whole, wide):
+        give_gradients(each.model, 0, torch.float32)
+        each.step()
+    for into, state in ((sharded, whole), (whole, sharded), (whole, wide)):
+        before = full_state(into.model, into, on)
+        with pytest.raises(
+            ValueError, match=r"of 0.weight has shape \(\d, 5\), the parameter \(\d, 5\) here: save and"
+        ):
+            into.load_state_dict(state.state_dict())
+        same_bits(full_state(into.model, into, on), before)
+    whole.load_state_dict(copy.deepcopy(whole.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_the_state_of_another_layout_is_refused_before_anything_changes(ranks, kind):
+    ranks(2, check_other_layout, kind)
 
 
 def check_replaced() -> None:

@@ -18,14 +18,13 @@ from mpcore.checkpoint.pieces import (
     Held,
     held_by_model,
     held_slot,
-    lies_as,
     like,
     parameter_groups,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
 from mpcore.data_parallel import reshard
 from mpcore.mesh import Mesh
-from mpcore.sharding import declarations, local_tensor
+from mpcore.sharding import declarations, lies_as, local_tensor
 
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
@@ -221,12 +220,7 @@ def _empty(local: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _alike(state: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Whether a value of the optimizer's state can be read into as it is, so that no second one takes memory."""
-    return (
-        isinstance(state, Tensor)
-        and lies_as(state, parameter)
-        and state.dtype == dtype
-        and local_tensor(state).shape == local_tensor(parameter).shape
-    )
+    return isinstance(state, Tensor) and lies_as(state, parameter) and state.dtype == dtype
 
 
 def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:

@@ -21,6 +21,7 @@ from mpcore.sharding import (
     check_present,
     declarations,
     is_dtensor,
+    lies_as,
     local_tensor,
     persistent_buffers,
     sharding_of,
@@ -94,14 +95,6 @@ def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, m
     if value.dim() == 0 and not is_dtensor(value):
         return _held(name, value, replace(sharding, shape=(), shards=()), mesh)  # one number on each of its ranks
     raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-
-
-def lies_as(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor lies as a parameter: with a DTensor, whose memory is its mesh's, may go a local tensor of the
-    host's."""
-    if is_dtensor(value):
-        return is_dtensor(parameter) and value.shape == parameter.shape
-    return value.shape == local_tensor(parameter).shape
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -365,6 +365,12 @@ def _merge(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
     """The optimizer's groups over all stages."""
     if not of_ranks:
         return None
+    counts = sorted({len(groups) for groups in of_ranks})
+    if len(counts) > 1:
+        raise ValueError(
+            f"some ranks' optimizers have {counts[0]} parameter groups, others {counts[-1]}: give every stage the same "
+            f"groups, in one order, empty where it holds none of their parameters"
+        )
     merged = []
     for i, same in enumerate(zip(*of_ranks, strict=True)):
         for group in same:

@@ -145,7 +145,7 @@ class Pipeline:
         self.problems.clear()
         losses: list[Tensor] = []
         last = self.pp.rank == self.last_rank
-        with self._prepared((shapes, modes, mode)) as runtime:
+        with self._trained_as_built(), self._prepared((shapes, modes, mode)) as runtime:
             inputs = (x,) if 0 in self.mine else ()
             keywords: dict[str, Any] = arguments | ({"target": target, "losses": losses} if last else {})
             runtime.step(*inputs, return_outputs=False, **keywords)
@@ -223,12 +223,27 @@ class Pipeline:
         return sum((0 * y.sum() for y in outputs), zero)  # other stages wait for gradients
 
     @contextmanager
+    def _trained_as_built(self) -> Iterator[None]:
+        """What one stage froze or freed since the first step, the others' messages don't know: the step runs as it was
+        built, so that no rank waits, and is refused on all at its end."""
+        parameters = [p for stage in self.stages for p in stage.parameters()]
+        now = [p.requires_grad for p in parameters]
+        self.trained = self.trained or now
+        changed = [(p, was) for p, was in zip(parameters, self.trained, strict=False) if p.requires_grad != was]
+        if now != self.trained:
+            problem = "parameters were frozen or freed after the first step: make a new Pipeline for them, on all ranks"
+            self.problems.append(ValueError(problem))
+        try:
+            for p, was in changed:
+                p.requires_grad_(was)
+            yield
+        finally:
+            for p, was in changed:
+                p.requires_grad_(not was)
+
+    @contextmanager
     def _prepared(self, key: object) -> Iterator[_Runtime]:
         """torch's runtime for a batch of these shapes: its buffers fit the first batch alone, and gloo takes any."""
-        trained = [p.requires_grad for stage in self.stages for p in stage.parameters()]
-        if self.trained is not None and self.trained != trained:
-            raise ValueError("parameters were frozen or freed after the first step: make a new Pipeline for them")
-        self.trained = trained
         runtime = self.runtimes.pop(key, None)
         held = []
         if runtime is None:

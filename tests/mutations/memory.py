@@ -56,9 +56,9 @@ MUTATIONS = [
              ", self.copies.copy(twin.data, mine)]",
              "]\n        if not is_dtensor(p) or not hasattr(twin, 'there'):\n"
              "            twin.there = self.copies.copy(twin.data, mine)", OFFLOAD),
-    Mutation("states of the host are refused beside a shard", "mpcore/checkpoint/pieces.py",
-             "    return value.shape == local_tensor(parameter).shape\n",
-             "    return value.shape == parameter.shape and not is_dtensor(parameter)\n", OFFLOAD),
+    Mutation("states of the host are refused beside a shard", "mpcore/sharding.py",
+             "    return local_tensor(value).shape == local_tensor(parameter).shape\n",
+             "    return value.shape == parameter.shape and is_dtensor(value) == is_dtensor(parameter)\n", OFFLOAD),
     Mutation("states of the host are taken for whole ones", "mpcore/checkpoint/pieces.py",
              "        return _held(name, value, sharding, mesh, placed=parameter)\n",
              "        return _held(name, value, sharding, mesh, placed=None if is_dtensor(value) else value)\n",

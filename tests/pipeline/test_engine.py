@@ -431,18 +431,26 @@ def test_a_table_pending_over_stages_without_it_is_refused(ranks):
     ranks(3, check_half_tied)
 
 
-def check_thawed() -> None:
+def check_thawed(schedule: str, rank: int) -> None:
     on = mesh(pp=2)
-    run = Run(on, "1f1b", 4)
+    run = Run(on, schedule, 4)
     run.step()
-    for parameter in run.model.parameters():
-        parameter.requires_grad_(False)
-    with pytest.raises(ValueError, match="frozen or freed after the first step: make a new Pipeline"):
-        run.step()
+    frozen = list(run.model.parameters()) if on.pp.rank == rank else []
+    for wanted in (False, False, True):
+        for parameter in frozen:
+            parameter.requires_grad_(wanted)
+        if wanted:
+            run.step()
+            break
+        with pytest.raises(ValueError, match="frozen or freed after the first step: make a new Pipeline"):
+            run.step()
+        assert not any(parameter.requires_grad for parameter in frozen)
 
 
-def test_freezing_after_the_first_step_is_refused(ranks):
-    ranks(2, check_thawed)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_freezing_on_one_rank_after_the_first_step_is_refused_on_all(ranks, schedule, rank):
+    ranks(2, check_thawed, schedule, rank)
 
 
 # --- stages of any module -----------------------------------------------------------------------------------------
