@@ -227,6 +227,22 @@ def test_what_is_sharded_over_data_is_not_summed_over_it_again(ranks):
     ranks(4, check_summed_already)
 
 
+def check_summed_besides():
+    m, rows = mesh(tp=2, dp=2), draw(1, 4, 3)
+    model, dense = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    dense.load_state_dict(model.state_dict())
+    dense(rows).square().sum().backward()
+    shard_data_parallel(model, m)
+    model(rows[m.world.rank :][:1]).square().sum().backward()
+    reduce_gradients(model, m.tp)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        close(p.grad.full_tensor(), q.grad, "sum over both axes")
+
+
+def test_what_is_sharded_over_data_may_be_summed_over_other_axes_too(ranks):
+    ranks(4, check_summed_besides)
+
+
 class OwnExperts(ParallelModule):
     """Six experts dealt out over ep, and a router that all ranks hold."""
 
