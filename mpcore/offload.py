@@ -265,8 +265,8 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
     @_uncompiled
     def pack(x: Tensor) -> Any:
-        stays = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.nbytes < min_bytes
-        if stays or x.layout != torch.strided or type(x) is not Tensor:
+        stays = type(x) is not Tensor or x.layout != torch.strided or isinstance(x._base, nn.Parameter)
+        if stays or x.nbytes < min_bytes:
             return x
         storage = x.untyped_storage()
         held, source = moved.get(storage._cdata), sources.get(storage._cdata)

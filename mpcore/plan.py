@@ -114,7 +114,7 @@ def meshes(machine: Machine, **sizes: Sequence[int] | None) -> Iterator[dict[str
     ):
         dp, rest = divmod(machine.world, tp * pp * cp)
         divided = (dp * cp * tp) % (ep * (etp or 1)) == 0 and cp % (inner or 1) == 0
-        if rest == 0 and dp and dp in (sizes.get("dp") or (dp,)) and divided:
+        if rest == 0 and dp in (sizes.get("dp") or (dp,)) and divided:
             more = {name: size for name, size in (("etp", etp), ("cp_inner", inner)) if size is not None}
             yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, **more}
 

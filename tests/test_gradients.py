@@ -82,8 +82,13 @@ def check_kinds(dtype, bucket=of_gradients.BUCKET):
     tp = mesh(tp=4).tp
     model = Kinds(tp, dtype)
     want = give_gradients(model, tp)
-    with mock.patch.object(of_gradients, "BUCKET", bucket):
+    with (
+        mock.patch.object(of_gradients, "BUCKET", bucket),
+        mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
+    ):
         reduce_gradients(model)
+    here = 3  # overlapping, columns and partial: whether each is there
+    assert max(call.args[0].numel() for call in sent.call_args_list) <= max(bucket, 10) + here
     for name, p in model.named_parameters():
         assert p.grad.dtype == dtype
         # half-precision terms are added in float32 and rounded once
@@ -220,6 +225,22 @@ def check_summed_already():
 
 def test_what_is_sharded_over_data_is_not_summed_over_it_again(ranks):
     ranks(4, check_summed_already)
+
+
+def check_summed_besides():
+    m, rows = mesh(tp=2, dp=2), draw(1, 4, 3)
+    model, dense = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    dense.load_state_dict(model.state_dict())
+    dense(rows).square().sum().backward()
+    shard_data_parallel(model, m)
+    model(rows[m.world.rank :][:1]).square().sum().backward()
+    reduce_gradients(model, m.tp)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        close(p.grad.full_tensor(), q.grad, "sum over both axes")
+
+
+def test_what_is_sharded_over_data_may_be_summed_over_other_axes_too(ranks):
+    ranks(4, check_summed_besides)
 
 
 class OwnExperts(ParallelModule):
@@ -588,6 +609,8 @@ def test_a_norm_that_is_none_is_refused(p):
 
 def test_norm_without_gradients_is_zero():
     model = nn.Linear(3, 4)
+    model.nothing = nn.Parameter(torch.empty(0, 3))  # as where there are fewer rows than ranks
+    model.nothing.grad = torch.empty(0, 3)
     for p in NORMS:
         assert grad_norm(model, Mesh(), p) == 0
     clip_gradients(model, 1.0, grad_norm(model, Mesh()))

@@ -236,6 +236,7 @@ def test_agreement_says_how_alike_workers_moved(ranks):
             (1.0, (1.0, 1.0), 1.0), (pytest.approx(0.5**0.5), (1.0, 1.0), pytest.approx(0)), (0.0, (1.0, 1.0), -1.0),
             (0.0, (0.0, 0.0), 1.0),
         ]  # fmt: skip
+    assert Merge(1, 0, 2.0, (2.0,)).agreement == 1.0, "one worker with itself"
 
 
 # --- messages -------------------------------------------------------------------------------------------------------

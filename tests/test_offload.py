@@ -295,6 +295,14 @@ def test_pitfall_42_what_was_written_to_since_is_saved_again():
         b.backward()
 
 
+def test_sparse_tensors_stay():
+    x = torch.ones(8, 8, requires_grad=True)
+    with offload_activations(min_bytes=0):
+        y = torch.sparse.mm(2 * torch.eye(8).to_sparse(), x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((8, 8), 2.0))
+
+
 def test_what_was_written_to_after_its_copy_began_is_refused():
     x = torch.full((4096,), 2.0, requires_grad=True)
     for through_a_view in (False, True):
@@ -446,6 +454,10 @@ def test_what_cant_be_had_is_refused():
     optimizer.step()
     with pytest.raises(ValueError, match="the optimizer has states of 2 parameters"):
         offload_optimizer(optimizer)
+    with pytest.raises(ValueError, match="an offloaded optimizer takes no closure"):
+        offload_optimizer(torch.optim.AdamW(model.parameters())).step(lambda: torch.zeros(()))
+    with pytest.raises(ValueError, match="ahead -1 is negative"):
+        offload_activations(ahead=-1).__enter__()
     with pytest.raises(ValueError, match="--offload none optimizer: none and others"):
         Trainer(parse([*FLAGS, "--offload", "none", "optimizer"]), mesh())
     with pytest.raises(ValueError, match="--schedule zb: it splits backward"):

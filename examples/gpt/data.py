@@ -28,7 +28,7 @@ import sysconfig
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -515,8 +515,9 @@ def permute(index: int, size: int, *, seed: int, epoch: int) -> int:
             return index
 
 
-def _mix(x: int) -> int:
-    """A hash of 64 bits to 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood 2014, variant 13)."""
+def _mix(x: Any) -> Any:
+    """A hash of 64 bits to 64 bits, of one or of an array: the finaliser of splitmix64 (Steele, Lea and Flood 2014,
+    variant 13)."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return x ^ x >> 31
@@ -543,10 +544,7 @@ def split_documents(num_documents: int, held_out: float = 0.05, seed: int = 0) -
         raise ValueError(f"held_out {held_out} is not in [0, 1)")
     key = hashlib.blake2b(str(seed).encode(), digest_size=8, person=b"mpcore.split").digest()
     x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x ^= np.frombuffer(key, "<u8")[0]
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = _mix(x ^ np.frombuffer(key, "<u8")[0])
     validation = x >> np.uint64(11) < held_out * 2.0**53
     if held_out > 0 and not validation.any():
         validation[x.argmin()] = True

@@ -255,10 +255,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         group = num_heads // num_kv_heads
         self.q_heads = cut(num_heads, tp, 0).runs
-        if num_kv_heads % tp.size == 0:
-            self.kv_heads = cut(num_kv_heads, tp, 0).runs
-        else:
-            self.kv_heads = tuple(((a // group, (b - 1) // group + 1),) for ((a, b),) in self.q_heads)
+        self.kv_heads = tuple(((a // group, (b - 1) // group + 1),) for ((a, b),) in self.q_heads)
         (q_start, q_end), (kv_start, kv_end) = self.q_heads[tp.rank][0], self.kv_heads[tp.rank][0]
         self.local_heads, self.local_kv_heads = q_end - q_start, kv_end - kv_start
         self.kv_head_of = [head // group - kv_start for head in range(q_start, q_end)]

@@ -118,6 +118,7 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     assert held_out.counts == train.counts
     assert len(train) + len(held_out) <= sum(d.num_tokens for d in data.datasets) // 8
     assert data.about == {"documents": 120, "tokens": 4800, "blend": [[2400, 7500], [2400, 2500]]}
+    assert Corpora(prefixes[:1], None).about == {"documents": 60, "tokens": 2400}
     short = write(tmp_path / "short", list(range(12)))
     assert Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=False)[1] is None
     with pytest.raises(ValueError, match=r"short: the training part: .* holds 3 tokens.* takes 9"):

@@ -146,6 +146,7 @@ def check_data():
                 "positions": torch.arange(length),
                 "mask": torch.arange(length) % 3 == 0,
             }
+            assert shard_sequence({}, cp, kind) == {}
             mine = shard_sequence(batch, cp, kind)
             assert {n: (t.dtype, t.shape[:-1]) for n, t in mine.items()} == {
                 n: (t.dtype, t.shape[:-1]) for n, t in batch.items()

@@ -67,6 +67,10 @@ def check_matrix():
     cut = slice(m.tp.rank * T // 2, (m.tp.rank + 1) * T // 2)
     sharded = mask(seeded(tp=m.tp, sequence_parallel=True).first, samples, (B // 2, T // 2, D))
     assert torch.equal(sharded, mine[:, cut])
+    places = torch.arange(1, 2 * T, 2)  # as context parallel deals them out
+    longer = mask(seeded().first, samples, (B // 2, 2 * T, D))[:, places]
+    placed = seeded(tp=m.tp, sequence_parallel=True).first(torch.ones(B // 2, T // 2, D), samples, places)
+    assert torch.equal(placed != 0, longer[:, cut])
     site = seeded(tp=m.tp, sequence_parallel=True, sequence_dim=0).first
     assert torch.equal(mask(site, samples, (T // 2, B // 2, D)), mine[:, cut].transpose(0, 1))
     return replicated, sharded, m.tp.rank, m.dp.rank

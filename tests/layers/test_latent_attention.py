@@ -67,7 +67,7 @@ def paper(p, x, see, places, *, heads=H, interleaved=True, softcap=None, factor=
     outputs = []
     for w_q, w_kv in zip(p["q_up.weight"].chunk(heads), p["kv_up.weight"].chunk(heads), strict=True):
         w_uq, w_qr = w_q.split([NOPE, TURN])
-        w_uk, w_uv = w_kv.split([NOPE, V])
+        w_uk, w_uv = w_kv.tensor_split([NOPE])
         scores = (c_q @ w_uq.T) @ (c_kv @ w_uk.T).mT + turned(c_q @ w_qr.T, places, interleaved) @ k_r.mT
         scores = factor * scores / (NOPE + TURN) ** 0.5
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -130,7 +130,9 @@ def check(options, mask, axes, length=T, rows=B, frozen=()):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("q_lora_rank", [None, Q])
-@pytest.mark.parametrize("options", [{}, {"interleaved": False, "bias": True}, {"impl": "reference"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"interleaved": False, "bias": True}, {"impl": "reference"}, {"v_head_dim": 9}], ids=str
+)
 def test_one_rank_is_the_paper(options, q_lora_rank, mask):
     if not (mask == "any" and "impl" in options):
         check({"q_lora_rank": q_lora_rank, **options}, mask, {})
@@ -396,5 +398,7 @@ def test_what_does_not_fit_is_refused():
         build_latent(cp=Axis(2, 0, None, "cp"))
     with pytest.raises(ValueError, match="context 'alltoall' can't cut 2 heads over the cp size 4: 'zigzag'"):
         build_latent(cp=Axis(4, 0, None, "cp"), tp=Axis(2, 1, None, "tp"), context="alltoall")
+    with pytest.raises(ValueError, match="impl='triton'"):
+        build_latent(impl="triton").float()(draw(1, B, T, D).float())
     with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
         build_latent()(draw(1, 2, T, D), cu_seqlens=DOCUMENTS)

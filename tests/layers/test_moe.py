@@ -33,7 +33,7 @@ from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.data_parallel import shard_data_parallel, sync_gradients
 from mpcore.layers import moe as moe_module
-from mpcore.layers.router import AUX_LOSSES
+from mpcore.layers.router import AUX_LOSSES, Router
 from mpcore.sharding import add_partial, cut, full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
@@ -529,7 +529,7 @@ class Messages(TorchDispatchMode):
 def check_messages():
     m = mesh(dp=2, ep=2)
     n, found = B * T, {}
-    for capacity, dispatch in WAYS:
+    for capacity, dispatch in [*WAYS, (None, None), (0.75, None)]:
         moe = ParallelMoE(D, HIDDEN, E, top_k=K, capacity_factor=capacity, dispatch=dispatch, ep=m.ep, data=m.data)
         x = draw(8, B, T, D).float().requires_grad_()
         with Messages() as forward:
@@ -553,10 +553,22 @@ def check_messages():
     assert forward[1] == rows[0], "what is sent is the routed tokens, each once for each choice, and no padding"
     assert forward[1:] == backward, "two exchanges forward, two backward"
     assert found[0.75, "all_to_all"] == ([("all_to_all_single", slots * row)] * 2,) * 2
+    assert found[None, None] == found[None, "all_gather"]
+    assert found[0.75, None] == found[0.75, "all_to_all"]
 
 
 def test_messages_are_those_of_theory(ranks):
     ranks(2, check_messages)
+
+
+def test_experts_and_router_begin_as_torch_linear():
+    experts = moe_module.Experts(E, D, HIDDEN)
+    for layer, inputs in ((experts.gate_up, D), (experts.down, HIDDEN), (Router(D, 64, K), D)):
+        torch.manual_seed(5)
+        torchs = torch.nn.Linear(inputs, layer.weight.numel() // inputs).weight
+        torch.manual_seed(5)
+        layer.inits["weight"](layer.weight.detach())
+        assert torch.equal(layer.weight, torchs.view_as(layer.weight))
 
 
 def check_checkpoint(path, sizes, write):

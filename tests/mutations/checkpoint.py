@@ -15,8 +15,13 @@ KIND = f"{CHECKPOINT}::test_settings_and_states_of_another_kind_of_optimizer_are
 HF = "tests/examples/test_hf.py"
 FLAGS = f"{CHECKPOINT}::test_the_flags_of_a_resumed_run_hold_and_a_new_run_begins_with_its_weights"
 OTHER_RUN = f"{CHECKPOINT}::test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over"
+SET_ASIDE = f"{CHECKPOINT}::test_a_save_that_fails_leaves_what_one_killed_between_two_renames_set_aside"
 
 MUTATIONS = [
+    Mutation("a folder has its name before its list of files is on the disk", "mpcore/checkpoint/folders.py",
+             "    sync_folder(new)\n", "", f"{CHECKPOINT}::test_all_is_on_the_disk_before_it_has_its_name"),
+    Mutation("what a killed save set aside is thrown away", "mpcore/checkpoint/folders.py",
+             "if old.is_dir() and not path.exists():", "if False:", SET_ASIDE),
     Mutation("SGD takes AdamW's settings and moments", "mpcore/checkpoint/loading.py",
              "        if others:\n", "        if False:\n", KIND),
     Mutation("15 replicas of KV heads are stored again", "mpcore/checkpoint/pieces.py",

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from mpcore import (
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.gradients import gradient_of
-from mpcore.pipeline import Pipeline
+from mpcore.pipeline import Pipeline, engine
 from mpcore.pipeline.partition import join_stages, parameter_costs, partition
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import (
@@ -46,6 +47,7 @@ from mpcore.pipeline.schedules import (
     with_messages,
     write_csv,
 )
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import add_partial, full_tensor
 from tests.equality import close
 from tests.pool import mesh
@@ -360,6 +362,20 @@ def test_pitfall_32_deferred_weight_gradients_are_summed_in_float32(ranks, name)
     for key, want in exact.items():
         of_main, of_plain = ((found[key] - want).square().mean().sqrt() for found in (main, plain))
         assert of_main < of_plain / 3, key
+
+
+def test_the_halves_of_a_backward_serve_outputs_and_inputs_that_do_not_meet():
+    """An output that no input leads to shares an operation with one that has an input; another input leads nowhere."""
+    x, w, unused = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    shared = w.exp()
+    outputs, grads = (x * shared, shared.sin()), torch.randn(2, 3, dtype=torch.float64)
+    want = torch.autograd.grad(outputs, (x, w), tuple(grads), retain_graph=True)
+    (dx, nothing), deferred = backward_inputs(outputs, tuple(grads), (x, unused))
+    assert nothing is None
+    assert w.grad is None
+    backward_weights(deferred)
+    close(dx, want[0], "dx")
+    close(w.grad, want[1], "dw")
 
 
 # --- schedules from files, and what is refused --------------------------------------------------------------------
@@ -803,6 +819,9 @@ def check_alternating(name: str) -> None:
     for p, q in zip(mine.parameters(), whole[on.pp.rank].parameters(), strict=True):
         if q.grad is not None:
             close(gradient_of(p), q.grad, "gradient", TOLERANCE)  # type: ignore[arg-type]
+    with mock.patch.object(engine, "_SHAPES", 1):
+        pipeline.forward_backward(x, x)
+    assert len(pipeline.runtimes) == 1, "the oldest is forgotten"
 
 
 @since_2_13

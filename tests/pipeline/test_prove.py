@@ -170,6 +170,18 @@ def weight_first(draw, schedule):
     ), rf"deadlocks: .*{action}, action {given} of rank {rank}, waits for {actions[at]}"
 
 
+def sent_first(draw, schedule):
+    """A message before the pass that gives what it carries."""
+    whole = with_messages(schedule)
+    rank, at, actions, action = pick(draw, whole, ("SEND_F", "SEND_B"))
+    passes = "F" if action.kind == "SEND_F" else "BI"
+    given = next(i for i, a in enumerate(actions) if a.kind in passes and a[1:] == action[1:])
+    actions[at], actions[given] = actions[given], actions[at]
+    return change(
+        whole, rank, actions
+    ), rf"deadlocks: .*{action}, action {given} of rank {rank}, waits for {actions[at]}"
+
+
 def crossed(draw, schedule):
     """Rank 0 ends micro-batch m before it begins n, the last rank wants n first."""
     m, n = sorted(draw.sample(range(schedule.micro_batches), 2))
@@ -223,7 +235,8 @@ def late_receive(draw, schedule):
 
 
 FAULTS = [
-    missing, twice, strayed, outside, both, too_early, weight_first, crossed, no_receive, swapped, late_receive,
+    missing, twice, strayed, outside, both, too_early, weight_first, sent_first, crossed, no_receive, swapped,
+    late_receive,
 ]  # fmt: skip
 
 
