@@ -54,8 +54,7 @@ class Pool:
         self.most, self.prepare, self.preload, self.start = most, prepare, preload, start
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
-        self.worlds = 0
-        self.size = 0
+        self.worlds = self.lone = self.size = 0
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
         """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
@@ -68,7 +67,7 @@ class Pool:
         if size not in (1, self.size):
             self.size, self.worlds = size, self.worlds + 1
         workers = self.workers[:size] if size > 1 else self.workers[-1:]
-        store = os.path.join(self.folder.name, str(self.worlds) if size > 1 else f"alone-{workers[0][0].pid}")
+        store = os.path.join(self.folder.name, str(self.worlds if size > 1 else self.lone))
         connections = [connection for _, connection in workers]
         for rank, connection in enumerate(connections):
             connection.send((rank, size, store, check, args, kwargs))
@@ -100,6 +99,7 @@ class Pool:
     def _start(self) -> None:
         context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(["torch", "torch.distributed", "mpcore", *self.preload])
+        self.lone = self.worlds = self.worlds + 1
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare), daemon=True)
