@@ -341,9 +341,9 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     Returns:
         The number of micro-batches a step has on each rank.
     """
-    counts = {1: ("steps", "global_batch", "micro_batch", "keep", "exit_step")}
-    counts[0] = ("save_every", "max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup")
-    for least, names in counts.items():
+    from_0 = ("save_every", "max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup")
+    from_1 = ("steps", "global_batch", "micro_batch", "keep", "exit_step")
+    for least, names in enumerate((from_0, from_1)):
         for name in names:
             if getattr(args, name) is not None and getattr(args, name) < least:
                 raise ValueError(f"{flag(name)} {getattr(args, name)} is smaller than {least}")
