@@ -2,9 +2,9 @@
 
     x = z or z | u,  bias added;   dz = dy u f'(z),  du = dy f(z),  dbias = sum over rows of dz | du
 
-Without a gate, u is 1. Each activation brings f and f' as one Triton function, z -> (f(z), f'(z)). Only x and the bias
-are saved for the backward pass, which computes f anew. There each program sums dbias over its rows, and a second
-kernel sums over programs in a fixed order, so gradients repeat bit for bit.
+Without a gate, u is 1. f and f' are one Triton function, z -> (f(z), f'(z)): `silu`, `gelu_tanh`, `gelu_erf` or
+`squared`. Only x and the bias are saved for the backward pass, which computes f anew. There each program sums dbias
+over its rows, and a second kernel sums over programs in a fixed order, so gradients repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import tl, triton
+from ._dispatch import define, launches, refuse_second_derivative, tl, triton
 from ._launch import launch, multiprocessors
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
 
@@ -32,19 +32,49 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.to(exact) if bias is None else x.to(exact) + bias.to(exact)
 
 
-def empty_forward(x: Tensor, gated: bool) -> Tensor:
-    """Memory for y, of the shape of x or, gated, of half its width."""
+def activate(x: Tensor, bias: Tensor | None, f: str, gated: bool, name: str) -> Tensor:
+    """y of a kernel that is known by `name`, with f by the name of its Triton function."""
+    return _Activation.apply(x, bias, f, gated, name)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, f, gated, name):
+        ctx.f, ctx.gated, ctx.name = f, gated, name
+        ctx.save_for_backward(x, bias)
+        return _forward_op(x, bias, f, gated)
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivative(ctx.name)
+        x, bias = ctx.saved_tensors
+        dx, dbias = backward_op(dy, x, bias, ctx.f, ctx.gated)
+        return dx, None if bias is None else dbias, None, None, None
+
+
+def _empty_forward(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if gated else x.new_empty(x.shape)
 
 
-def empty_backward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Memory for dx and dbias; without a bias the latter is empty."""
+def _empty_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
 
 
-def run_forward(f: Any, x: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    """Launch y = f(z) or f(z) u."""
-    y = empty_forward(x, gated)
+_forward_op = define("activation_forward(Tensor x, Tensor? bias, str f, bool gated) -> Tensor y", _empty_forward)
+backward_op = define(
+    "activation_backward(Tensor dy, Tensor x, Tensor? bias, str f, bool gated) -> (Tensor dx, Tensor dbias)",
+    _empty_backward,
+)
+
+
+def function(f: str) -> Any:
+    """The Triton function of this name, as it is now: `decorate` puts another in its place."""
+    return {"silu": silu, "gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf, "squared": squared}[f]
+
+
+@launches(_forward_op)
+def _launch_forward(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
+    y = _empty_forward(x, bias, f, gated)
     if y.numel() == 0:
         return y
     M, F = count_rows(x), y.shape[-1]
@@ -52,13 +82,14 @@ def run_forward(f: Any, x: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     block_m, block_f, tiles = _tiles(F)
     grid = (tiles * ceil_div(M, block_m), 1, 1)
-    launch(_forward_kernel, grid, (rows, bias, y), (M,), (stride, F, gated, f, tiles, block_m, block_f), num_warps=4)
+    constants = (stride, F, gated, function(f), tiles, block_m, block_f)
+    launch(_forward_kernel, grid, (rows, bias, y), (M,), constants, num_warps=4)
     return y
 
 
-def run_backward(f: Any, dy: Tensor, x: Tensor, bias: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
-    """Launch dx and dbias."""
-    dx, dbias = outs = empty_backward(x, bias)
+@launches(backward_op)
+def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
+    dx, dbias = outs = _empty_backward(dy, x, bias, f, gated)
     if dx.numel() == 0:
         dbias.zero_()
         return outs
@@ -71,7 +102,7 @@ def run_backward(f: Any, dy: Tensor, x: Tensor, bias: Tensor | None, gated: bool
         bias, stages, num_warps = bias.contiguous(), 2, 8  # many blocks, and as many registers again for their sums
         groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partials: under 3 % of all traffic
         partials = x.new_empty((1, groups, x.shape[-1]), dtype=torch.float32)
-    constants = (dy_stride, stride, F, gated, f, tiles, block_m, block_f, stages)
+    constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
     launch(_backward_kernel, (tiles * groups, 1, 1), (dy, rows, bias, dx, partials), (M,), constants, num_warps)
     if partials is not None:
         sum_partials(partials, dbias)
@@ -85,12 +116,37 @@ def _tiles(F: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def sigmoids(v):
+def _sigmoids(v):
     """Return s(v) and s(-v) = 1 - s(v), neither by a difference nor by an exponential that may overflow."""
     e = tl.exp(-tl.abs(v))
     large = 1.0 / (1.0 + e)
     small = e * large
     return tl.where(v < 0.0, small, large), tl.where(v < 0.0, large, small)
+
+
+@triton.jit
+def silu(z):
+    s, complement = _sigmoids(z)  # pyright: ignore[reportGeneralTypeIssues]
+    return z * s, s * (1.0 + z * complement)
+
+
+@triton.jit
+def gelu_tanh(z):
+    twice_u = 1.5957691216057308 * (z + 0.044715 * z * z * z)  # 2 sqrt(2 / pi)
+    s, complement = _sigmoids(twice_u)  # pyright: ignore[reportGeneralTypeIssues]
+    return z * s, s + z * s * complement * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+
+
+@triton.jit
+def gelu_erf(z):
+    cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+    return z * cumulative, cumulative + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+
+
+@triton.jit
+def squared(z):
+    r = tl.where(z < 0.0, 0.0, z)  # a maximum would turn NaN into 0
+    return r * r, 2.0 * r
 
 
 @triton.jit

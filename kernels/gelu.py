@@ -12,12 +12,11 @@ Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), section 2. The kerne
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import add_bias, empty_backward, empty_forward, run_backward, run_forward, sigmoids
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._activation import activate, add_bias
+from ._dispatch import runs_triton
 from ._rows import check_inputs
 
 
@@ -37,10 +36,10 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", im
         ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
     """
     check_inputs(x, bias=bias)
-    check_approximate(approximate)
+    f = gelu_function(approximate)
     if not runs_triton(impl, x):
         return gelu_reference(x, bias, approximate=approximate)
-    return _GELU.apply(x, bias, approximate)
+    return activate(x, bias, f, False, "gelu")
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -48,59 +47,8 @@ def gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = 
     return F.gelu(add_bias(x, bias), approximate=approximate).to(x.dtype)
 
 
-def check_approximate(approximate: str) -> None:
-    """Raise `ValueError` unless `approximate` names one of the two functions."""
+def gelu_function(approximate: str) -> str:
+    """The name of the Triton function; raises `ValueError` unless there is one."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate {approximate!r} is neither 'tanh' nor 'none'")
-
-
-class _GELU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, approximate):
-        ctx.approximate = approximate
-        ctx.save_for_backward(x, bias)
-        return _forward_op(x, bias, approximate)
-
-    @staticmethod
-    def backward(ctx, dy):
-        refuse_second_derivative("gelu")
-        x, bias = ctx.saved_tensors
-        dx, dbias = _backward_op(dy, x, bias, ctx.approximate)
-        return dx, None if bias is None else dbias, None
-
-
-def _empty_forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return empty_forward(x, gated=False)
-
-
-def _empty_backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    return empty_backward(x, bias)
-
-
-_forward_op = define("gelu_forward(Tensor x, Tensor? bias, str approximate) -> Tensor y", _empty_forward)
-_backward_op = define(
-    "gelu_backward(Tensor dy, Tensor x, Tensor? bias, str approximate) -> (Tensor dx, Tensor dbias)", _empty_backward
-)
-
-
-@launches(_forward_op)
-def _launch_forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return run_forward(gelu_tanh if approximate == "tanh" else gelu_erf, x, bias, gated=False)
-
-
-@launches(_backward_op)
-def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    return run_backward(gelu_tanh if approximate == "tanh" else gelu_erf, dy, x, bias, gated=False)
-
-
-@triton.jit
-def gelu_tanh(z):
-    twice_u = 1.5957691216057308 * (z + 0.044715 * z * z * z)  # 2 sqrt(2 / pi)
-    s, complement = sigmoids(twice_u)  # pyright: ignore[reportGeneralTypeIssues]
-    return z * s, s + z * s * complement * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
-
-
-@triton.jit
-def gelu_erf(z):
-    cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-    return z * cumulative, cumulative + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return "gelu_tanh" if approximate == "tanh" else "gelu_erf"

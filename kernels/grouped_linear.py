@@ -18,41 +18,37 @@ Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), for products of group
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ._activation import backward_op, function
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
 from ._flops import flops
 from ._launch import launch
 from ._rows import as_rows, ceil_div, next_power_of_2
 from .geglu import geglu_reference
-from .gelu import gelu_reference, gelu_tanh
-from .relu_squared import relu_squared_reference, squared
-from .swiglu import silu, swiglu_reference
-
-_ops = torch.ops.mpcore
+from .gelu import gelu_reference
+from .relu_squared import relu_squared_reference
+from .swiglu import swiglu_reference
 
 
 class Activation(NamedTuple):
-    """What may follow the products: in plain torch, its gradient by (dy, z), and z -> (f(z), f'(z)) in a kernel."""
+    """What may follow the products: in plain torch, and of a kernel the function's name and whether there is a gate."""
 
     reference: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    function: Any
+    f: str
     gated: bool
 
 
 ACTIVATIONS = {
-    "swiglu": Activation(swiglu_reference, lambda dy, z: _ops.swiglu_backward(dy, z, None), silu, True),
-    "geglu": Activation(geglu_reference, lambda dy, z: _ops.geglu_backward(dy, z, None, "tanh"), gelu_tanh, True),
-    "gelu": Activation(gelu_reference, lambda dy, z: _ops.gelu_backward(dy, z, None, "tanh"), gelu_tanh, False),
-    "relu_squared": Activation(
-        relu_squared_reference, lambda dy, z: _ops.relu_squared_backward(dy, z, None), squared, False
-    ),
+    "swiglu": Activation(swiglu_reference, "silu", True),
+    "geglu": Activation(geglu_reference, "gelu_tanh", True),
+    "gelu": Activation(gelu_reference, "gelu_tanh", False),
+    "relu_squared": Activation(relu_squared_reference, "squared", False),
 }
 
 
@@ -120,7 +116,8 @@ class _GroupedLinear(torch.autograd.Function):
         refuse_second_derivative("grouped_linear")
         x, weight, counts, z = ctx.saved_tensors
         if z is not None:
-            dy, _ = ACTIVATIONS[ctx.activation].backward(dy, z)
+            _, f, gated = ACTIVATIONS[ctx.activation]
+            dy, _ = backward_op(dy, z, None, f, gated)
         dx = _forward_op(dy, weight.to(dy.dtype).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
         dweight = _weight_op(dy, x, counts).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None
@@ -205,11 +202,11 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
             z.zero_()
         return
     x, stride = as_rows(x)
-    function, gated = (None, False) if activation is None else (activation.function, activation.gated)
+    f, gated = (None, False) if activation is None else (function(activation.f), activation.gated)
     block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # of a gate and its up both
     block_m, block_k = 128, _step(x)
     tiles = R // block_m + E + 1  # each expert, and the rest after the last, ends in at most one tile that isn't full
-    constants = (stride, *weight.stride(), E, N, K, gated, function, next_power_of_2(E), block_m, block_n, block_k)
+    constants = (stride, *weight.stride(), E, N, K, gated, f, next_power_of_2(E), block_m, block_n, block_k)
     tensors = (x, weight, counts.contiguous(), y, z)
     launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
 

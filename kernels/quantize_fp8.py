@@ -27,7 +27,6 @@ from ._launch import launch
 from ._rows import as_rows, ceil_div
 
 BLOCK = 128
-LARGEST = 448.0  # of e4m3
 ROWS = 32  # of a program that needs none of the blocks along M
 
 

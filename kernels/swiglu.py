@@ -9,19 +9,11 @@ Shazeer, "GLU Variants Improve Transformer" (2020), equation 6. The kernels are 
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import add_bias, check_gated, empty_backward, empty_forward, run_backward, run_forward, sigmoids
-from ._dispatch import (
-    define,
-    launches,
-    refuse_second_derivative,
-    runs_triton,
-    tl,  # noqa: F401, Triton's interpreter wants it beside every kernel
-    triton,
-)
+from ._activation import activate, add_bias, check_gated
+from ._dispatch import runs_triton
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -42,54 +34,10 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) ->
     check_gated(x, bias)
     if not runs_triton(impl, x):
         return swiglu_reference(x, bias)
-    return _SwiGLU.apply(x, bias)
+    return activate(x, bias, "silu", True, "swiglu")
 
 
 def swiglu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
     gate, up = add_bias(x, bias).chunk(2, -1)
     return (F.silu(gate) * up).to(x.dtype)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias):
-        ctx.save_for_backward(x, bias)
-        return _forward_op(x, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        refuse_second_derivative("swiglu")
-        x, bias = ctx.saved_tensors
-        dx, dbias = _backward_op(dy, x, bias)
-        return dx, None if bias is None else dbias
-
-
-def _empty_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    return empty_forward(x, gated=True)
-
-
-def _empty_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return empty_backward(x, bias)
-
-
-_forward_op = define("swiglu_forward(Tensor x, Tensor? bias) -> Tensor y", _empty_forward)
-_backward_op = define(
-    "swiglu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor dx, Tensor dbias)", _empty_backward
-)
-
-
-@launches(_forward_op)
-def _launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    return run_forward(silu, x, bias, gated=True)
-
-
-@launches(_backward_op)
-def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return run_backward(silu, dy, x, bias, gated=True)
-
-
-@triton.jit
-def silu(z):
-    s, complement = sigmoids(z)  # pyright: ignore[reportGeneralTypeIssues]
-    return z * s, s * (1.0 + z * complement)

@@ -128,10 +128,11 @@ class Sharding:
     def replica_axes(self, mesh: Mesh) -> tuple[Axis, ...]:
         """The axes besides `data_axis` on which other ranks hold the same elements."""
         over = self.partial if self._is_expert(mesh) else (mesh.tp, *self.partial)  # experts have their own etp
-        return tuple(axis for axis in over if not any(_same_axis(axis, shard.axis) for shard in self.shards))
+        cut = {_key(shard.axis) for shard in self.shards}
+        return tuple(axis for axis in over if _key(axis) not in cut)
 
     def _is_expert(self, mesh: Mesh) -> bool:
-        return any(_same_axis(shard.axis, mesh.ep) for shard in self.shards)
+        return any(_key(shard.axis) == _key(mesh.ep) for shard in self.shards)
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""
@@ -161,8 +162,8 @@ class Sharding:
         return local.contiguous()
 
 
-def _same_axis(a: Axis, b: Axis) -> bool:
-    return a.group is b.group and (a.group is not None or a.name == b.name)  # the group says which ranks they are
+def _key(axis: Axis) -> str:
+    return axis.group_name or axis.name  # the group says which ranks they are
 
 
 def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> None:
@@ -301,10 +302,6 @@ def _joined(places: list[Place]) -> Sharding:
     data = next((sharding.data for _, sharding in said if sharding.data is not None), None)
     union = {key: axis for axes in pending for key, axis in axes.items()}
     return replace(first, partial=tuple(union.values()), added=tuple(added.values()), data=data)
-
-
-def _key(axis: Axis) -> str:
-    return axis.group_name or axis.name  # the group says which ranks they are
 
 
 def _lies(sharding: Sharding) -> tuple[object, ...]:

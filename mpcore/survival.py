@@ -310,12 +310,10 @@ def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, 
     by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
     for name, parameter, sharding in declarations(model):
         local = local_tensor(parameter).detach()
-        cut = {shard.axis.group for shard in sharding.shards if shard.axis.size > 1}
-        data = mesh.edp if mesh.ep.size > 1 and mesh.ep.group in cut else mesh.data
-        axes = {axis.group: axis for axis in (mesh.tp, *sharding.partial)}
-        axes |= _data_replicas(parameter, data)
+        axes = {axis.group: axis for axis in sharding.replica_axes(mesh)}
+        axes |= _data_replicas(parameter, sharding.data_axis(mesh))
         for group, axis in axes.items():
-            if axis.size > 1 and group not in cut:
+            if axis.size > 1:
                 by_axis.setdefault(group, (axis, []))[1].append((name, local))
         for shard in sharding.shards:
             if shard.replicated and not is_dtensor(parameter):

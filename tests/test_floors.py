@@ -1,6 +1,7 @@
 """The floors of DESIGN.md, read from the import statements; and what `import mpcore` needs, costs and leaves alone."""
 
 import ast
+import functools
 import re
 import statistics
 import subprocess
@@ -47,19 +48,26 @@ def floor(name):
     return SERVICES
 
 
+@functools.cache
+def nodes(name):
+    """All that a module is made of."""
+    return list(ast.walk(ast.parse(MODULES[name].read_text())))
+
+
+@functools.cache
 def imports(name):
     """The modules that a module imports, whole names."""
-    path = MODULES[name]
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = []
+    for node in nodes(name):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                yield inner if inner in MODULES else base
+            inner = [f"{base}.{alias.name}" for alias in node.names]
+            found += [each if each in MODULES else base for each in inner]
+    return found
 
 
 def test_the_reader_of_imports_sees_what_is_there():
@@ -117,7 +125,7 @@ def test_no_two_modules_import_each_other():
 @pytest.mark.parametrize("name", [n for n in MODULES if n.split(".")[0] != "tests"])
 def test_no_import_of_ours_hides_in_a_function(name):
     """In the library none at all; on the roof none of this repository's modules."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in nodes(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Import | ast.ImportFrom):

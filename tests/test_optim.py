@@ -60,8 +60,9 @@ KINDS = {
 
 def give_gradients(model, step, dtype):
     """A fixed gradient for every logical parameter, of which this rank takes its part."""
+    declared = shardings(model)
     for name, p in model.named_parameters():
-        sharding = shardings(model)[name]
+        sharding = declared[name]
         local = sharding.take(draw(hash_of(name) + 7919 * step, *sharding.shape)).to(dtype)
         if is_dtensor(p):
             start, end = data_run(p)
@@ -75,9 +76,9 @@ def over_data(run, x):
 
 def full_state(model, optimizer, on):
     """Parameters and optimizer state, whole: a collective."""
-    found, run = {}, type("Held", (), {"mesh": on})
+    found, declared, run = {}, shardings(model), type("Held", (), {"mesh": on})
     for name, p in model.named_parameters():
-        sharding = shardings(model)[name]
+        sharding = declared[name]
         for slot, value in {"weight": p, **optimizer.state[p]}.items():
             whole = value if value.dim() == 0 else sharding.assemble(over_data(run, value.detach()))
             found[f"{slot} of {name}"] = whole.clone()

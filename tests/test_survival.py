@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import Mesh, materialize
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.mesh import check_same, meet
@@ -48,7 +49,8 @@ CONFIG = GPTConfig(vocab_size=29, seq_len=8, layers=2, d_model=16, heads=4, kv_h
 
 def model_on(zero: bool = False, tied: bool = False, **sizes: int) -> tuple[GPT, Mesh]:
     here = mesh(**sizes)
-    model = GPT(GPTConfig(**{**CONFIG.__dict__, "tie_embeddings": tied}), here, device="meta", dtype=torch.float32)
+    moe = MoEConfig(experts=2, top_k=1) if "ep" in sizes else None
+    model = GPT(replace(CONFIG, tie_embeddings=tied, moe=moe), here, device="meta", dtype=torch.float32)
     materialize(model, 3, "cpu")
     if zero:
         shard_data_parallel(model, here, model.blocks.values())
@@ -82,6 +84,7 @@ def names() -> list[str]:
 NORM = next(n for n in names() if n.startswith("blocks.0") and "norm" in n)
 QKV = next(n for n in names() if n.startswith("blocks.1") and "qkv" in n)
 DOWN = next(n for n in names() if n.startswith("blocks.1") and "down" in n)
+EXPERT = "blocks.0.mlp.experts.down.weight"
 BOTH = f"{NORM} over tp, on ranks 0 and 1; {NORM} over data, on ranks 1 and 3"
 CASES = {
     "tp names the minority": ({"tp": 4}, {}, NORM, 2, rf"{NORM} over tp, on rank 2, while ranks 0, 1, 3 agree", 1),
@@ -98,6 +101,9 @@ CASES = {
     "sharded over data": ({"dp": 4}, {"zero": True}, DOWN, 3, "", 1),
     "tied tables of two stages": (
         {"pp": 2, "tp": 2}, {"tied": True}, "embedding.weight", 3, r"embedding.weight over ends, on ranks 1 and 3", 1,
+    ),
+    "experts on the ranks of tp": (
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, {}, EXPERT, 3, rf"{EXPERT} over edp, on ranks 1 and 3", 0,
     ),
     "norm of the last stage": ({"pp": 2, "tp": 2}, {}, "norm.weight", 3, r"norm.weight over tp, on ranks 2 and 3", 1),
 }  # fmt: skip

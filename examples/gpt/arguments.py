@@ -219,6 +219,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def flag(name: str) -> str:
+    """How the command line calls a name of `parse`'s."""
+    return f"--{name.replace('_', '-')}"
+
+
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """The one that is named, or that of the model to begin with, or bytes.
 
@@ -288,8 +293,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         for name, value in changes.items():
             there = config.heads if name == "kv_heads" and config.kv_heads is None else getattr(config, name)
             if name not in free and value != there:
-                flag, there = f"--{name.replace('_', '-')}", "default" if there is None else there
-                raise ValueError(f"{flag} {value} is not the {there} of {begin}")
+                there = "default" if there is None else there
+                raise ValueError(f"{flag(name)} {value} is not the {there} of {begin}")
         if vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {begin}")
         return dataclasses.replace(config, moe=moe_config(args, config.moe), **changes)
@@ -304,9 +309,9 @@ def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig 
              "aux_loss": "aux_loss", "aux_coefficient": "aux_coefficient", "router_z_loss": "z_loss",
              "bias_rate": "bias_rate", "router_jitter": "jitter", "capacity_factor": "capacity_factor",
              "dispatch": "dispatch"}  # fmt: skip
-    changes = {field: getattr(args, flag) for flag, field in flags.items() if getattr(args, flag) is not None}
+    changes = {field: getattr(args, name) for name, field in flags.items() if getattr(args, name) is not None}
     if args.experts == 0 or (args.experts is None and preset is None):
-        given = [f"--{flag.replace('_', '-')}" for flag in (*flags, "balance") if getattr(args, flag) is not None]
+        given = [flag(name) for name in (*flags, "balance") if getattr(args, name) is not None]
         if given:
             raise ValueError(f"{', '.join(given)} without experts: --experts says how many")
         return None
@@ -336,28 +341,23 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     Returns:
         The number of micro-batches a step has on each rank.
     """
-    for name in ("steps", "global_batch", "micro_batch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
-    if args.save_every < 0:
-        raise ValueError(f"--save-every {args.save_every} is smaller than 0")
+    from_0 = ("save_every", "max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup")
+    from_1 = ("steps", "global_batch", "micro_batch", "keep", "exit_step")
+    for least, names in enumerate((from_0, from_1)):
+        for name in names:
+            if getattr(args, name) is not None and getattr(args, name) < least:
+                raise ValueError(f"{flag(name)} {getattr(args, name)} is smaller than {least}")
     if not 0 < args.timeout < math.inf:
         raise ValueError(f"--timeout {args.timeout} s is not more than 0")
     for name in ("lr", "weight_decay"):
         if not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is no number from 0")
+            raise ValueError(f"{flag(name)} {getattr(args, name)} is no number from 0")
     if args.min_lr is not None and not 0 <= args.min_lr <= args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is not from 0 to --lr {args.lr}")
     if not all(0 <= beta < 1 for beta in args.betas):
         raise ValueError(f"--betas {' '.join(map(str, args.betas))}: each is a number from 0 to below 1")
     if math.isnan(args.clip):
         raise ValueError(f"--clip {args.clip} is no number; 0 bounds nothing")
-    for name in ("max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 0")
-    for name in ("keep", "exit_step"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is smaller than 1")
     recompute_kind(args.recompute)
     if args.compile is not None and args.compile not in torch.compiler.list_backends(()):
         known = ", ".join(torch.compiler.list_backends())
@@ -420,12 +420,11 @@ def merge_options(args: argparse.Namespace) -> dict:
         ValueError: if one is out of range, or given where one worker has nobody to merge with.
     """
     flags = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
-    given = {flag: getattr(args, flag) for flag in flags if getattr(args, flag) is not None}
-    names = {flag: f"--{flag.replace('_', '-')}" for flag in flags}
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     if given and args.workers == 1:
-        raise ValueError(f"{', '.join(names[flag] for flag in given)} with one worker: --workers says how many merge")
+        raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
     options = {"every": 50, "lr": 0.7, "momentum": 0.9, "fragments": 1}
-    options |= {flags[flag]: value for flag, value in given.items()}
+    options |= {flags[name]: value for name, value in given.items()}
     if options["every"] < 1 or not 1 <= options["fragments"] <= options["every"]:
         raise ValueError(
             f"--fragments {options['fragments']} is not from 1 to the --local-steps {options['every']} between merges"

@@ -407,7 +407,7 @@ _GPT2 = {
     "head": ("lm_head",),
 }
 _TABLES = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}  # else _LLAMA
-_BIAS, _STATISTICS = ".router.expert_bias", ".router.fractions"  # ours alone: a bias of 0 says nothing
+ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"  # ours alone: a bias of 0 says nothing
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps these as [in, out]
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # tables that old files hold
 
@@ -448,7 +448,7 @@ def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]
     for name, parameter in GPT(config, device="meta").named_parameters():
         shape, parts = tuple(parameter.shape), []
         found[name] = shape, parts
-        if name.endswith((_BIAS, _STATISTICS)):
+        if name.endswith((ROUTER_BIAS, ROUTER_STATISTICS)):
             continue
         module, _, leaf = name.rpartition(".")
         number = next((piece for piece in module.split(".") if piece.isdigit()), "")
@@ -612,7 +612,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     def plan() -> tuple[Source, list]:
         source, held = open_hf(folder), held_by_model(model, mesh)
-        held = [item for item in held if not item.name.endswith((_BIAS, _STATISTICS))]
+        held = [item for item in held if not item.name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
         for item in held:
             entry = source.entries.get(item.name.removeprefix("model/"))
             if entry is None or entry.shape != item.shape:
@@ -728,7 +728,7 @@ def export_hf(
         raise ValueError(f"{folder} is there: it is not overwritten")
     _verify(manifest, files)
     for name in parts:
-        if name.endswith(_BIAS):
+        if name.endswith(ROUTER_BIAS):
             _check_bias(name, manifest.tensors[f"model/{name}"], files)
     carried = carried_by_checkpoint(path)
     beside = carried.files if tokenizer is None else _tokenizer_files(Path(tokenizer))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from examples.gpt.arguments import (
     DTYPES,
     check,
+    flag,
     merge_options,
     model_config,
     parse,
@@ -70,9 +71,8 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     for name, size in there.items():
         given = getattr(args, name)
         if given not in (size, parse([]).__dict__[name]):
-            flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {given} among the run's flags, on a mesh that has {size}: the mesh is the planner's"
+                f"{flag(name)} {given} among the run's flags, on a mesh that has {size}: the mesh is the planner's"
             )
     if set(args.offload) != {"none"}:
         raise ValueError(f"--offload {' '.join(args.offload)} is not counted here: what fits without it fits with it")

@@ -25,6 +25,7 @@ from examples.gpt.arguments import (
     check,
     find_carried,
     find_tokenizer,
+    flag,
     inner_size,
     learning_rate,
     merge_options,
@@ -36,7 +37,7 @@ from examples.gpt.blend import Corpora, parse_sources
 from examples.gpt.data import Samples, default_corpus
 from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
 from examples.gpt.generate import generate
-from examples.gpt.hf import load_hf
+from examples.gpt.hf import ROUTER_BIAS, ROUTER_STATISTICS, load_hf
 from examples.gpt.model import GPTConfig, build_stages, compile_blocks, count_active_parameters, count_parameters
 from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
@@ -106,7 +107,7 @@ class Trainer:
             error = problem
         raise_together(error)
         self.config = config
-        flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+        flags = {flag(name): value for name, value in vars(args).items()}
         self.corpus = data.about
         check_same("configuration", {**flags, **self.corpus})
         check_same("data", data.files)
@@ -685,10 +686,9 @@ def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ValueError: as `load`.
     """
-    kept = (".router.expert_bias", ".router.fractions")
     loaded = load(path, model, mesh=mesh, strict=False, cast=True)  # an import may be in half precision
-    missing = [name for name in loaded.missing_keys if not name.endswith(kept)]
-    if missing or any(not name.endswith(kept[1]) for name in loaded.unexpected_keys):
+    missing = [name for name in loaded.missing_keys if not name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
+    if missing or any(not name.endswith(ROUTER_STATISTICS) for name in loaded.unexpected_keys):
         load(path, model, mesh=mesh, cast=True)  # says what
 
 

@@ -287,8 +287,7 @@ def masked_attention(
     if kind == "alltoall":
         q, k, v = _to_heads(q, k, v, cp, length)
     elif cp.size > 1:
-        order = _order(runs, q.device)
-        k, v = (collectives.all_gather(t, cp, 1, length).index_select(1, order.argsort()) for t in (k, v))
+        k, v = _gather_keys(k, v, cp, runs)
         mask = mask[_index(runs[cp.rank], mask.device)]
     grouped = q.shape[2] > k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -271,7 +271,7 @@ class _CrossEntropy(Function):
             masked = largest == -torch.inf  # from end to end of this shard
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
-            stats = wait(start_all_gather(stats.unsqueeze(0), tp))
+            stats = _gather_stats(stats, tp)
             largest = stats[:, 0].amax(0)
             totals = stats[:, 1] * (stats[:, 0] - largest).exp()
             total = totals.sum(0)

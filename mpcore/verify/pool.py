@@ -35,8 +35,10 @@ class RankError(RuntimeError):
 class Pool:
     """Worker processes, started when first needed and again after a hang or a crash.
 
+    A call on one rank has a process of its own, so that the world of the others outlives it.
+
     Args:
-        most: how many there are; the first call waits until all have started.
+        most: ranks of the largest world; the first call waits until all have started.
         prepare: called once in each; importable.
         preload: modules that all of them start with, imported once.
         start: as of `multiprocessing`: "forkserver", or "fork" from a process that computed nothing yet.
@@ -52,8 +54,7 @@ class Pool:
         self.most, self.prepare, self.preload, self.start = most, prepare, preload, start
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
-        self.worlds = 0
-        self.size = 0
+        self.worlds = self.lone = self.size = 0
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
         """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
@@ -63,10 +64,11 @@ class Pool:
         """
         if not self.workers:
             self._start()
-        if size != self.size:
+        if size not in (1, self.size):
             self.size, self.worlds = size, self.worlds + 1
-        store = os.path.join(self.folder.name, str(self.worlds))
-        connections = [connection for _, connection in self.workers[:size]]
+        workers = self.workers[:size] if size > 1 else self.workers[-1:]
+        store = os.path.join(self.folder.name, str(self.worlds if size > 1 else self.lone))
+        connections = [connection for _, connection in workers]
         for rank, connection in enumerate(connections):
             connection.send((rank, size, store, check, args, kwargs))
         results: list = [None] * size
@@ -97,7 +99,8 @@ class Pool:
     def _start(self) -> None:
         context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(["torch", "torch.distributed", "mpcore", *self.preload])
-        for _ in range(self.most):
+        self.lone = self.worlds = self.worlds + 1
+        for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare), daemon=True)
             process.start()
@@ -128,6 +131,8 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
+    imported = _mesh_caches()
+    gc.freeze()  # what was imported is looked through once
     connection.send(True)
     world = None
     while True:
@@ -139,7 +144,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
             if world != store:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                    _forget_meshes()
+                    _forget_meshes(imported)
                 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
                 _meshes.clear()
                 world = store
@@ -151,11 +156,16 @@ def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
             connection.send(result)
 
 
-def _forget_meshes() -> None:
+def _mesh_caches() -> list[Any]:
+    """Torch's functions that may remember a mesh, of those that aren't frozen."""
+    found = [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]
+    return [o for o in found if str(getattr(o, "__module__", "")).startswith("torch.distributed")]
+
+
+def _forget_meshes(imported: Sequence[Any]) -> None:
     """Torch's DTensor remembers meshes by their ranks, and would return one whose groups are gone."""
-    for cached in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
-        if str(getattr(cached, "__module__", "")).startswith("torch.distributed"):
-            cached.cache_clear()
+    for cached in (*imported, *_mesh_caches()):
+        cached.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()

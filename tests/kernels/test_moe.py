@@ -84,13 +84,15 @@ def test_launches():
     assert launches[0].grid == (63, 1, 1)  # blocks of 8192 / 64 choices
     assert launches[2].grid == (1000, 1, 1)  # a program a token
     assert launches[4].grid == (1000, 4, 1)
-    counts, w = torch.zeros(64).int(), torch.empty(64, 2816, 4096, dtype=torch.bfloat16)
+    # As in the table of what kernels compile to, so that they needn't be compiled again.
+    y, w = torch.empty(8000, 2048, dtype=torch.bfloat16), torch.empty(64, 2816, 2048, dtype=torch.bfloat16)
+    counts = torch.zeros(64).int()
     with fake_gpu() as launches:
         z = ops.grouped_linear_forward(y, w, counts)
         ops.grouped_linear_forward(z, w.transpose(1, 2), counts)
         ops.grouped_linear_weight(z, y, counts)
     tiles = 8000 // 128 + 64 + 1  # for any counts
-    assert [launch.grid for launch in launches] == [(tiles * 22, 1, 1), (tiles * 32, 1, 1), (22 * 32, 64, 1)]
+    assert [launch.grid for launch in launches] == [(tiles * 22, 1, 1), (tiles * 16, 1, 1), (22 * 16, 64, 1)]
     with fake_gpu() as launches:
         h, _ = ops.grouped_linear_activated(y, w, counts, "swiglu", True)
     assert h.shape == (8000, 1408)

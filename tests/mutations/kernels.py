@@ -59,6 +59,6 @@ MUTATIONS = [
              "dx = tl.where(live, dz, 0.0)", "dx = tl.where(live, dz, 0.0).to(tl.bfloat16)", CROSS_ENTROPY),
     Mutation("partial sums cost as much as the gradient", "kernels/dropout_add.py",
              "2 * multiprocessors(dy.device) // tiles", "64 * multiprocessors(dy.device) // tiles", BYTES),
-    Mutation("a kernel of the GPT step is off", "kernels/swiglu.py",
+    Mutation("a kernel of the GPT step is off", "kernels/_activation.py",
              "return z * s, s * (1.0 + z * complement)", "return z * s, s * (1.0 + z * s)", GPT),
 ]  # fmt: skip

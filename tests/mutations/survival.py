@@ -9,7 +9,8 @@ RUN, RECORDS = "examples/gpt/pretrain.py", "examples/gpt/records.py"
 FULL = "tests/examples/test_pretrain_command.py::test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on"
 
 MUTATIONS = [
-    Mutation("29 replicas over data are not compared", FILE, "axes |= _data_replicas(parameter, data)", "pass", TESTS),
+    Mutation("29 replicas over data are not compared", FILE,
+             "axes |= _data_replicas(parameter, sharding.data_axis(mesh))", "pass", TESTS),
     Mutation("29 replicated KV heads are not compared", FILE,
              "if shard.replicated and not is_dtensor(parameter):", "if False:", TESTS),
     Mutation("29 only hashes above are compared", FILE, "(most != ~least)", "(most > hashes)", TESTS),
