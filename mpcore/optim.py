@@ -114,6 +114,7 @@ class AdamW(torch.optim.Optimizer):
         # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._declared: dict[Tensor, tuple[str, Sharding]] = {}
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,7 +124,8 @@ class AdamW(torch.optim.Optimizer):
             ValueError: if one is none of the model's, or float16 without a master; nothing is added then.
         """
         super().add_param_group(param_group)
-        self._declared = {p: (name, sharding) for name, p, sharding in declarations(self.model)}
+        if not all(p in self._declared for p in self.param_groups[-1]["params"]):
+            self._declared = {p: (name, sharding) for name, p, sharding in declarations(self.model)}
         try:
             self._check_group(self.param_groups[-1])
         except ValueError:

@@ -227,6 +227,7 @@ class Judge:
         is_cut = layout.dp * layout.cp * layout.micro_batches > 1
         worst, first = 0.0, None
         for name, want in truth.items():
+            own = self._own(which, name)
             for seen in (seen for seen in ranks if getattr(seen, which) is not None):
                 got = getattr(seen, which).get(name)
                 fits = got is not None and any(True for _ in _parts(layout, seen, want, got.shape, ()))
@@ -234,7 +235,7 @@ class Judge:
                     continue
                 ulps, bad = math.inf, True
                 if got is not None and fits:
-                    ulps, bad = self._off_rank(layout, seen, got, want, self._own(which, name), ())
+                    ulps, bad = self._off_rank(layout, seen, got, want, own, ())
                 worst = max(worst, ulps)
                 if bad and first is None:
                     what = f"output{name}" if name else "the model"
@@ -320,10 +321,11 @@ class Judge:
         """Each rank's are the dense model's, or its part over tp of them."""
         worst, first = 0.0, None
         for name, want in self.truth.buffers.items():
+            own = self._own("buffers", name)
             for seen in (seen for seen in ranks if name in seen.buffers):
                 got = seen.buffers[name]
                 parts = list(_shards(layout, seen, want, got.shape, ()))
-                ulps, bad = self._off(got, parts[0], self._own("buffers", name)) if parts else (math.inf, True)
+                ulps, bad = self._off(got, parts[0], own) if parts else (math.inf, True)
                 worst = max(worst, ulps)
                 if bad and first is None:
                     cause = (
