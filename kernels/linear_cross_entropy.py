@@ -7,8 +7,11 @@ Rows come in chunks. For each, one product makes the logits, two kernels read th
 place, and two products make dx and add to dW: three products in all, none of them done twice, since the gradient is
 made in the forward pass (the backward pass only multiplies it by dtotal). At most one chunk of logits is alive.
 
+What each row has by itself, its loss, or log p and the entropy, has a gradient that the backward pass alone knows. So
+that makes the logits of each chunk again: four products in all. Five numbers a row are kept, and x.
+
 Where the vocabulary is cut over ranks, W is this rank's rows of the whole, dx is one term of a sum over ranks, and
-`gather` hands the statistics of a chunk, five numbers per row, to all of them.
+`gather` hands the statistics of a chunk, five numbers per row, to all of them; in the forward pass alone.
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), for the aim; the chunks follow Hsu et al.,
 "Liger Kernel" (2024), section 3.2.
@@ -16,14 +19,15 @@ Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._dispatch import outside, refuse_second_derivative
 from ._rows import ceil_div
-from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, loss_of_stats
+from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
 CHUNK_BYTES = 2**29
 
@@ -67,32 +71,77 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or (on a CPU) a target lies
             outside the vocabulary.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
-    device = x.device.type
-    if x.dtype != weight.dtype and (device == "meta" or not torch.is_autocast_enabled(device)):
-        raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
-    for name, row in (("target", target), ("scale", scale)):
-        if row.shape != x.shape[:1]:
-            raise ValueError(f"{name} has shape {tuple(row.shape)}, but x has {x.shape[0]} rows")
-    if chunk_rows is None:
-        chunk_rows = rows_of_chunk(x, weight.shape[0])
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows {chunk_rows} is not positive")
-    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    wrong = outside(target, vocab_size, ignore_index)
-    if wrong is not None:
-        raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
-    loss = {
-        "vocab_size": vocab_size,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-    }
-    logits = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    if scale.shape != target.shape:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}, but x has {x.shape[0]} rows")
     scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    return _LinearCrossEntropy.apply(x, weight, target, scale, gather, chunk_rows, loss, logits, wanted)
+    return _LinearCrossEntropy.apply(x, weight, target, scale, head, wanted)
+
+
+def linear_cross_entropy_rows(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    start: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    chunk_rows: int | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """The loss of each token, of the logits `x @ weight.T`, which backward makes again.
+
+    Args:
+        x, weight, target: as of `linear_cross_entropy`; `x` and `weight` are kept for backward.
+        start, vocab_size, ignore_index, label_smoothing, z_loss, softcap, gather, chunk_rows, impl: likewise.
+
+    Returns:
+        `[N]`, float32, or float64 for float64 logits; of ignored tokens 0. With `gather`, the gradient of `x` is one
+        term of the sum over ranks.
+
+    Raises:
+        ValueError: as `linear_cross_entropy`.
+    """
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    return _LinearRows.apply(x, weight, target, head, False)
+
+
+def linear_log_prob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    start: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    chunk_rows: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log p of each target and the entropy of p, of the logits `x @ weight.T`, which backward makes again.
+
+    Args:
+        x, weight, target: as of `linear_cross_entropy`; `x` and `weight` are kept for backward.
+        start, vocab_size, ignore_index, softcap, gather, chunk_rows, impl: likewise.
+
+    Returns:
+        `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; of ignored tokens 0. With `gather`,
+        the gradient of `x` is one term of the sum over ranks.
+
+    Raises:
+        ValueError: as `linear_cross_entropy`.
+    """
+    options = (ignore_index, 0.0, 0.0, softcap)
+    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    return _LinearRows.apply(x, weight, target, head, True)
 
 
 def linear_cross_entropy_reference(
@@ -107,16 +156,46 @@ def linear_cross_entropy_reference(
     softcap: float = 0.0,
 ) -> Tensor:
     """`linear_cross_entropy` of a whole vocabulary in plain torch, under torch's own autograd, with all logits."""
-    z = x @ weight.t()
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    if softcap:
-        z = softcap * torch.tanh(z / softcap)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+    loss = linear_cross_entropy_rows_reference(x, weight, target, **options)
+    return (loss * scale.detach().to(loss.dtype)).sum()
+
+
+def linear_cross_entropy_rows_reference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`linear_cross_entropy_rows` of a whole vocabulary in plain torch, likewise."""
+    z = _logits(x, weight, softcap)
     loss = torch.nn.functional.cross_entropy(
         z, target.long(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
     if z_loss:
         loss = loss + z_loss * z.logsumexp(-1).square().masked_fill(target == ignore_index, 0)
-    return (loss * scale.detach().to(loss.dtype)).sum()
+    return loss
+
+
+def linear_log_prob_reference(
+    x: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`linear_log_prob` of a whole vocabulary in plain torch, likewise."""
+    log_p = _logits(x, weight, softcap).log_softmax(-1)
+    ignored = target == ignore_index
+    log_prob = log_p.gather(-1, target.long().masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
+
+
+def _logits(x: Tensor, weight: Tensor, softcap: float) -> Tensor:
+    z = x @ weight.t()
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return softcap * torch.tanh(z / softcap) if softcap else z
 
 
 def rows_of_chunk(x: Tensor, columns: int) -> int:
@@ -126,32 +205,113 @@ def rows_of_chunk(x: Tensor, columns: int) -> int:
     return max(1, ceil_div(rows, 128) * 128 if rows > 128 else rows)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, target, scale, gather, chunk_rows, loss, logits, wanted):
+class _Head(NamedTuple):
+    """How the logits are made and read.
+
+    Attributes:
+        gather, chunk_rows: as of `linear_cross_entropy`.
+        dtype: of the logits, which is autocast's where that is on.
+        columns, loss: options of `cross_entropy_stats` and of `loss_of_stats`.
+    """
+
+    gather: Callable[[Tensor], Tensor] | None
+    chunk_rows: int
+    dtype: torch.dtype
+    columns: dict[str, Any]
+    loss: dict[str, Any]
+
+    def stats(self, z: Tensor, target: Tensor, entropy: bool = False) -> Tensor:
+        """Of all ranks."""
+        smoothed = self.loss["label_smoothing"] > 0
+        stats = cross_entropy_stats(z, target, sum_logits=smoothed, entropy=entropy, **self.columns)
+        return stats if self.gather is None else combine_stats(self.gather(stats))
+
+    def backward(
+        self, z: Tensor, target: Tensor, stats: Tensor, dloss: Tensor | None = None, **others: Tensor
+    ) -> Tensor:
+        """The gradient of the logits, in their place."""
+        options = {**self.columns, **self.loss, **others}
+        return cross_entropy_backward(z, target, stats, dloss, in_place=True, **options)
+
+    def products(
+        self, x: Tensor, weight: Tensor, wanted: Sequence[bool], gradient: Callable[[Tensor, slice], Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of dx and dweight that are wanted, where `gradient(z, rows)` is that of the logits z of these rows."""
+        narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = None
-        total = scale.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        for first in range(0, x.shape[0], chunk_rows):
-            rows = slice(first, first + chunk_rows)
-            z = x[rows] @ weight.t()
-            stats = cross_entropy_stats(z, target[rows], sum_logits=loss["label_smoothing"] > 0, **logits)
-            stats = stats if gather is None else combine_stats(gather(stats))
-            total = total + (loss_of_stats(stats, target[rows], **loss) * scale[rows]).sum()
-            if not any(wanted):
+        for first in range(0, x.shape[0], self.chunk_rows):
+            rows = slice(first, first + self.chunk_rows)
+            part = x[rows].to(self.dtype)
+            dz = gradient(part @ narrow.t(), rows)
+            if dz is None:
                 continue
-            dz = cross_entropy_backward(z, target[rows], stats, scale[rows], in_place=True, **(logits | loss))
             if dx is not None:
-                dx[rows] = dz @ weight
+                dx[rows] = dz @ narrow
             if wanted[1]:
-                term = dz.t() @ x[rows]
-                several = x.shape[0] > chunk_rows  # whose sum is taken in float32
+                term = dz.t() @ part
+                several = x.shape[0] > self.chunk_rows  # whose sum is taken in float32
                 term = term.to(torch.promote_types(term.dtype, torch.float32)) if several else term
                 dweight = term if dweight is None else dweight.add_(term)
-            del z, dz  # before the next chunk's are made
+            del dz  # before the next chunk's logits are made
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
-        ctx.save_for_backward(dx, dweight)
+        return dx, dweight
+
+
+def _head(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    start: int,
+    vocab_size: int | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    gather: Callable[[Tensor], Tensor] | None,
+    chunk_rows: int | None,
+    impl: str | None,
+) -> _Head:
+    """Refuses what doesn't go together."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if x.dtype != weight.dtype and not autocast:
+        raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
+    if target.shape != x.shape[:1]:
+        raise ValueError(f"target has shape {tuple(target.shape)}, but x has {x.shape[0]} rows")
+    if chunk_rows is None:
+        chunk_rows = rows_of_chunk(x, weight.shape[0])
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows {chunk_rows} is not positive")
+    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    wrong = outside(target, vocab_size, ignore_index)
+    if wrong is not None:
+        raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
+    dtype = torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
+    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    loss = {
+        "vocab_size": vocab_size,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+    }
+    return _Head(gather, chunk_rows, dtype, columns, loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target, scale, head: _Head, wanted):
+        total = scale.new_zeros(())
+
+        def gradient(z: Tensor, rows: slice) -> Tensor | None:
+            stats = head.stats(z, target[rows])
+            total.add_((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
+            return head.backward(z, target[rows], stats, scale[rows]) if any(wanted) else None
+
+        ctx.save_for_backward(*head.products(x, weight, wanted, gradient))
         ctx.dtypes = x.dtype, weight.dtype
         return total
 
@@ -159,4 +319,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dtotal):
         refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.cross_entropy of the logits")
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *((None if d is None else (d * dtotal).to(dtype)) for d, dtype in gradients), *[None] * 7
+        return *((None if d is None else (d * dtotal).to(dtype)) for d, dtype in gradients), *[None] * 4
+
+
+class _LinearRows(torch.autograd.Function):
+    """The loss of each row, or log p and the entropy."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, head: _Head, log_prob: bool):
+        stats = x.new_empty((4 + log_prob, x.shape[0]), dtype=torch.promote_types(x.dtype, torch.float32))
+
+        def keep(z: Tensor, rows: slice) -> None:
+            stats[:, rows] = head.stats(z, target[rows], entropy=log_prob)
+
+        head.products(x, weight, (False, False), keep)
+        ctx.save_for_backward(x, weight, target, stats)
+        ctx.head = head
+        if log_prob:
+            ctx.name, ctx.outputs = "linear_log_prob", ("dlog_prob", "dentropy")
+            return log_prob_of_stats(stats, target, ignore_index=head.loss["ignore_index"])
+        ctx.name, ctx.outputs = "linear_cross_entropy_rows", ("dloss",)
+        return loss_of_stats(stats, target, **head.loss)
+
+    @staticmethod
+    def backward(ctx, *given):
+        refuse_second_derivative(ctx.name, "torch.log_softmax of the logits")
+        head, (x, weight, target, stats) = ctx.head, ctx.saved_tensors
+
+        def gradient(z: Tensor, rows: slice) -> Tensor:
+            of_rows = {name: d[rows] for name, d in zip(ctx.outputs, given, strict=True)}
+            return head.backward(z, target[rows], stats[:, rows], **of_rows)
+
+        dx, dweight = head.products(x, weight, ctx.needs_input_grad, gradient)
+        return dx, None if dweight is None else dweight.to(weight.dtype), *[None] * 3

@@ -27,6 +27,7 @@ from mpcore import (
     full_state_dict,
     grad_norm,
     linear_cross_entropy,
+    linear_log_prob,
     load_full_state_dict,
     materialize,
     reduce_gradients,
@@ -35,6 +36,7 @@ from mpcore import (
 )
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import gathered, placements, reshard, shard_data_parallel, sync_gradients
+from mpcore.kernels.linear_cross_entropy import linear_log_prob_reference
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.optim import AdamW
 from mpcore.pipeline import Pipeline
@@ -910,6 +912,42 @@ def test_what_hides_its_tensors_is_refused_and_what_shows_them_is_trained(ranks,
     ranks(2, check_outputs, zero)
 
 
+class Scores(nn.Module):
+    """What a model of RL returns: the log-probability of each token, and the entropy."""
+
+    def __init__(self, score) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(7)
+        self.score = score
+        self.body, self.head = nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 7, bias=False, dtype=torch.float64)
+        for p in self.parameters():
+            nn.init.normal_(p, generator=g)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.score(self.body(x).tanh(), self.head.weight, torch.arange(len(x)))
+
+
+def check_scores(zero: int) -> None:
+    on = mesh(dp=2)
+    model = Scores(lambda *given: linear_log_prob(*given, chunk_rows=1))
+    dense = Scores(linear_log_prob_reference)
+    shard_data_parallel(model, on, [model.body], zero=zero)
+    log_prob, entropy = model(rows(0, on.data.rank))
+    (log_prob * entropy).sum().backward()
+    reduce_gradients(model)
+    for rank in range(2):
+        log_prob, entropy = dense(rows(0, rank))
+        (log_prob * entropy).sum().backward()
+    declared = shardings(model)
+    for name, p in model.named_parameters():
+        close(over_data(p.grad, on, declared[name]), dense.get_parameter(name).grad, name, TOLERANCE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_backward_of_log_probabilities_finds_the_head_that_zero_3_let_go_of(ranks, zero):
+    ranks(2, check_scores, zero)
+
+
 def check_first(zero: int) -> None:
     """Inference mode, and a block alone, before the model's first forward."""
     on = mesh(dp=2)
@@ -1022,8 +1060,9 @@ def check_refused() -> None:
         shard_data_parallel(second, on)
     head = nn.Sequential(nn.Linear(2, 8, bias=False))
     shard_data_parallel(head, on, zero=3)
-    with pytest.raises(ValueError, match="call linear_cross_entropy inside the model's forward"):
-        linear_cross_entropy(torch.ones(1, 2), head[0].weight, torch.tensor([1]))
+    for loss in (linear_cross_entropy, linear_log_prob):
+        with pytest.raises(ValueError, match=f"call {loss.__name__} inside the model's forward"):
+            loss(torch.ones(1, 2), head[0].weight, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"param_dtype torch.bfloat16 needs torch.distributed, which isn't running"):
         shard_data_parallel(Parts(), Mesh(), **half)
     model = Parts()

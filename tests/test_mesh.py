@@ -24,6 +24,7 @@ from mpcore import (
     build_mesh,
     grad_norm,
     linear_cross_entropy,
+    linear_log_prob,
     parallelize,
     reduce_gradients,
     vocab_parallel_cross_entropy,
@@ -412,6 +413,7 @@ GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
         lambda it: ParallelMoE(4, 4, 4, 2, ep=it),
         lambda it: vocab_parallel_cross_entropy(torch.ones(2, 4), torch.tensor([0, 1]), tp=it),
         lambda it: linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), tp=it),
+        lambda it: linear_log_prob(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), tp=it),
         lambda it: reduce_gradients(nn.Linear(2, 2), it),
     ],
 )

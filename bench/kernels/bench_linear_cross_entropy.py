@@ -1,4 +1,4 @@
-"""The head and its cross-entropy, never all logits in memory."""
+"""The head and its cross-entropy, the sum or of each token, or its log-probabilities; never all logits in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.protocol import Inputs, Kernel, Shape, always, compare, compiled, imported
-from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from mpcore.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_cross_entropy_rows,
+    linear_cross_entropy_rows_reference,
+    linear_log_prob,
+    linear_log_prob_reference,
+)
+
+SIZES = {
+    "shapes": [{"M": 8192, "D": 4096, "V": 128256}],
+    "toy": {"M": 6, "D": 8, "V": 37},
+    "unit": "TFLOP/s",
+    "check": {"M": 1024},
+}
 
 
 def inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -26,6 +40,11 @@ def inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 def eager(x: Tensor, weight: Tensor, target: Tensor, scale: Tensor) -> Tensor:
     """All logits at once."""
     return F.cross_entropy((x @ weight.t()).float(), target, reduction="sum")
+
+
+def cost(s: Shape, b: int) -> tuple[float, float]:
+    """One product, and three; those that backward makes again are no work that anybody asked for."""
+    return 2.0 * s["M"] * s["D"] * s["V"], 6.0 * s["M"] * s["D"] * s["V"]
 
 
 LINEAR_CROSS_ENTROPY = Kernel(
@@ -52,16 +71,70 @@ LINEAR_CROSS_ENTROPY = Kernel(
             lambda f: lambda x, weight, target, scale: f(x, weight, target, reduction="sum"),
         ),
     },
-    cost=lambda s, b: (2.0 * s["M"] * s["D"] * s["V"], 6.0 * s["M"] * s["D"] * s["V"]),
-    shapes=[{"M": 8192, "D": 4096, "V": 128256}],
-    toy={"M": 6, "D": 8, "V": 37},
-    unit="TFLOP/s",
-    check={"M": 1024},
+    cost=cost,
     constants=("scale",),
+    **SIZES,
 )
 
 
-@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), LINEAR_CROSS_ENTROPY.cases())
+def inputs_of_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The same without weights of tokens."""
+    return {name: t for name, t in inputs(shape, dtype, device).items() if name != "scale"}
+
+
+def eager_rows(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """All logits at once."""
+    return F.cross_entropy((x @ weight.t()).float(), target, reduction="none")
+
+
+def eager_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """All logits at once."""
+    log_p = (x @ weight.t()).float().log_softmax(-1)
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+LINEAR_CROSS_ENTROPY_ROWS = Kernel(
+    "linear_cross_entropy_rows",
+    inputs_of_rows,
+    linear_cross_entropy_rows,
+    linear_cross_entropy_rows_reference,
+    {
+        "eager": always(eager_rows),
+        "torch.compile": compiled(eager_rows),
+        "cut-cross-entropy": imported(
+            "cut_cross_entropy",
+            "linear_cross_entropy",
+            lambda f: lambda x, weight, target: f(x, weight, target, reduction="none"),
+        ),
+    },
+    cost=cost,
+    **SIZES,
+)
+
+LINEAR_LOG_PROB = Kernel(
+    "linear_log_prob",
+    inputs_of_rows,
+    linear_log_prob,
+    linear_log_prob_reference,
+    {
+        "eager": always(eager_log_prob),
+        "torch.compile": compiled(eager_log_prob),
+        "verl": imported(
+            "verl.utils.kernel.linear_cross_entropy",
+            "linear_cross_entropy",
+            lambda f: lambda x, weight, target: f(x, weight, target, 1.0, "none"),
+        ),
+    },
+    cost=cost,
+    **SIZES,
+)
+
+CASES = [
+    case for kernel in (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS, LINEAR_LOG_PROB) for case in kernel.cases()
+]
+
+
+@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), CASES)
 def test_linear_cross_entropy(request, kernel, shape, dtype, which) -> None:
     """Right, and on CUDA as fast as it is."""
     compare(request, kernel, shape, dtype, which)

@@ -15,6 +15,7 @@ from mpcore.layers.linear import (
 from mpcore.layers.loss import (
     VocabParallelCrossEntropy,
     linear_cross_entropy,
+    linear_log_prob,
     vocab_parallel_cross_entropy,
     vocab_parallel_log_prob,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "apply_rope",
     "linear_cross_entropy",
+    "linear_log_prob",
     "seed_dropout",
     "sequence_index",
     "shard_sequence",

@@ -19,6 +19,7 @@ from mpcore.layers.context import (
     KINDS,
     check_heads,
     check_kind,
+    check_mask,
     context_attention,
     masked_attention,
     sequence_index,
@@ -27,7 +28,7 @@ from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
 from mpcore.layers.norm import RMSNorm
 from mpcore.layers.rope import RotaryEmbedding
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 
 # (device name, dtype, head_dim) of causal and full masks where our kernel was measured to beat the best SDPA backend.
 # Empty, because nothing has been timed on a GPU yet: SDPA runs unless `impl` or an option says otherwise.
@@ -58,11 +59,14 @@ class HeadAttention(torch.nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         impl: str | None = None,
+        tp: Axis = Axis(name="tp"),
         context: str | None = None,
         cp: Axis = Axis(name="cp"),
+        sequence_parallel: bool = False,
         sequence_dim: int = 1,
     ) -> None:
         super().__init__()
+        check_axis(tp)
         if window is not None and (not causal or window < 1):
             raise ValueError(f"window {window} needs a causal mask and at least 1 token")
         if softcap is not None and softcap <= 0:
@@ -71,28 +75,34 @@ class HeadAttention(torch.nn.Module):
             check_kind(context, cp)
         elif cp.size > 1:
             raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
+        self.tp, self.sequence_parallel, self.sequence_dim = tp, sequence_parallel and tp.size > 1, sequence_dim
         self.context, self.cp = context or "ring", cp
-        self.head_dim, self.causal, self.window, self.sequence_dim = head_dim, causal, window, sequence_dim
+        self.head_dim, self.causal, self.window = head_dim, causal, window
         self.scale, self.softcap, self.impl = scale, softcap, impl
         self.rope = rope
 
     def whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
-        """Tokens of the whole sequence, of which x [B, T/cp, ...] has this rank's."""
+        """Tokens of the whole sequence, of which the layer's input x has this rank's; refuses what doesn't fit it."""
         if x.dim() != 3:
             raise ValueError(
                 f"x has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
                 f"flatten(1, -2) a grid of tokens"
             )
-        B, T = x.shape[:2]
+        T, B = x.shape[:2] if self.sequence_dim == 0 else (x.shape[1], x.shape[0])
+        if self.sequence_parallel:
+            T *= self.tp.size
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
             if B != 1:
                 raise ValueError(
                     f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]"
                 )
-        if length is None and mask is not None:
-            length = mask.shape[-1]
-        elif length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
+        if mask is not None:
+            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
+                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
+            check_mask(mask, B, T, self.context, self.cp)
+            return mask.shape[-1]
+        if length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
             length = int(cu_seqlens[-1])
         return T * self.cp.size if length is None else length
 
@@ -112,10 +122,6 @@ class HeadAttention(torch.nn.Module):
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
-            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
-                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
             return masked_attention(q, k, v, mask, self.context, self.cp, self.scale)
         if self.cp.size > 1:
             options = {"scale": self.scale, "softcap": self.softcap, "impl": self.impl}
@@ -207,9 +213,9 @@ class ParallelAttention(HeadAttention):
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
         mask: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "impl": impl}
-        super().__init__(head_dim, rope=rope, context=context, cp=cp, sequence_dim=sequence_dim, **mask)
         like = {"device": device, "dtype": dtype}
         sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+        super().__init__(head_dim, rope=rope, tp=tp, context=context, cp=cp, **mask, **sp)
         self.qkv = QKVParallelLinear(
             dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
         )
@@ -247,13 +253,15 @@ class ParallelAttention(HeadAttention):
                 cp best in CPU memory: blocks of other documents then don't travel.
             length: T, of the whole sequence, where cp's shards are uneven; None: the end of `cu_seqlens` where that is
                 in CPU memory, or else all ranks have as many tokens as this one.
-            mask: [T, T] booleans, the same on every rank: True where a query (row) sees a key, at least one each. It
-                stands for all other masks, and takes memory T^2; of the kinds of cp "alltoall" and "allgather" can.
+            mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
+                on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
+                0, without a gradient. It stands for all other masks, also `causal`, and takes memory T^2; of the kinds
+                of cp "alltoall" and "allgather" can.
         """
+        whole = self.whole_length(x, cu_seqlens, length, mask)
         qkv = self.qkv(x)
         if self.sequence_dim == 0:
             qkv = qkv.transpose(0, 1)
-        whole = self.whole_length(qkv, cu_seqlens, length, mask)
         heads, kv_heads = self.local_heads, self.local_kv_heads
         if self.rope is not None:
             cos, sin = rotary or self.angles(self.rope, qkv, positions, cu_seqlens, whole)

@@ -180,6 +180,34 @@ def check_heads(kind: str, cp: Axis, heads: int) -> None:
         )
 
 
+def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> None:
+    """Refuse a mask that isn't one of so many rows of a batch, with so many tokens here, or that `kind` can't serve.
+
+    Args:
+        mask: of the whole sequence.
+        rows, tokens: B, and T/cp.
+        kind, cp: as of `masked_attention`.
+
+    Raises:
+        ValueError: before anything is sent.
+    """
+    shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
+    if mask.dtype != torch.bool:
+        raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
+    if cp.size > 1 and kind not in ("alltoall", "allgather"):  # others meet keys in blocks
+        raise ValueError(
+            f"context {kind!r} can't serve a mask {shape} over {cp.size} ranks, only causal, full, window and "
+            f"documents: 'allgather' and 'alltoall' can"
+        )
+    fits = len(shape) > 1 and shape[-2] in (1, length) and shape[:-2] in ((), (1,), (rows,))
+    runs = sequence_runs(length, cp, kind)[cp.rank] if fits else ()
+    if not fits or tokens != sum(end - start for start, end in runs):
+        raise ValueError(
+            f"mask {shape} is none of [T, T], [B, T, T] and [B, 1, T] for {rows} rows with {tokens} tokens on each of "
+            f"{cp.size} ranks"
+        )
+
+
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
@@ -263,35 +291,29 @@ def masked_attention(
 
     Args:
         q, k, v: as of `context_attention`.
-        mask: [T, T] booleans: True where a query (row) sees a key.
+        mask: [T, T], [B, T, T] or [B, 1, T] booleans, as `check_mask` wants them: True where a query (row) sees a key.
         kind, cp: "alltoall" or "allgather" over cp; any kind of an axis of size 1.
         scale: of the scores; None: K^(-1/2).
 
     Returns:
-        [B, T/cp, H, V].
-
-    Raises:
-        ValueError: for another kind, whose ranks can't meet keys in blocks under such a mask, or another size of mask.
+        [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
     """
-    if cp.size > 1 and kind not in ("alltoall", "allgather"):
-        raise ValueError(
-            f"context {kind!r} can't serve a mask {tuple(mask.shape)} over {cp.size} ranks, only causal, full, window "
-            f"and documents: 'allgather' and 'alltoall' can"
-        )
     length = mask.shape[-1]
     runs = sequence_runs(length, cp, kind)
-    mine = sum(end - start for start, end in runs[cp.rank])
-    if mask.shape != (length, length) or q.shape[1] != mine:
-        raise ValueError(f"mask {tuple(mask.shape)} is not [T, T] for {q.shape[1]} tokens on each of {cp.size} ranks")
     heads = q.shape[2]
     if kind == "alltoall":
         q, k, v = _to_heads(q, k, v, cp, length)
     elif cp.size > 1:
         k, v = _gather_keys(k, v, cp, runs)
-        mask = mask[_index(runs[cp.rank], mask.device)]
+        if mask.shape[-2] > 1:
+            mask = mask.index_select(-2, _index(runs[cp.rank], mask.device))
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)  # the same of all heads
+    blind = ~mask.any(-1, keepdim=True)  # a softmax over no key may be NaN: they see all, and are struck out
     grouped = q.shape[2] > k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale, enable_gqa=grouped)
+    y = y.masked_fill(blind, 0).transpose(1, 2)
     return collectives.all_to_all(y, cp, 1, 2, heads) if kind == "alltoall" else y
 
 

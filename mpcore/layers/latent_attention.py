@@ -98,9 +98,9 @@ class MultiLatentAttention(HeadAttention):
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         super().__init__(
             head_dim, scale=head_dim**-0.5 * (1.0 if rope is None else rope.score_factor), rope=rope, causal=causal,
-            window=window, softcap=softcap, impl=impl, context=context, cp=cp, sequence_dim=sequence_dim,
+            window=window, softcap=softcap, impl=impl, tp=tp, context=context, cp=cp,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
         )  # fmt: skip
-        self.tp, self.sequence_parallel = tp, sequence_parallel and tp.size > 1
         self.local_heads = shard_sizes(num_heads, tp.size)[tp.rank]
         check_heads(self.context, cp, self.local_heads)
         self.qk_dims, self.kv_dims = (qk_nope_head_dim, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
@@ -143,12 +143,12 @@ class MultiLatentAttention(HeadAttention):
         Args:
             rotary, positions, cu_seqlens, length, mask: as of `ParallelAttention.forward`.
         """
+        whole = self.whole_length(x, cu_seqlens, length, mask)
         latent, k_rope = self.kv_down(x).split(self.latent_dims, -1)
         q = self.q_up(x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)))
         kv, k_rope = self.kv_up(self.kv_norm(latent)), self._to_heads(k_rope)
         if self.sequence_dim == 0:
             q, kv, k_rope = (t.transpose(0, 1) for t in (q, kv, k_rope))
-        whole = self.whole_length(q, cu_seqlens, length, mask)
         q, kv = (t.unflatten(2, (self.local_heads, -1)) for t in (q, kv))
         k_rope = k_rope.unsqueeze(2)
         (q_nope, q_rope), (k_nope, v) = q.split(self.qk_dims, -1), kv.split(self.kv_dims, -1)

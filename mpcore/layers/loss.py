@@ -16,6 +16,7 @@ section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, f
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from mpcore.kernels.cross_entropy import (
     loss_of_stats,
 )
 from mpcore.layers.embedding import check_ids
+from mpcore.layers.linear import check_size
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh import Axis, check_axis
 from mpcore.sharding import is_dtensor
@@ -137,7 +139,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`vocab_parallel_cross_entropy` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
 
-    Gradients are made in the forward pass, so it costs what forward and backward of the head do.
+    Gradients are made in the forward pass, so it costs what forward and backward of the head do. With "none" they are
+    made in the backward pass, which computes the logits of each chunk again: four products instead of three.
 
     Args:
         x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
@@ -146,23 +149,82 @@ def linear_cross_entropy(
         tp: the axis that the vocabulary is cut over.
         sequence_parallel, sequence_dim: as of `ColumnParallelLinear`.
         vocab_size, ignore_index, label_smoothing, z_loss, softcap: as of `vocab_parallel_cross_entropy`.
-        token_weight: the same; not differentiated here.
-        reduction: "mean" or "sum".
+        token_weight: the same; differentiated with "none" alone.
+        reduction: "mean", "sum" or "none".
         chunk_rows: tokens of a chunk; None: as many as make 512 MiB of logits.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 logits).
+        fp32 (fp64 for fp64 logits): a scalar, or [...] of the whole sequence with "none".
 
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
     """
-    if reduction == "none":
-        raise ValueError("reduction 'none' needs all logits: use vocab_parallel_cross_entropy")
     _check_options(tp, reduction, label_smoothing, softcap, target, token_weight)
+    sharing = (tp, vocab_size, sequence_parallel, sequence_dim)
+    rows, options = _head("linear_cross_entropy", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
+    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    if reduction == "none":
+        loss = fused.linear_cross_entropy_rows(*rows, **options).view(target.shape)
+        return loss if token_weight is None else loss * token_weight
+    exact = torch.promote_types(x.dtype, torch.float32)
+    scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
+    total = fused.linear_cross_entropy(*rows, scale.reshape(-1), **options)
+    return total if reduction == "sum" else total / _divisor(target, ignore_index, token_weight)
+
+
+def linear_log_prob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    tp: Axis = Axis(name="tp"),
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    chunk_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_log_prob` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
+
+    Backward computes the logits of each chunk again: with its gradients that makes four products, not three.
+
+    Args:
+        x, weight, target, tp, vocab_size, sequence_parallel, sequence_dim, ignore_index, softcap, chunk_rows: as of
+            `linear_cross_entropy`.
+
+    Returns:
+        `(log_prob, entropy)`, [...] of the whole sequence in fp32 (fp64 for fp64 logits), in nats, both
+        differentiable; both 0 for ignored tokens.
+
+    Raises:
+        ValueError: as `linear_cross_entropy`.
+    """
+    _check_options(tp, "none", 0.0, softcap, target, None)
+    sharing = (tp, vocab_size, sequence_parallel, sequence_dim)
+    rows, options = _head("linear_log_prob", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
+    log_prob, entropy = fused.linear_log_prob(*rows, **options)
+    return log_prob.view(target.shape), entropy.view(target.shape)
+
+
+def _head(
+    what: str,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp: Axis,
+    vocab_size: int | None,
+    sequence_parallel: bool,
+    sequence_dim: int,
+    ignore_index: int,
+    softcap: float,
+    chunk_rows: int | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Rows of the whole sequence, weight and targets, as kernels take them, and their options."""
     if is_dtensor(weight):
         raise ValueError(
-            "the weight is this rank's shard over data: call linear_cross_entropy inside the model's forward (and that "
-            "of the block that holds the head), where parameters are gathered, and let it return the loss"
+            f"the weight is this rank's shard over data: call {what} inside the model's forward (and that of the block "
+            f"that holds the head), where parameters are gathered, and let it return what {what} does"
         )
     gathered = sequence_parallel and tp.size > 1
     tokens = list(x.shape[:-1])
@@ -171,23 +233,15 @@ def linear_cross_entropy(
     size, start = _check_shard((*tokens, weight.shape[0]), target, tp, vocab_size, ignore_index)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
-    exact = torch.promote_types(x.dtype, torch.float32)
-    scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
-    total = fused.linear_cross_entropy(
-        rows,
-        weight,
-        target.reshape(-1),
-        scale.reshape(-1),
-        start=start,
-        vocab_size=size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        gather=None if tp.size == 1 else partial(_gather_stats, tp=tp),
-        chunk_rows=chunk_rows or fused.rows_of_chunk(rows, -(-size // tp.size)),  # ranks' shards may be uneven
-    )
-    return total if reduction == "sum" else total / _divisor(target, ignore_index, token_weight)
+    options = {
+        "start": start,
+        "vocab_size": size,
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "gather": None if tp.size == 1 else partial(_gather_stats, tp=tp),
+        "chunk_rows": chunk_rows or fused.rows_of_chunk(rows, -(-size // tp.size)),  # ranks' shards may be uneven
+    }
+    return (rows, weight, target.reshape(-1)), options
 
 
 def _check_options(
@@ -219,6 +273,7 @@ def _check_shard(
             f"give vocab_size, which {columns * tp.size} would be of equal shards alone"
         )
     size = columns if vocab_size is None else vocab_size
+    check_size("the vocabulary", size, tp)
     start, end = shard_range(size, tp)
     if columns != end - start:
         raise ValueError(

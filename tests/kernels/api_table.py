@@ -25,6 +25,8 @@ GRADIENTS = {
     "grouped_linear": "x weight",
     "layer_norm": "x weight bias residual",
     "linear_cross_entropy": "x weight",
+    "linear_cross_entropy_rows": "x weight",
+    "linear_log_prob": "x weight",
     "moe_rows": "",
     "moe_permute": "x",
     "moe_unpermute": "y weight",

@@ -17,7 +17,7 @@ from triton.runtime import _allocation
 from mpcore.kernels import _attention_ws as attention_ws
 from mpcore.kernels import attention as module
 from mpcore.kernels.attention import attention, attention_backward, attention_reference, key_bounds
-from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 T = 23
 ENDS = torch.tensor([0, 5, 5, 6, T])
@@ -256,6 +256,9 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.int64), torch.ones(6)).backward()
     assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 9
+    with FlopCounterMode(display=False) as counter:
+        sum(linear_log_prob(x, weight, torch.zeros(6, dtype=torch.int64))).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 6 * 4 * 9
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

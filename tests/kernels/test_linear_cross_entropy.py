@@ -8,6 +8,10 @@ from mpcore.kernels.cross_entropy import cross_entropy_stats
 from mpcore.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_cross_entropy_rows,
+    linear_cross_entropy_rows_reference,
+    linear_log_prob,
+    linear_log_prob_reference,
     rows_of_chunk,
 )
 
@@ -15,6 +19,13 @@ N, D, V = 7, 4, 11
 X, WEIGHT = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
 TARGET, SCALE = torch.tensor([0, 3, -100, 10, 5, 3, 7]), torch.rand(N, dtype=torch.float64)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+# What each row has by itself, with its reference and options.
+ROWS = [
+    (linear_cross_entropy_rows, linear_cross_entropy_rows_reference, {}),
+    (linear_cross_entropy_rows, linear_cross_entropy_rows_reference, OPTIONS),
+    (linear_log_prob, linear_log_prob_reference, {}),
+    (linear_log_prob, linear_log_prob_reference, {"softcap": 2.0}),
+]
 
 
 def value_and_gradients(function, x, weight, *rows, **options):
@@ -23,12 +34,38 @@ def value_and_gradients(function, x, weight, *rows, **options):
     return total.detach(), *torch.autograd.grad(3 * total, leaves)
 
 
+def rows_and_gradients(function, x, weight, *rows, seed=0, **options):
+    """Of gradients that differ from row to row."""
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    outputs = function(*leaves, *rows, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(seed)
+    given = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+    return *(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, given)
+
+
 @pytest.mark.parametrize("chunk_rows", [None, 1, 3, 7, 8])
 @pytest.mark.parametrize("options", [{}, OPTIONS])
 def test_chunks_equal_the_unfused_reference(chunk_rows, options):
     found = value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE, chunk_rows=chunk_rows, **options)
     wanted = value_and_gradients(linear_cross_entropy_reference, X, WEIGHT, TARGET, SCALE, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 3, 8])
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_each_row_equals_the_unfused_reference(function, reference, options, chunk_rows):
+    found = rows_and_gradients(function, X, WEIGHT, TARGET, chunk_rows=chunk_rows, **options)
+    wanted = rows_and_gradients(reference, X, WEIGHT, TARGET, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_and_columns_may_lie_anywhere():
+    x, weight, target = X.t().contiguous().t(), WEIGHT.repeat(1, 2)[:, :D], TARGET.repeat_interleave(2)[::2]
+    for function, reference, options in ROWS:
+        found = rows_and_gradients(function, x, weight, target, chunk_rows=3, **options)
+        wanted = rows_and_gradients(reference, X, WEIGHT, TARGET, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("cuts", [[6, 5], [1, 9, 1]])
@@ -99,6 +136,49 @@ def test_inputs_are_kept_and_the_graph_may_be_walked_twice():
         torch.autograd.grad(total, x, create_graph=True)
 
 
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_rows_may_be_walked_twice_but_have_no_second_derivative(function, reference, options):
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    outputs = function(x, weight, TARGET, chunk_rows=3, **options)
+    total = sum(y.square().sum() for y in outputs) if isinstance(outputs, tuple) else outputs.square().sum()
+    first, second = (torch.autograd.grad(total, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(x, X)
+    assert torch.equal(weight, WEIGHT)
+    with pytest.raises(RuntimeError, match=r"no second derivative; use torch\.log_softmax of the logits"):
+        torch.autograd.grad(total, x, create_graph=True)
+
+
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_backward_makes_the_logits_of_autocast_again(function, reference, options):
+    """It runs outside of autocast, where the same product would be of other logits."""
+
+    def cast(x, weight, target):
+        return function(x.bfloat16(), weight.bfloat16(), target, chunk_rows=3, **options)
+
+    def auto(x, weight, target):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(x, weight, target, chunk_rows=3, **options)
+
+    *found, dweight = rows_and_gradients(auto, X.float(), WEIGHT.float(), TARGET)
+    *wanted, dweight_cast = rows_and_gradients(cast, X.float(), WEIGHT.float(), TARGET)
+    assert all(map(torch.equal, found, wanted))
+    torch.testing.assert_close(dweight.bfloat16().float(), dweight_cast, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_many_chunks_err_no_more_than_twice_the_reference(function, reference, options, dtype):
+    x, weight, target = torch.randn(400, D).to(dtype), torch.randn(V, D).to(dtype), torch.arange(400) % V
+    found = rows_and_gradients(function, x, weight, target, chunk_rows=4, **options)
+    plain = rows_and_gradients(reference, x, weight, target, **options)
+    exact = rows_and_gradients(reference, x.double(), weight.double(), target, **options)
+    for got, theirs, truth in zip(found, plain, exact, strict=True):
+        assert got.dtype == theirs.dtype
+        errors = [(y.double() - truth).square().mean().sqrt() for y in (got, theirs)]
+        assert errors[0] <= 2 * errors[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_chunks_add_up_in_float32(dtype):
     """Added in the dtype itself, a hundred terms would lose most of their digits."""
@@ -138,6 +218,23 @@ def test_pitfall_08_an_ignored_row_passes_on_no_gradient_whatever_it_holds(optio
         assert torch.equal(dx, dx_want)
 
 
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_pitfall_08_an_ignored_row_is_0_whatever_it_holds(function, reference, options):
+    ignored = TARGET == -100
+    *rows, dx, _ = rows_and_gradients(function, torch.where(ignored[:, None], torch.nan, X), WEIGHT, TARGET, **options)
+    *want, dx_want, _ = rows_and_gradients(function, X, WEIGHT, TARGET, **options)
+    assert all(map(torch.equal, (*rows, dx), (*want, dx_want)))
+    assert not any(y[ignored].any() for y in (*rows, dx))
+
+
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_no_rows(function, reference, options):
+    *rows, dx, dweight = rows_and_gradients(function, X[:0], WEIGHT, TARGET[:0], **options)
+    assert [y.shape for y in (*rows, dx)] == [(0,)] * len(rows) + [(0, D)]
+    assert dweight.shape == (V, D)
+    assert not dweight.any()
+
+
 def test_no_tokens():
     x, weight = X[:0].clone().requires_grad_(), WEIGHT.clone().requires_grad_()
     total = linear_cross_entropy(x, weight, TARGET[:0], SCALE[:0])
@@ -175,3 +272,6 @@ def test_rows_of_a_chunk():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{"x": X, "weight": WEIGHT, "target": TARGET, "scale": SCALE} | arguments)
+    for function in (linear_cross_entropy_rows, linear_log_prob) if "scale" not in arguments else ():
+        with pytest.raises(ValueError, match=message):
+            function(**{"x": X, "weight": WEIGHT, "target": TARGET} | arguments)

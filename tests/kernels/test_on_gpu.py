@@ -18,7 +18,7 @@ from mpcore.kernels.geglu import geglu
 from mpcore.kernels.gelu import gelu, gelu_reference
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
-from mpcore.kernels.linear_cross_entropy import linear_cross_entropy
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.kernels.quantize_fp8 import quantize_fp8
 from mpcore.kernels.relu_squared import relu_squared
@@ -95,6 +95,10 @@ CASES = {
     "cross_entropy of two long rows": lambda: cross_entropy(2, 128256),
     "linear_cross_entropy": lambda: (
         of(linear_cross_entropy, target=numbers(V, M), scale=torch.ones(M), chunk_rows=M // 2),
+        {"x": draw(M, 256), "weight": draw(V, 256)},
+    ),
+    "linear_log_prob": lambda: (
+        of(linear_log_prob, target=numbers(V, M), chunk_rows=M // 2),
         {"x": draw(M, 256), "weight": draw(V, 256)},
     ),
     "rope": lambda: (

@@ -1,6 +1,7 @@
 """Attention: dense equals the formula written out, sharded equals dense, for every kind of head and of mask."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpcore import (
+    Axis,
     ParallelAttention,
     QKVParallelLinear,
     RotaryEmbedding,
@@ -18,6 +20,8 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.layers.attention import document_positions
+from mpcore.pipeline import Pipeline
+from mpcore.recompute import recompute
 from tests.equality import close, same_model
 from tests.pool import mesh
 
@@ -25,6 +29,7 @@ B, T, D, K = 2, 12, 6, 4
 SIZES = [2, 3, 4]
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (6, 3), (6, 6)]
 DOCUMENTS = torch.tensor([0, 1, 5, 5, 12])
+PADDED = torch.arange(T) < torch.tensor([[[5]], [[T]]])  # [B, 1, T]
 
 
 def draw(seed, *shape):
@@ -133,7 +138,7 @@ def test_dense_is_the_formula(heads, options, packed):
         close(q.grad, p[name].grad, name)
 
 
-def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen=()):
+def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen=(), mask=None):
     sp = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
 
     def build(**axes):
@@ -145,7 +150,8 @@ def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen
     def run(attention):
         tp = attention.qkv.tp
         x = draw(1, *shape, D).requires_grad_()
-        y = attention(c.split(x, tp, sequence) if sequence is not None else x, cu_seqlens=DOCUMENTS if packed else None)
+        part = c.split(x, tp, sequence) if sequence is not None else x
+        y = attention(part, cu_seqlens=DOCUMENTS if packed else None, mask=mask)
         y = c.gather(y, tp, sequence) if sequence is not None else y
         (y * draw(2, *y.shape)).sum().backward()
         return {"y": y.detach(), "dx": x.grad}
@@ -178,6 +184,8 @@ def check_masks():
         check_attention(heads, {"causal": causal, "rope": True}, 1, shape=(1, T), packed=packed)
     for packed in (True, False):
         check_attention((6, 2), {"window": 3, "rope": True}, 1, shape=(1, T), packed=packed)
+    for sequence, shape in ((None, (B, T)), (1, (B, T)), (0, (T, B))):
+        check_attention((6, 2), {"rope": True}, sequence, shape=shape, mask=PADDED)
     check_attention((6, 2), {"softcap": 0.3}, 1, shape=(1, T))
     check_attention((6, 2), {"rope": True}, None, shape=(1, 1))
     check_attention((6, 2), {"rope": True}, None, shape=(0, T))
@@ -187,6 +195,53 @@ def check_masks():
 @pytest.mark.parametrize("size", SIZES)
 def test_sharded_equals_dense_for_every_mask(ranks, size):
     ranks(size, check_masks)
+
+
+def test_padding_changes_nothing_of_what_it_pads():
+    attention = build_attention(4, 2, rope=True, causal=False).double()
+    x = draw(1, B, T, D)
+    y = attention(x, mask=PADDED)
+    close(y[:1, :5].detach(), attention(x[:1, :5]).detach(), "what is padded")
+    close(y[1].detach(), attention(x[1:])[0].detach(), "what isn't")
+    x[0, 5:] = draw(2, T - 5, D)
+    assert torch.equal(attention(x, mask=PADDED)[0, :5], y[0, :5])
+
+
+def test_a_mask_compiles_to_one_graph():
+    torch.compiler.reset()
+    attention = build_attention(4, 2, rope=True)
+    x = draw(1, B, T, D).float()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for mask in (PADDED, PADDED.expand(B, T, T), torch.zeros(B, 1, T, dtype=torch.bool)):
+        close(compiled(x, mask=mask).detach(), attention(x, mask=mask).detach(), "y", 1e-6)
+
+
+class Stage(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.attention = build_attention(4, 2, rope=True).double()
+
+    def forward(self, x, mask):
+        return x + self.attention(x, mask=mask)
+
+
+def check_micro_batches():
+    on, rows = mesh(pp=2), 2 * B
+    x, target, mask = draw(1, rows, T, D), draw(2, rows, T, D), PADDED.repeat(2, 1, 1)
+    dense = nn.ModuleList([Stage(i) for i in range(2)])
+    want = (dense[1](dense[0](x, mask), mask) * target).sum()
+    want.backward()
+    stage = Stage(on.pp.rank)
+    recompute([stage.attention])
+    pipeline = Pipeline(stage, on, 4, lambda y, t: (y * t).sum())
+    close(pipeline.forward_backward(x, target, mask=mask), want.detach(), "loss")
+    for (name, p), q in zip(stage.named_parameters(), dense[on.pp.rank].parameters(), strict=True):
+        close(p.grad, q.grad, f"gradient of {name}")
+
+
+def test_a_mask_of_samples_is_cut_with_the_batch(ranks):
+    ranks(2, check_micro_batches)
 
 
 def check_frozen():
@@ -426,6 +481,13 @@ def test_what_does_not_fit_is_refused():
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):
         attention(torch.zeros(1, 4, 8), mask=torch.ones(4, 4).tril())
+    for sequence_dim in (0, 1):  # on an axis without a group, so before anything is gathered
+        cut = ParallelAttention(8, 4, tp=Axis(2), sequence_parallel=True, sequence_dim=sequence_dim)
+        x = torch.zeros(2, 4, 8) if sequence_dim else torch.zeros(4, 2, 8)
+        for shape in ((4, 4), (3, 1, 8), (2, 8)):
+            message = rf"mask {re.escape(str(shape))} is none of .* for 2 rows with 8 tokens on each of 1 ranks"
+            with pytest.raises(ValueError, match=message):
+                cut(x, mask=torch.ones(shape, dtype=torch.bool))
     for bad, found in (
         ([0, 4], "a list"),
         (torch.tensor([0.0, 4.0]), r"torch.float32 \(2,\)"),

@@ -19,6 +19,7 @@ from mpcore import (
     RowParallelLinear,
     VocabParallelEmbedding,
     full_state_dict,
+    linear_log_prob,
     load_full_state_dict,
     materialize,
     reduce_gradients,
@@ -412,6 +413,26 @@ def count_ends():
 def test_the_loss_makes_one_collective_forward_and_none_backward(ranks):
     for counts in ranks(2, count_ends):
         assert counts == [{REDUCE: 1}, {}, {GATHER: 1}, {REDUCE: 1}]  # backward: the head's input gradient
+
+
+def count_log_prob(sequence_parallel):
+    tp = mesh(tp=2).tp
+    head, target = ColumnParallelLinear(D, V, tp=tp), draw_ids(2, B, T)
+    x = draw(1, B, T // 2 if sequence_parallel else T, D, dtype=torch.float32).requires_grad_()
+    with Collectives() as forward:
+        found = linear_log_prob(
+            x, head.weight, target, tp=tp, vocab_size=V, sequence_parallel=sequence_parallel, chunk_rows=B * T // 3
+        )
+    with Collectives() as backward:
+        torch.stack(found).sum().backward()
+    return dict(forward.counts), dict(backward.counts)
+
+
+def test_log_probabilities_make_one_collective_a_chunk_and_none_backward(ranks):
+    for counts in ranks(2, count_log_prob, False):
+        assert counts == ({GATHER: 3}, {REDUCE: 1})  # backward: the input's gradient
+    for counts in ranks(2, count_log_prob, True):
+        assert counts == ({GATHER: 1 + 3}, {SCATTER: 1})
 
 
 def test_on_one_rank_there_is_no_collective():

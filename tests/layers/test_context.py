@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ from mpcore import (
 )
 from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.kernels.attention import attention, key_bounds
-from mpcore.layers.context import KINDS, _ring, context_attention, sequence_runs
+from mpcore.layers import context as module
+from mpcore.layers.context import KINDS, _ring, context_attention, masked_attention, sequence_runs
 from tests.equality import close, full_gradients
 from tests.layers.simulate import simulate
 from tests.layers.test_attention import sees
@@ -298,14 +300,17 @@ def check_tensor_parallel(sequence_parallel):
         def build(heads=heads, **more):
             return ParallelAttention(D, *heads, K, rope=RotaryEmbedding(K, 100.0), qk_norm=True, **more).double()
 
+        mask = None
+        if heads == (8, 2) and kind in ("alltoall", "allgather"):
+            mask = draw(3, B, 1, length) < 0
         torch.manual_seed(1)
         dense, sharded = build(), build(tp=axes.tp, cp=axes.cp, context=kind, **sp)
         load_full_state_dict(sharded, full_state_dict(dense))
         x, x_cut = (draw(1, B, length, D).requires_grad_() for _ in range(2))
-        y = dense(x)
+        y = dense(x, mask=mask)
         part = shard_sequence(x_cut, axes.cp, kind, 1)
         part = shard_sequence(part, axes.tp, "ring", 1) if sequence_parallel else part
-        part = sharded(part, length=length)
+        part = sharded(part, length=length, mask=mask)
         part = unshard_sequence(part, axes.tp, "ring", 1) if sequence_parallel else part
         y_cut = unshard_sequence(part, axes.cp, kind, 1, length)
         for t in (y, y_cut):
@@ -323,35 +328,69 @@ def test_heads_are_cut_over_tp_and_cp(ranks, sequence_parallel):
     ranks(4, check_tensor_parallel, sequence_parallel)
 
 
+def odd_masks() -> list[Tensor]:
+    """Of all samples, of each, and of keys alone; but for the last, some queries see nothing."""
+    see = torch.rand(B, T, T, generator=torch.Generator().manual_seed(1)) < 0.4
+    see[:, 3] = False
+    keys = torch.tensor([[True] * 9 + [False] * (T - 9), [False] * T])
+    return [see[0], see, see[:1], keys[:, None], keys[:1]]
+
+
+def attended(layer: ParallelAttention, x: Tensor, see: Tensor) -> Tensor:
+    """A dense layer of 6 query and 2 KV heads, written out; rows that see nothing are 0."""
+    q, k, v = layer.qkv(x).view(B, T, 10, K).split([6, 2, 2], 2)
+    q, k = (apply_rope(t, *layer.rope(torch.arange(T), torch.float64)) for t in (q, k))
+    scores = torch.einsum("bqhk,bjhk->bhqj", q, k.repeat_interleave(3, 2)) / K**0.5
+    seen = (scores - scores.amax(-1, keepdim=True).detach()).exp() * (see[:, None] if see.dim() == 3 else see)
+    weights = seen / seen.sum(-1, keepdim=True).clamp(min=1e-300)
+    return layer.output(torch.einsum("bhqj,bjhk->bqhk", weights, v.repeat_interleave(3, 2)).flatten(2))
+
+
 def check_any_mask():
-    see = torch.rand(T, T, generator=torch.Generator().manual_seed(1)) < 0.4
-    see |= torch.eye(T, dtype=torch.bool)
-    for kind in ("alltoall", "allgather"):
+    for kind, see in itertools.product(("alltoall", "allgather"), odd_masks()):
         cp = cp_axis(kind)
         rope = RotaryEmbedding(K, 100.0)
-        dense, sharded = (ParallelAttention(D, 6, 2, K, cp=a, context=kind, rope=rope).double() for a in (Axis(), cp))
-        load_full_state_dict(sharded, full_state_dict(dense))
-        x, x_cut = (draw(1, B, T, D).requires_grad_() for _ in range(2))
-        y = dense(x, mask=see)
-        q, k, v = dense.qkv(x).view(B, T, 10, K).split([6, 2, 2], 2)
-        q, k = (apply_rope(t, *rope(torch.arange(T), torch.float64)) for t in (q, k))
-        scores = (torch.einsum("bqhk,bjhk->bhqj", q, k.repeat_interleave(3, 2)) / K**0.5).masked_fill(~see, -math.inf)
-        want = torch.einsum("bhqj,bjhk->bqhk", scores.softmax(-1), v.repeat_interleave(3, 2))
-        close(y.detach(), dense.output(want.flatten(2)).detach(), "dense")
-        y_cut = sharded(shard_sequence(x_cut, cp, kind, 1), mask=see)
-        y_cut = unshard_sequence(y_cut, cp, kind, 1, T)
-        for t in (y, y_cut):
-            t.backward(draw(2, *y.shape))
+        dense, plain, sharded = (
+            ParallelAttention(D, 6, 2, K, cp=a, context=kind, rope=rope).double() for a in (Axis(), Axis(), cp)
+        )
+        for layer in (plain, sharded):
+            load_full_state_dict(layer, full_state_dict(dense))
+        x, x_plain, x_cut = (draw(1, B, T, D).requires_grad_() for _ in range(3))
+        want, y = attended(dense, x, see), plain(x_plain, mask=see)
+        part = sharded(shard_sequence(x_cut, cp, kind, 1), mask=see)
+        y_cut = unshard_sequence(part, cp, kind, 1, T)
+        for t in (want, y, y_cut):
+            t.backward(draw(2, *t.shape))
         reduce_gradients(sharded, cp)
-        close(y_cut.detach(), y.detach(), f"{kind} y")
-        close(x_cut.grad, x.grad, f"{kind} dx")
-        for (name, p), q in zip(sharded.named_parameters(), dense.parameters(), strict=True):
-            close(p.grad, q.grad, f"{kind} gradient of {name}")
+        for layer, output, leaf in ((plain, y, x_plain), (sharded, y_cut, x_cut)):
+            where = f"{kind} {tuple(see.shape)} on {layer.cp.size}"
+            close(output.detach(), want.detach(), f"{where} y")
+            close(leaf.grad, x.grad, f"{where} dx")
+            for (name, p), q in zip(layer.named_parameters(), dense.parameters(), strict=True):
+                close(p.grad, q.grad, f"{where} gradient of {name}")
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_odd_masks_are_dense_attention(ranks, size):
     ranks(size, check_any_mask)
+
+
+def test_a_query_that_sees_no_key_is_0_whatever_torch_makes_of_it(monkeypatch):
+    """Torch promises nothing for a softmax over no key: here NaN, as the formula has it."""
+
+    def textbook(q, k, v, *, attn_mask, **_):
+        return (q @ k.mT).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(module.F, "scaled_dot_product_attention", textbook)
+    for see in odd_masks()[:-1]:
+        q, k, v = leaves = inputs((2, 2), B)
+        y = masked_attention(q, k, v, see, "ring", Axis())
+        grads = torch.autograd.grad(y.square().sum(), leaves)
+        blind = ~see.any(-1).expand(B, T)
+        assert blind.any()
+        assert not y[blind].any()
+        assert not grads[0][blind].any()
+        assert all(t.isfinite().all() for t in (y, *grads))
 
 
 def check_soft_cap():
@@ -664,8 +703,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"'ring' can't serve a mask \(8, 8\) .*: 'allgather' and 'alltoall' can"):
         layer(torch.zeros(1, 2, D), mask=torch.ones(8, 8, dtype=torch.bool))
     layer = ParallelAttention(D, 4, cp=four, context="allgather", head_dim=K)
-    with pytest.raises(ValueError, match=r"mask \(9, 9\) is not \[T, T\] for 4 tokens on each of 4 ranks"):
-        layer(torch.zeros(1, 4, D), mask=torch.ones(9, 9, dtype=torch.bool))
+    for shape in ((9, 9), (16,), (2, 16), (16, 1), (3, 16, 16), (2, 2, 16), (2, 1, 1, 16)):
+        message = rf"mask {re.escape(str(shape))} is none of \[T, T\], .* for 2 rows with 4 tokens on each of 4 ranks"
+        with pytest.raises(ValueError, match=message):
+            layer(torch.zeros(2, 4, D), mask=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(ValueError, match="no softcap, impl or cu_seqlens"):
         ParallelAttention(D, 4, softcap=1.0, head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
     with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):

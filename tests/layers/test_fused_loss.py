@@ -4,11 +4,18 @@ import itertools
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpcore import Axis, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_log_prob
+from mpcore import (
+    Axis,
+    linear_cross_entropy,
+    linear_log_prob,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_prob,
+)
 from mpcore import collectives as c
 from mpcore.layers import loss as module
 from tests.equality import close
@@ -44,6 +51,12 @@ def dense(logits, target, *, label_smoothing=0.0, z_loss=0.0, softcap=0.0, token
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() / ((weight * counts).sum() if reduction == "mean" else 1)
+
+
+def dense_log_prob(logits, target, softcap):
+    z = softcap * torch.tanh(logits / softcap) if softcap else logits
+    entropy = torch.distributions.Categorical(logits=z).entropy() * (target != -100)
+    return -dense(logits, target, softcap=softcap, reduction="none"), entropy
 
 
 def check_loss(path):
@@ -91,9 +104,7 @@ def check_log_prob():
     for softcap in (0.0, 2.0):
         ours, theirs = (draw(1, B, T, V).requires_grad_() for _ in range(2))
         found = vocab_parallel_log_prob(c.split(ours, tp, -1), target, tp=tp, vocab_size=V, softcap=softcap)
-        z = softcap * torch.tanh(theirs / softcap) if softcap else theirs
-        entropy = torch.distributions.Categorical(logits=z).entropy() * (target != -100)
-        wanted = -dense(theirs, target, softcap=softcap, reduction="none"), entropy
+        wanted = dense_log_prob(theirs, target, softcap)
         for name, ours_y, theirs_y in zip(("log_prob", "entropy"), found, wanted, strict=True):
             close(ours_y.detach(), theirs_y.detach(), name, 1e-12)
         for used in ((0,), (1,), (0, 1)):
@@ -110,13 +121,18 @@ def test_log_probability_and_entropy_equal_dense(ranks, size):
 
 
 def check_compiled():
-    """One graph of either fused loss, on the values and gradients of eager."""
+    """One graph of each fused loss, on the values and gradients of eager."""
     tp, target = tp_axis(), draw_target()
     x, head = draw(1, B, T, D).requires_grad_(), c.split(draw(2, V, D), tp, 0).requires_grad_()
     options = {"tp": tp, "vocab_size": V, "label_smoothing": 0.1, "softcap": 2.0}
 
     def whole(x, head):
         return linear_cross_entropy(x, head, target, chunk_rows=5, **options)
+
+    def rows(x, head):
+        log_prob, entropy = linear_log_prob(x, head, target, tp=tp, vocab_size=V, softcap=2.0, chunk_rows=5)
+        loss = linear_cross_entropy(x, head, target, chunk_rows=5, reduction="none", **options)
+        return (loss * log_prob + entropy.square()).sum()
 
     def parts(x, head):
         logits = c.copy(x, tp) @ head.t()
@@ -126,7 +142,7 @@ def check_compiled():
     chosen = module.runs_triton
     module.runs_triton = lambda impl, x: True
     try:
-        for loss in (whole, parts):
+        for loss in (whole, rows, parts):
             torch.compiler.reset()
             results = []
             for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
@@ -155,6 +171,8 @@ def check_linear(sequence_dim, frozen):
         {"reduction": "sum", "chunk_rows": 5},
         {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0, "token_weight": weight, "chunk_rows": 1},
         {"label_smoothing": 0.1, "chunk_rows": 100},
+        {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0, "chunk_rows": 5},
+        {"reduction": "none", "token_weight": weight},
     ):
         x, head = draw(1, *target.shape, D).requires_grad_(frozen != "x"), draw(2, V, D).requires_grad_(
             frozen != "weight"
@@ -162,16 +180,29 @@ def check_linear(sequence_dim, frozen):
         inputs = [t for t in (x, head) if t.requires_grad]
         plain = {name: value for name, value in options.items() if name != "chunk_rows"}
         wanted = dense(x @ head.t(), target, **plain)
-        wanted_grads = torch.autograd.grad(3 * wanted, inputs)
+        dy = draw(3, *wanted.shape)
+        wanted_grads = torch.autograd.grad(wanted, inputs, dy)
         mine = x if sequence_dim is None else c.split(x, tp, sequence_dim)
         sp = {} if sequence_dim is None else {"sequence_parallel": True, "sequence_dim": sequence_dim}
         found = linear_cross_entropy(
             mine, c.split(head, tp, 0), target, tp=tp, vocab_size=V, **sp, **options
         )  # fmt: skip
         close(found.detach(), wanted.detach(), f"loss {options.keys()}", 1e-12)
-        grads = torch.autograd.grad(3 * found, inputs)
+        grads = torch.autograd.grad(found, inputs, dy)
         for got, want in zip(grads, wanted_grads, strict=True):
             close(got, want, f"gradient {options.keys()}", 1e-12)
+    for softcap in (0.0, 2.0):
+        wanted = dense_log_prob(x @ head.t(), target, softcap)
+        found = linear_log_prob(
+            mine, c.split(head, tp, 0), target, tp=tp, vocab_size=V, softcap=softcap, chunk_rows=5, **sp
+        )
+        for used in ((0,), (1,), (0, 1)):
+            given = [draw(i, *target.shape) for i in used]
+            grads = [torch.autograd.grad([y[i] for i in used], inputs, given, True) for y in (found, wanted)]
+            for got, want in zip(*grads, strict=True):
+                close(got, want, f"gradient of outputs {used}", 1e-12)
+        for name, got, want in zip(("log_prob", "entropy"), found, wanted, strict=True):
+            close(got.detach(), want.detach(), name, 1e-12)
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
@@ -185,33 +216,57 @@ def test_a_frozen_input_of_linear_cross_entropy(ranks, frozen):
     ranks(2, check_linear, None, frozen)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest new tensor, and how often a tensor of so many logits is made by a product."""
+def test_token_weights_of_each_loss_have_a_gradient():
+    x, head, target, weight = draw(1, B, T, D), draw(2, V, D), draw_target(), draw(6, B, T).requires_grad_()
+    found = linear_cross_entropy(x, head, target, reduction="none", token_weight=weight)
+    (grad,) = torch.autograd.grad(found.sum(), weight)
+    close(grad, dense(x @ head.t(), target, reduction="none"), "gradient of the weights")
 
-    def __init__(self):
+
+class Logits(TorchDispatchMode):
+    """Elements of the largest new tensor, the most tensors of `size` or more elements alive at once, and products."""
+
+    def __init__(self, size):
         super().__init__()
-        self.elements, self.products = 0, 0
+        self.size, self.held = size, []
+        self.largest, self.alive, self.products = 0, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
-                self.elements = max(self.elements, t.numel())
+                self.largest = max(self.largest, t.numel())
+                self.held += [StorageWeakRef(t.untyped_storage())] if t.numel() >= self.size else []
+        self.held = [held for held in self.held if not held.expired()]
+        self.alive = max(self.alive, len(self.held))
         self.products += func is torch.ops.aten.mm.default
         return out
 
 
-@pytest.mark.parametrize("wanted", ["gradients", "loss"])
-def test_no_more_than_a_chunk_of_logits_is_ever_made(wanted):
-    x, head = draw(1, 64, 4).requires_grad_(), draw(2, 100, 4).requires_grad_()
-    target = torch.arange(64)
-    with Largest() as largest, torch.set_grad_enabled(wanted == "gradients"):
-        loss = linear_cross_entropy(x, head, target, chunk_rows=16)
-        if wanted == "gradients":
-            loss.backward()
-    assert largest.elements == 16 * 100
-    assert largest.products == (12 if wanted == "gradients" else 4)  # three products for each of four chunks, or one
+HEADS = {
+    "sum": lambda *given, **how: linear_cross_entropy(*given, **how),
+    "none": lambda *given, **how: linear_cross_entropy(*given, reduction="none", **how).square().sum(),
+    "log_prob": lambda *given, **how: sum(y.square().sum() for y in linear_log_prob(*given, **how)),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("what", HEADS)
+def test_no_more_than_a_chunk_of_logits_is_ever_alive(what, gradients):
+    seen = []
+    for chunks in (1, 4):
+        x, head = draw(1, 16 * chunks, 4).requires_grad_(), draw(2, 100, 4).requires_grad_()
+        target = torch.arange(16 * chunks)
+        with Logits(16 * 100) as logits, torch.set_grad_enabled(gradients):
+            loss = HEADS[what](x, head, target, chunk_rows=16)
+            if gradients:
+                loss.backward()
+        assert logits.largest == 16 * 100
+        products = {"sum": 3}.get(what, 4) if gradients else 1
+        assert logits.products == products * chunks
+        seen.append(logits.alive)
+    assert seen[0] == seen[1]  # with what the reference makes of a chunk
 
 
 def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
@@ -233,7 +288,6 @@ def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reduction": "none"}, "reduction 'none' needs all logits"),
         ({"reduction": "average"}, "reduction 'average' is not"),
         ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
         ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
@@ -249,6 +303,9 @@ def test_bad_input(arguments, message):
     given = {"x": torch.ones(4, 2), "weight": torch.ones(5, 2), "target": torch.tensor([0, 1, 2, 4])}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**given | arguments)
+    if not {"reduction", "label_smoothing", "token_weight"} & arguments.keys():
+        with pytest.raises(ValueError, match=message):
+            linear_log_prob(**given | arguments)
     shared = {"label_smoothing", "softcap", "token_weight", "target", "vocab_size"} & arguments.keys()
     if shared or arguments == {"reduction": "average"}:
         with pytest.raises(ValueError, match=message):

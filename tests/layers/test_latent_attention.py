@@ -81,6 +81,7 @@ MASKS = {
     "documents": {"documents": DOCUMENTS},
     "window": {"window": 3, "documents": DOCUMENTS},
     "any": {"mask": sees(T, True, 5, None)},
+    "keys": {"mask": torch.arange(T) < torch.tensor([[[5]], [[T]]])},
 }
 
 
@@ -134,7 +135,7 @@ def check(options, mask, axes, length=T, rows=B, frozen=()):
     "options", [{}, {"interleaved": False, "bias": True}, {"impl": "reference"}, {"v_head_dim": 9}], ids=str
 )
 def test_one_rank_is_the_paper(options, q_lora_rank, mask):
-    if not (mask == "any" and "impl" in options):
+    if not (mask in ("any", "keys") and "impl" in options):
         check({"q_lora_rank": q_lora_rank, **options}, mask, {})
 
 
@@ -184,8 +185,8 @@ def test_every_kind_of_context_takes_values_narrower_than_keys(ranks, kind):
 
 
 def check_any_mask_in_context():
-    for kind in ("alltoall", "allgather"):
-        check({"context": kind}, "any", {"cp": mesh(cp=2).cp})
+    for kind, mask in itertools.product(("alltoall", "allgather"), ("any", "keys")):
+        check({"context": kind}, mask, {"cp": mesh(cp=2).cp})
 
 
 def test_any_mask_meets_the_keys_of_other_ranks(ranks):

@@ -300,6 +300,13 @@ def check_bad_targets():
         torch.autograd.grad(loss, leaf, create_graph=True)
 
 
+def test_a_vocabulary_that_leaves_a_rank_without_columns_is_refused_by_all():
+    for rank in range(4):
+        logits = torch.zeros(2, int(rank < 3))
+        with pytest.raises(ValueError, match="the vocabulary 3 is smaller than the tp size 4: some ranks would hold"):
+            vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), tp=Axis(4, rank, None, "tp"), vocab_size=3)
+
+
 def test_bad_targets_and_second_derivatives_are_refused_on_every_rank(ranks):
     ranks(2, check_bad_targets)
 

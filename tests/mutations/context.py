@@ -3,6 +3,7 @@
 from tests.mutations import Mutation
 
 LAYER, MODEL = "tests/layers/test_context.py", "tests/examples/test_context.py"
+ATTENTION = "tests/layers/test_attention.py"
 CONTEXT = "mpcore/layers/context.py"
 
 MUTATIONS = [
@@ -22,6 +23,17 @@ MUTATIONS = [
     Mutation("36 cp: the mask of the first tokens for all ranks", CONTEXT,
              "(torch.cat([bound[start:end] for start, end in runs]) for bound in bounds)",
              "(bound[: sum(end - start for start, end in runs)] for bound in bounds)", LAYER),
+    Mutation("36 cp: a mask of one's own begins anew on each rank", CONTEXT,
+             "mask.index_select(-2, _index(runs[cp.rank], mask.device))", "mask[..., : q.shape[1], :]", LAYER),
+    Mutation("samples share the first one's mask", CONTEXT,
+             "mask = mask.unsqueeze(1)  #", "mask = mask[:1].unsqueeze(1)  #", LAYER),
+    Mutation("a query without keys is left to torch", CONTEXT,
+             "attn_mask=mask | blind", "attn_mask=mask", LAYER),
+    Mutation("a query without keys sees them all", CONTEXT,
+             "y.masked_fill(blind, 0).transpose(1, 2)", "y.transpose(1, 2)", LAYER),
+    Mutation("a mask is refused after the first gather", "mpcore/layers/attention.py",
+             "        whole = self.whole_length(x, cu_seqlens, length, mask)\n        qkv = self.qkv(x)\n",
+             "        qkv = self.qkv(x)\n        whole = self.whole_length(x, cu_seqlens, length, mask)\n", ATTENTION),
     Mutation("36 cp: targets are shifted after the split", "examples/gpt/pretrain.py",
              "(shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in samples.batch(indices))",
              "(shard_sequence(samples.batch(indices)[0], self.mesh.cp, self.args.cp_kind).roll(-i, 1) for i in (0, 1))",

@@ -10,6 +10,7 @@ MAIN_GRAD = "tests/kernels/interpret/test_main_grad.py"
 ROPE = "tests/kernels/interpret/test_rope.py"
 LAUNCHES = "tests/kernels/test_dropout_add.py"
 BYTES = "tests/kernels/test_bytes.py"
+HEAD, HEAD_TESTS = "kernels/linear_cross_entropy.py", "tests/kernels/test_linear_cross_entropy.py"
 
 MUTATIONS = [
     Mutation("19 kernel: samples share a mask", "kernels/dropout_add.py",
@@ -57,6 +58,16 @@ MUTATIONS = [
              "dx = tl.where(live, dz, 0.0)", "dx = dz", CROSS_ENTROPY),
     Mutation("9 kernel: the gradient goes through bf16", "kernels/cross_entropy.py",
              "dx = tl.where(live, dz, 0.0)", "dx = tl.where(live, dz, 0.0).to(tl.bfloat16)", CROSS_ENTROPY),
+    Mutation("each row takes the gradient of the first", HEAD,
+             "{name: d[rows] for name, d", "{name: d[:1].expand_as(d[rows]) for name, d", HEAD_TESTS),
+    Mutation("each row takes the statistics of the first chunk", HEAD,
+             "target[rows], stats[:, rows], **of_rows", "target[rows], stats[:, : len(z)], **of_rows", HEAD_TESTS),
+    Mutation("backward makes other logits than autocast's", HEAD,
+             "if autocast and x.dtype != torch.float64 else x.dtype", "if False else x.dtype", HEAD_TESTS),
+    Mutation("chunks of dW are added in half precision", HEAD,
+             "several = x.shape[0] > self.chunk_rows", "several = False", HEAD_TESTS),
+    Mutation("two chunks of logits are alive", HEAD,
+             "            del dz  # before the next chunk's logits are made\n", "", "tests/layers/test_fused_loss.py"),
     Mutation("partial sums cost as much as the gradient", "kernels/dropout_add.py",
              "2 * multiprocessors(dy.device) // tiles", "64 * multiprocessors(dy.device) // tiles", BYTES),
     Mutation("a kernel of the GPT step is off", "kernels/_activation.py",

@@ -38,7 +38,7 @@ MUTATIONS = [
     Mutation("the scale gets lost between ranks", "mpcore/layers/context.py",
              'options = {"scale": scale, "softcap"', 'options = {"scale": None, "softcap"', TESTS),
     Mutation("the scale gets lost under a mask of one's own", "mpcore/layers/context.py",
-             "attn_mask=mask, scale=scale,", "attn_mask=mask,", TESTS),
+             "attn_mask=mask | blind, scale=scale,", "attn_mask=mask | blind,", TESTS),
     Mutation("the scale gets lost in the kernel", "mpcore/layers/attention.py",
              "**mask, scale=self.scale, softcap", "**mask, softcap", TESTS),
     Mutation("padded values stay in the output", "mpcore/layers/attention.py",

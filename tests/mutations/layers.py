@@ -5,6 +5,7 @@ from tests.mutations import Mutation
 SHARDING = "tests/test_sharding.py"
 LINEAR = "tests/layers/test_linear.py"
 LOSS = "tests/layers/test_loss.py"
+FUSED = "tests/layers/test_fused_loss.py"
 NORM = "tests/layers/test_norm.py"
 ATTENTION = "tests/layers/test_attention.py"
 BLOCK = "tests/layers/test_block.py"
@@ -48,6 +49,12 @@ MUTATIONS = [
     Mutation("a shard masked with -inf gives NaN", "mpcore/layers/loss.py",
              "masked = largest == -torch.inf",
              "masked = largest == torch.inf", LOSS),
+    Mutation("a head in chunks knows one rank's vocabulary", "mpcore/layers/loss.py",
+             '"gather": None if tp.size == 1 else partial', '"gather": None if tp.size else partial', FUSED),
+    Mutation("losses of tokens lose their weights", "mpcore/layers/loss.py",
+             "return loss if token_weight is None else loss * token_weight", "return loss", FUSED),
+    Mutation("a rank without columns waits for nobody", "mpcore/layers/loss.py",
+             '    check_size("the vocabulary", size, tp)\n', "", LOSS),
     Mutation("11 norms under sequence parallel", "mpcore/layers/norm.py",
              "partial = (tp, *partial) if sequence_parallel else partial", "partial = tuple(partial)", NORM),
     Mutation("11 norms, in a block", "mpcore/layers/norm.py",

@@ -56,6 +56,11 @@ BEYOND = {
     "its models scale scores by the width of keys": ("the scale gets lost between ranks",),
     "its models mask no attention by hand, and pack no documents": (
         "the scale gets lost under a mask of one's own", "the scale gets lost in the kernel",
+        "36 cp: a mask of one's own begins anew on each rank", "samples share the first one's mask",
+        "a query without keys is left to torch", "a query without keys sees them all",
+    ),
+    "its models' logits are there whole": (
+        "a head in chunks knows one rank's vocabulary", "losses of tokens lose their weights",
     ),
     "its models name no parameter twice": (
         "30 the first owner of a parameter alone is asked", "11 the pending sums of the first owner alone count",
@@ -109,7 +114,8 @@ BEYOND = {
         "22 a router that counted nothing passes", "28 experts that lie otherwise than the mesh says pass",
         "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
         "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
-        "10 gathered logits are taken", "processes of another launcher train alone",
+        "10 gathered logits are taken", "a rank without columns waits for nobody",
+        "a mask is refused after the first gather", "processes of another launcher train alone",
         "41 ranks ask for different meshes", "a fifth stage of ZeRO",
         "the product of tokens is a view", "shards of different rows are summed over data",
         "outer blocks take the parameters of inner ones",

@@ -4,7 +4,14 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from mpcore.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_cross_entropy_rows,
+    linear_cross_entropy_rows_reference,
+    linear_log_prob,
+    linear_log_prob_reference,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
@@ -36,6 +43,31 @@ def test_errors(N, options, dtype):
     laws.check_errors(kernels, reference, inputs, **rows, **options)
 
 
+def losses(**arguments):
+    return linear_cross_entropy_rows(**arguments, impl="triton", chunk_rows=6)
+
+
+def log_probs(**arguments):
+    return linear_log_prob(**arguments, impl="triton", chunk_rows=6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("function", "reference", "options"),
+    [
+        (losses, linear_cross_entropy_rows_reference, OPTIONS),
+        (log_probs, linear_log_prob_reference, {}),
+        (log_probs, linear_log_prob_reference, {"softcap": 5.0}),
+    ],
+)
+@pytest.mark.parametrize("N", [5, 20])
+def test_errors_of_each_row(N, function, reference, options, dtype):
+    inputs, rows = draw(N, 8, 1001, dtype)
+    laws.check_errors(function, reference, inputs, target=rows["target"], **options)
+
+
 def test_compiles_in_one_graph():
     inputs, rows = draw(13, 8, 25, BF16)
     laws.check_compiles(kernels, inputs, **rows, **OPTIONS)
+    laws.check_compiles(losses, inputs, target=rows["target"], **OPTIONS)
+    laws.check_compiles(log_probs, inputs, target=rows["target"])
