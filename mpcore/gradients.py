@@ -413,17 +413,19 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
 
     Args:
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.
-        norm: what `grad_norm` returned. Where it isn't finite gradients stay as they are: skip the step.
+        norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
     """
     if max_norm <= 0:
         return
+    norm = torch.as_tensor(norm, dtype=torch.float64)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
     grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
     for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_mul_(alike, scale.to(alike[0].device, dtype))

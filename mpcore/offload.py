@@ -103,8 +103,8 @@ def offload_optimizer(
         )
     stepped = _Step(_Copies(pin_memory), bucket_bytes)
 
-    def step(optimizer: torch.optim.Optimizer, closure: None = None) -> None:  # schedules wrap a plain function alone
-        stepped(optimizer, closure)
+    def step(optimizer: torch.optim.Optimizer, closure: None = None, **options: Any) -> None:
+        stepped(optimizer, closure, options)  # schedules wrap a plain function alone
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
@@ -117,19 +117,20 @@ class _Step:
         self.copies, self.bucket_bytes = copies, bucket_bytes
         self.twins: dict[nn.Parameter, nn.Parameter] = {}
 
-    def __call__(self, optimizer: torch.optim.Optimizer, closure: None = None) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
         if closure is not None:
             raise ValueError("an offloaded optimizer takes no closure")
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
         with torch.no_grad():
             buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
+            options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
             arrived = [[event for p in bucket for event in self._fetch(p)] for _, bucket in buckets]
             left = []
             for (group, bucket), events in zip(buckets, arrived, strict=True):
                 for event in events:
                     event.synchronize()
-                self._step(optimizer, group, bucket)
+                self._step(optimizer, group, bucket, options)
                 for p in bucket:
                     left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
             for event, device in left:
@@ -165,7 +166,13 @@ class _Step:
         events = [self.copies.copy(getattr(twin, slot), grad), self.copies.copy(twin.data, mine)]
         yield from (event for event in events if event is not None)
 
-    def _step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter]) -> None:
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        bucket: list[nn.Parameter],
+        options: dict[str, Any],
+    ) -> None:
         settings = {name: value for name, value in group.items() if name != "params"}
         inner: Any = type(optimizer).__new__(type(optimizer))
         theirs = {
@@ -189,7 +196,7 @@ class _Step:
                     if isinstance(value, Tensor):
                         state[name] = local_tensor(value).to("cpu")
                 inner.state[self.twins[p]] = state
-        type(optimizer).step(inner)
+        type(optimizer).step(inner, **options)
         for p in bucket:
             optimizer.state[p] = inner.state[self.twins[p]]
 

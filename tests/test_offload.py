@@ -19,7 +19,7 @@ from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, voc
 from mpcore.checkpoint import diff, load, save, step_path
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
-from mpcore.optim import Muon
+from mpcore.optim import AdamW, Muon
 from mpcore.recompute import recompute
 from mpcore.sharding import local_tensor
 from mpcore.storages import Storages
@@ -248,6 +248,21 @@ def check_written(**sizes: int) -> None:
             with torch.no_grad():
                 model.weight.mul_(0.5)
         results.append([local_tensor(p.detach()) for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)])
+def test_an_offloaded_step_scales_its_gradients(scale):
+    results = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = AdamW(model, lr=0.1, eps=1.0)
+        if offload:
+            offload_optimizer(optimizer)
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step(scale=scale)
+        results.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
