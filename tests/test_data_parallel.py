@@ -21,6 +21,7 @@ from mpcore import (
     Axis,
     ColumnParallelLinear,
     Mesh,
+    ParallelMoE,
     RowParallelLinear,
     clip_gradients,
     drop_gradients,
@@ -42,7 +43,7 @@ from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
 from mpcore.sharding import Sharding, add_partial, cut, is_dtensor, local_tensor
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import BEFORE_2_13, mesh
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
 BATCH = 16
@@ -958,6 +959,42 @@ def check_old_optimizers(zero: int) -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_attributes_move_to_the_shards_and_an_optimizer_or_hook_of_what_they_replace_is_refused(ranks, zero):
     ranks(2, check_old_optimizers, zero)
+
+
+class Mixed(nn.Module):
+    """Experts that no other data rank holds stay whole beside what is sharded; so does a number."""
+
+    def __init__(self, on: Mesh) -> None:
+        super().__init__()
+        self.moe = ParallelMoE(4, 8, 2, 1, ep=on.ep, data=on.data)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.moe(x)
+
+
+def check_mixed() -> None:
+    on = mesh(dp=2, ep=2)
+    model = Mixed(on)
+    shard_data_parallel(model, on)
+    model(torch.ones(1, 4, 4)).sum().backward()
+    reduce_gradients(model)
+    sharded, whole = ([p for p in model.parameters() if is_dtensor(p) is kind] for kind in (True, False))
+    for fast in ({"foreach": True}, {"fused": True}):
+        with pytest.raises(
+            ValueError, match=r"AdamW steps all of a group at once, .* 1 parameters are sharded .* and 2"
+        ):
+            torch.optim.AdamW(model.parameters(), **fast).step()
+        torch.optim.AdamW([{"params": sharded}, {"params": whole}], **fast).step()
+        torch.optim.AdamW([*sharded, model.gain], **fast).step()
+    for slow in ({"foreach": False}, {"fused": False}, {}):
+        torch.optim.AdamW(model.parameters(), **slow).step()
+    AdamW(model).step()
+
+
+@pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")
+def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters(ranks):
+    ranks(2, check_mixed)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Between backward and the step: pending sums, the norm and the clip, each against the dense model's."""
 
+import contextlib
 import itertools
 import math
 from unittest import mock
@@ -665,3 +666,20 @@ def check_unnamed_axis() -> None:
 
 def test_the_norm_knows_an_axis_by_its_group(ranks):
     ranks(2, check_unnamed_axis)
+
+
+def check_of_whole_tensors(tp):
+    axis = mesh(tp=tp).tp
+    model = nn.Sequential(ColumnParallelLinear(4, 8, bias=False, tp=axis), RowParallelLinear(8, 4, bias=False, tp=axis))
+    model(torch.ones(2, 4)).square().sum().backward()
+    reduce_gradients(model)
+    words = r"computes each element from its whole tensor, and a parameter of shape \(4, 4\) is this rank's part of one"
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match=f"^{kind.__name__} {words}") if tp > 1 else contextlib.nullcontext():
+            kind(model.parameters(), lr=1e-3).step(lambda: torch.zeros(()))
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
+    for tp in (1, 2):
+        ranks(tp, check_of_whole_tensors, tp)
