@@ -461,8 +461,8 @@ def _before_forward(stage: Any, unit: Any, args: Any) -> None:
 def _after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
     state: Any = stage.data_parallel
-    trained = _trained(out) if unit is stage else ()
-    hidden = unit is stage and not trained and _hides(out)
+    trained = trained_tensors(out) if unit is stage else ()
+    hidden = unit is stage and not trained and hides_tensors(out)
     evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
     if evaluated and not state.gathered:
         reshard(unit)
@@ -481,14 +481,14 @@ def _name(unit: nn.Module) -> str:
     return type(unit).__name__.removeprefix("FSDP")
 
 
-def _trained(out: Any) -> Sequence[Tensor]:
-    """The tensors of an output whose backward `fully_shard` sees."""
+def trained_tensors(out: Any) -> Sequence[Tensor]:
+    """The tensors of an output that need a gradient, where `fully_shard` looks for them."""
     if collect_grad_tensors is not None:
         return collect_grad_tensors(out)
     return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _hides(out: Any) -> bool:
+def hides_tensors(out: Any) -> bool:
     """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
     leaves = [x for x in tree_leaves(out) if x is not None]
     plain = (Tensor, int, float, complex, str)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from mpcore.data_parallel import hides_tensors, trained_tensors
 from mpcore.gradients import gradient_of
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.router import Router
@@ -416,7 +416,7 @@ def offload_parameters(
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares, which return
-            tensors, or dicts, lists or tuples of them.
+            tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them.
         optimizer: has all parameters here during its step.
         keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
         pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
@@ -457,13 +457,11 @@ def offload_parameters(
 
         @_uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
-            leaves = tree_leaves(out)
-            trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-            plain = (Tensor, int, float, complex, str, type(None))
-            if not trained and torch.is_grad_enabled() and not all(isinstance(x, plain) for x in leaves):
+            trained = trained_tensors(out)
+            if not trained and torch.is_grad_enabled() and hides_tensors(out):
                 raise ValueError(
                     f"block {place} returns a {type(out).__name__}, in which no tensor is found whose backward would "
-                    f"bring its parameters back: return tensors, or dicts, lists or tuples of them"
+                    f"bring its parameters back: return tensors, or dicts, lists, tuples or dataclasses of them"
                 )
             for x in trained:
                 x.register_hook(partial(backward, place))
