@@ -24,6 +24,8 @@ from mpcore import (
     PositionEmbedding,
     RMSNorm,
     Router,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     build_mesh,
     collectives,
     grad_norm,
@@ -414,6 +416,9 @@ GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
     "use",
     [
         lambda it: ColumnParallelLinear(4, 4, tp=it),
+        lambda it: ColumnParallelLinear(4, 4, tp=it, sequence_parallel=True),
+        lambda it: RowParallelLinear(4, 4, tp=it, sequence_parallel=True),
+        lambda it: VocabParallelEmbedding(4, 4, tp=it, sequence_parallel=True),
         lambda it: RMSNorm(4, tp=it),
         lambda it: parallelize(nn.Linear(4, 4), it, {"": "colwise"}),
         lambda it: Dropout(0.1, tp=it),

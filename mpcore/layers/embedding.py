@@ -56,9 +56,9 @@ class VocabParallelEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_size("num_embeddings", num_embeddings, tp)
         self.num_embeddings, self.embedding_dim, self.tp = num_embeddings, embedding_dim, tp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("num_embeddings", num_embeddings, tp)
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
         self.local_padding_idx = None
