@@ -245,19 +245,49 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
         assert all(is_dtensor(p) for stage in run.stages for p in stage.parameters())
 
 
-@pytest.mark.parametrize("zero", STAGES)
+SENT = [({"dp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "zbv")]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "schedule"),
-    [
-        ({"dp": 2}, "1f1b"),
-        ({"dp": 2, "pp": 2}, "1f1b"),
-        pytest.param({"dp": 2, "pp": 2}, "zbv", marks=pytest.mark.slow),
-    ],
+    ("sizes", "schedule", "zero"),
+    some(
+        *((*case, zero) for case in SENT[:2] for zero in STAGES), (*SENT[2], 1),
+        of=[(*case, zero) for case in SENT for zero in STAGES],
+    ),
     ids=str,
-)
+)  # fmt: skip
 def test_each_stage_of_zero_sends_what_the_theory_says(ranks, sizes, schedule, zero):
     """0: nothing by `fully_shard`; 1: 2 units of parameters a step; 2: gradients, 3: all, each micro-batch."""
     ranks(math.prod(sizes.values()), check_traffic, sizes, zero, schedule, 4)
+
+
+class Twice(nn.Module):
+    """A weight used twice: its gradient goes through the first use by the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9, dtype=torch.float64).view(3, 3).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x @ self.weight).tanh() @ self.weight).tanh()
+
+
+def check_split(micro_batches: int) -> None:
+    """Another micro-batch's forward drops the parameters between the two halves of a backward."""
+    on = mesh(dp=2, pp=2)
+    dense = nn.Sequential(*(Twice() for _ in range(4)))
+    stage = nn.Sequential(*(Twice() for _ in range(2)))
+    x = torch.linspace(-1, 1, 6 * micro_batches, dtype=torch.float64).view(2 * micro_batches, 3)
+    dense(x).square().sum().backward()
+    shard_data_parallel(stage, on, list(stage), zero=3)
+    mine = x.chunk(2)[on.data.rank]
+    Pipeline(stage, on, micro_batches, lambda y, _: y.square().sum(), "zb").forward_backward(mine, mine)
+    for block, want in zip(stage, dense[2 * on.pp.rank :], strict=False):
+        close(over_data(block.weight.grad, on, Sharding((3, 3))), want.weight.grad, "gradient", TOLERANCE)
+
+
+def test_the_second_half_of_a_backward_finds_parameters_that_zero_3_dropped(ranks):
+    ranks(4, check_split, 4)
 
 
 def check_gathered_once(zero: int) -> None:
