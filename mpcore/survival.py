@@ -253,15 +253,18 @@ def file_versions(*paths: str | os.PathLike[str], ends: int = 2**16) -> dict[str
     Args:
         paths: the files.
         ends: how many bytes at either end are hashed: a change between them that keeps the size is not seen.
+
+    Returns:
+        By path in the folder that all of them share: ranks may keep that folder at different places.
     """
-    found = {}
+    found, folder = {}, os.path.commonpath([Path(path).absolute().parent for path in paths]) if paths else ""
     for path in map(Path, paths):
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.sha256(file.read(ends))
             file.seek(max(size - ends, 0))
             digest.update(file.read(ends))
-        found[path.name] = f"{size} bytes, {digest.hexdigest()[:12]}"
+        found[os.path.relpath(path, folder)] = f"{size} bytes, {digest.hexdigest()[:12]}"
     return found
 
 
