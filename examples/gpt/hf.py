@@ -1,9 +1,9 @@
 """Hugging Face models both ways: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, or `--from`, `--to-hf`.
 
-GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3, as `AutoModelForCausalLM` reads and writes
-them. A folder of theirs is seen as one of our checkpoints: each of their tensors is a box of one of ours, in place or
-transposed. So it loads straight into any layout, and converts tensor by tensor. What the config has that this model
-hasn't is refused by name.
+GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2-Lite and V3, as `AutoModelForCausalLM` reads and
+writes them. A folder of theirs is seen as one of our checkpoints: each of their tensors is a box of one of ours, in
+place or transposed. So it loads straight into any layout, and converts tensor by tensor. What the config has that this
+model hasn't is refused by name.
 """
 
 from __future__ import annotations
@@ -93,6 +93,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of DeepSeek's mixtures, in the order of `_deepseek_from_hf`; what has none must be there.
+_DEEPSEEK_DEFAULTS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "deepseek_v2": ((64,), (), (2,), (1407,), (0,), (1.0,), (1,), (1,)),
+    "deepseek_v3": ((256,), (8,), (1,), (2048,), (3,), (2.5,), (8,), (4,)),
+}
+
+
 class _Fields:
     """A config.json that knows which of its fields nobody has asked for."""
 
@@ -136,10 +143,10 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
     c, family = _Fields(values, where), values.get("model_type")
     if family == "gpt2":
         return _gpt2_from_hf(c)
-    if family == "deepseek_v3":
-        return _deepseek_from_hf(c)
+    if family in _DEEPSEEK_DEFAULTS:
+        return _deepseek_from_hf(c, family)
     if family not in _DEFAULTS:
-        known = ["gpt2", "deepseek_v3", *_DEFAULTS]
+        known = ["gpt2", *_DEEPSEEK_DEFAULTS, *_DEFAULTS]
         raise ValueError(f"{where} is of the family {family!r}: it is one of {known}")
     defaults = _DEFAULTS[family]
     heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
@@ -212,8 +219,8 @@ def _gpt2_from_hf(c: _Fields) -> GPTConfig:
     return config
 
 
-def _deepseek_from_hf(c: _Fields) -> GPTConfig:
-    """DeepSeek-V3: latent attention, experts behind the first layers. Its further layers, which predict further tokens,
+def _deepseek_from_hf(c: _Fields, family: str) -> GPTConfig:
+    """DeepSeek: latent attention, experts behind the first layers. Its further layers, which predict further tokens,
     are left out, as transformers leaves them."""
     layers, heads, length = c.take("num_hidden_layers"), c.take("num_attention_heads"), c.take(LENGTH)
     latent = LatentConfig(
@@ -223,31 +230,38 @@ def _deepseek_from_hf(c: _Fields) -> GPTConfig:
         qk_rope_head_dim=c.take("qk_rope_head_dim", 64),
         v_head_dim=c.take("v_head_dim", 128),
     )
-    top_k, groups, top_groups = c.take("num_experts_per_tok", 8), c.take("n_group", 8), c.take("topk_group", 4)
-    if top_groups < groups and -(-top_k // top_groups) != 2:
+    names = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
+             "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")  # fmt: skip
+    found = [c.take(name, *default) for name, default in zip(names, _DEEPSEEK_DEFAULTS[family], strict=True)]
+    experts, top_k, shared, d_ff, dense, scale, groups, top_groups = found
+    third = family == "deepseek_v3"
+    if not third:  # "greedy" knows of no groups
+        groups = top_groups = 1
+    elif top_groups < groups and -(-top_k // top_groups) != 2:
         raise ValueError(
             f"{c.where} has num_experts_per_tok {top_k} and topk_group {top_groups} of {groups}: theirs ranks groups "
             f"by their two best experts, this model by as many as a group is to give, {-(-top_k // top_groups)}"
         )
     moe = MoEConfig(
-        experts=c.take("n_routed_experts", 256),
+        experts=experts,
         top_k=top_k,
-        shared_experts=c.take("n_shared_experts", 1),
-        d_ff=c.take("moe_intermediate_size", 2048),
-        dense=c.take("first_k_dense_replace", 3),
-        score="sigmoid",
-        normalize=c.take("norm_topk_prob", True),
-        routed_scale=c.take("routed_scaling_factor", 2.5),
+        shared_experts=shared,
+        d_ff=d_ff,
+        dense=dense,
+        score="sigmoid" if third else "softmax",
+        normalize=third and c.take("norm_topk_prob", True),
+        routed_scale=scale,
         groups=groups,
         top_groups=top_groups,
         aux_coefficient=c.take("aux_loss_alpha", 0.001),
-        bias=True,
+        bias=True if third else None,
     )
     base, scaling = _rope_from_hf(c, length, 10000.0)
     bias = bool(c.take("attention_bias", False))
     fixed = {"num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim, "rope_interleave": True}
     fixed |= {"qk_head_dim": latent.qk_nope_head_dim + latent.qk_rope_head_dim, "rms_norm_eps": 1e-6}
-    fixed |= {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    fixed |= {"hidden_act": "silu", "moe_layer_freq": 1, "mlp_bias": False, "scoring_func": moe.score}
+    fixed |= {"topk_method": "noaux_tc"} if third else {"topk_method": "greedy", "norm_topk_prob": False}
     for name, wanted in fixed.items():
         c.expect(name, wanted)
     config = GPTConfig(
@@ -343,7 +357,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     names |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-    names |= {"deepseek_v3": "DeepseekV3ForCausalLM"}
+    names |= {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
     values: dict[str, Any] = {"architectures": [names[family]], "model_type": family, "vocab_size": c.vocab_size}
     values |= {"tie_word_embeddings": c.tie_embeddings, "initializer_range": c.init_std}
     if family == "gpt2":
@@ -365,7 +379,8 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
             "topk_group": c.moe.top_groups or c.moe.groups, "n_shared_experts": c.moe.shared_experts,
             "moe_intermediate_size": c.moe.d_ff or c.hidden, "first_k_dense_replace": c.moe.dense,
             "norm_topk_prob": c.moe.normalize, "routed_scaling_factor": c.moe.routed_scale,
-            "scoring_func": "sigmoid", "topk_method": "noaux_tc", _FURTHER: 0,
+            "scoring_func": c.moe.score, "topk_method": "noaux_tc" if family == "deepseek_v3" else "greedy",
+            _FURTHER: 0,
             "aux_loss_alpha": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
         }  # fmt: skip
     head_dim = {"head_dim": c.head_dim or c.d_model // c.heads}
@@ -405,9 +420,7 @@ def family_of(config: GPTConfig) -> str:
     qkv, output, mlp = c.biases
     plain = c.head_dim in (None, c.d_model / c.heads)
     if c.latent is not None:
-        if _is_deepseek(c, c.moe):
-            return "deepseek_v3"
-        raise ValueError(f"deepseek_v3, the family here with latent attention, is not made as this model is: {c}")
+        return _deepseek_of(c)
     if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":
         if qkv and output and mlp and plain and c.kv_heads in (None, c.heads) and not c.qk_norm and c.window is None:
             return "gpt2"
@@ -430,13 +443,17 @@ def family_of(config: GPTConfig) -> str:
     raise ValueError(f"no Hugging Face family is made as this model is: {c}")
 
 
-def _is_deepseek(c: GPTConfig, moe: MoEConfig | None) -> bool:
-    if moe is None or moe.score != "sigmoid" or moe.every != 1 or moe.capacity_factor is not None or moe.jitter:
-        return False
-    two_best = moe.top_groups in (None, moe.groups) or -(-moe.top_k // moe.top_groups) == 2
-    biased = moe.bias or (moe.bias is None and moe.bias_rate > 0)
-    like = (c.norm, c.eps, c.positions, c.activation, c.window, c.biases[2])
-    return bool(biased) and two_best and moe.shared_experts > 0 and like == ("rms", 1e-6, "rope", "swiglu", None, False)
+def _deepseek_of(c: GPTConfig) -> str:
+    moe, like = c.moe, (c.norm, c.eps, c.positions, c.activation, c.window, c.biases[2])
+    if moe is not None and like == ("rms", 1e-6, "rope", "swiglu", None, False) and moe.shared_experts > 0:
+        plain = moe.every == 1 and moe.capacity_factor is None and not moe.jitter
+        ungrouped = moe.top_groups in (None, moe.groups)
+        if plain and moe.score == "softmax" and not moe.normalize and ungrouped:
+            return "deepseek_v2"
+        biased = moe.bias or (moe.bias is None and moe.bias_rate > 0)
+        if plain and moe.score == "sigmoid" and biased and (ungrouped or -(-moe.top_k // (moe.top_groups or 1)) == 2):
+            return "deepseek_v3"
+    raise ValueError(f"neither deepseek_v2 nor deepseek_v3 is made as this model with latent attention is: {c}")
 
 
 def _check_mixture(moe: MoEConfig) -> None:
@@ -481,7 +498,7 @@ _QWEN3_MOE = _LLAMA | {
     ),
     "blocks.{}.mlp.experts.down": ("model.layers.{}.mlp.experts.{}.down_proj",),
 }
-_DEEPSEEK_V3 = _QWEN3_MOE | {
+_DEEPSEEK = _QWEN3_MOE | {
     "blocks.{}.attention.q_down": ("model.layers.{}.self_attn.q_a_proj",),
     "blocks.{}.attention.q_norm": ("model.layers.{}.self_attn.q_a_layernorm",),
     "blocks.{}.attention.q_up": ("model.layers.{}.self_attn.q_b_proj",),
@@ -503,8 +520,9 @@ _GPT2 = {
     "norm": ("transformer.ln_f",),
     "head": ("lm_head",),
 }
-_TABLES = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE, "deepseek_v3": _DEEPSEEK_V3}  # else _LLAMA
-# Of these only DeepSeek has the bias, in float32: elsewhere one of 0 says nothing.
+_TABLES = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}  # else _LLAMA
+_TABLES |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK}
+# Of these only DeepSeek-V3 has the bias, in float32: elsewhere one of 0 says nothing.
 ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
 _LEAVES = {"expert_bias": "e_score_correction_bias"}  # else as ours
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps these as [in, out]
@@ -537,13 +555,12 @@ class Part:
 def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """For each of our tensors its logical shape, and the tensors of theirs that it is made of, first rows first.
 
-    What a router keeps besides its weight is made of none, but for the bias of DeepSeek's.
+    What a router keeps besides its weight is made of none, but for the bias of DeepSeek-V3's.
     """
     family = family_of(config)
-    table, unsaid = _TABLES.get(family, _LLAMA), (ROUTER_STATISTICS,)
-    if family != "deepseek_v3":
-        unsaid = (ROUTER_BIAS, ROUTER_STATISTICS)
-    elif config.latent is not None and config.latent.q_lora_rank is None:
+    table = _TABLES.get(family, _LLAMA)
+    unsaid = (ROUTER_STATISTICS,) if family == "deepseek_v3" else (ROUTER_BIAS, ROUTER_STATISTICS)
+    if config.latent is not None and config.latent.q_lora_rank is None:
         table = table | {"blocks.{}.attention.q_up": ("model.layers.{}.self_attn.q_proj",)}
     K, kv_heads = config.head_dim or config.d_model // config.heads, config.kv_heads or config.heads
     qkv = (config.heads * K, kv_heads * K, kv_heads * K)
@@ -952,7 +969,9 @@ def _check_bias(name: str, entry: Entry, files: Files) -> None:
     bias = torch.zeros(entry.shape)
     copy_box(bias, (0,), entry, lambda e, c: files[c.file].tensor(e, c))
     if bias.any():
-        raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): neither mixtral nor qwen3_moe has one")
+        raise ValueError(
+            f"{name} is not zero (up to {bias.abs().max():.3g}): of their families deepseek_v3 alone has one"
+        )
 
 
 @dataclass(frozen=True)

@@ -47,20 +47,11 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 1.0}
-DEEPSEEK = SIZES | {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 9,
-    "qk_nope_head_dim": 5,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 13,
-    "routed_scaling_factor": 1.7,
-}
+DEEPSEEK = SIZES | {  # latents of even widths, which transformers' V2 wants
+    "num_key_value_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 13, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2 untied": lambda: transformers.GPT2Config(**GPT2, n_inner=31, tie_word_embeddings=False),
@@ -77,15 +68,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=13, decoder_sparse_step=2,
         use_sliding_window=True, sliding_window=7, attention_bias=True, router_aux_loss_coef=0.02,
     ),
+    "deepseek v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=DEEPSEEK_YARN,
+    ),
     "deepseek v3": lambda: transformers.DeepseekV3Config(
-        **DEEPSEEK, q_lora_rank=10, first_k_dense_replace=1, attention_bias=True, rope_parameters=DEEPSEEK_YARN,
+        **DEEPSEEK, q_lora_rank=9, first_k_dense_replace=1, attention_bias=True, rope_parameters=DEEPSEEK_YARN,
     ),
     "deepseek v3 narrow": lambda: transformers.DeepseekV3Config(
         **DEEPSEEK | {"n_group": 1, "topk_group": 1}, q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False,
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
-MIXTURES = ("mixtral", "qwen3 moe", "deepseek v3")
+MIXTURES = ("mixtral", "qwen3 moe", "deepseek v2", "deepseek v3")
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -290,6 +284,11 @@ REFUSED = [
     ({**DEEPSEEK_V3, "rope_interleave": False}, r"rope_interleave False"),
     ({**DEEPSEEK_V3, "scoring_func": "softmax"}, r"scoring_func 'softmax'"),
     ({**DEEPSEEK_V3, "num_key_value_heads": 3}, r"num_key_value_heads 3: this model has only 6"),
+    (
+        {**DEEPSEEK_V3, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+        r"topk_method 'group_limited",
+    ),
+    ({**DEEPSEEK_V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, r"norm_topk_prob True"),
     ({**DEEPSEEK_V3, "first_k_dense_replace": 2}, r"moe dense 2 leaves no experts in the 2 layers"),
 ]
 
@@ -353,7 +352,7 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
 def test_latent_attention_with_another_mixture_than_deepseeks_is_not_exported(changes):
     config = config_from_hf(DEEPSEEK_V3)
     assert config.moe is not None
-    with pytest.raises(ValueError, match="deepseek_v3, the family here with latent attention, is not made as"):
+    with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model with latent"):
         config_to_hf(replace(config, moe=replace(config.moe, **changes)))
 
 
