@@ -66,7 +66,10 @@ def main_gradients(model: nn.Module) -> nn.Module:
 
 @cache
 def check_steps() -> None:
-    """Have every optimizer refuse, before it steps, parameters that it would step wrongly, or not at all."""
+    """Have every optimizer refuse, before it steps, parameters that it would step wrongly, or not at all.
+
+    What tp or ep cuts is known from the first `reduce_gradients` on.
+    """
     register_optimizer_step_pre_hook(_check_step)
 
 
