@@ -300,6 +300,17 @@ def test_files_of_one_name_in_two_folders_have_a_version_each(tmp_path, monkeypa
     assert file_versions("here/web/corpus.idx").keys() == {"corpus.idx"}
 
 
+def test_code_of_one_name_in_two_folders_is_refused(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / name / "src").mkdir(parents=True)
+        (tmp_path / name / "src" / "train.py").write_text(f"x = {name!r}")
+    with pytest.raises(
+        ValueError, match=r"two of the folders are called src, and each has a train.py of its own: give"
+    ):
+        code_versions(tmp_path / "web" / "src", tmp_path / "code" / "src")
+    assert {"web/src/train.py", "code/src/train.py"} <= {n.partition("/")[2] for n in code_versions(tmp_path)}
+
+
 def test_row_12_other_code_or_data_on_a_rank_is_refused_by_file(ranks, tmp_path):
     ranks(4, check_code, str(tmp_path))
 
