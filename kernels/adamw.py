@@ -200,6 +200,8 @@ def _check(
         raise ValueError(f"key {key} is not in [0, 2^63)")
     if scale is not None and scale.numel() != 1:
         raise ValueError(f"scale has shape {tuple(scale.shape)}, but it is one number")
+    if scale is not None and scale.device != param.device:
+        raise ValueError(f"scale is on {scale.device}, but param is on {param.device}")
     if place is None:
         return
     for index in place:

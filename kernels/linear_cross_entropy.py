@@ -304,16 +304,16 @@ def _head(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, scale, head: _Head, wanted):
-        total = scale.new_zeros(())
+        totals = [scale.new_zeros(())]
 
         def gradient(z: Tensor, rows: slice) -> Tensor | None:
             stats = head.stats(z, target[rows])
-            total.add_((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
+            totals.append((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
             return head.backward(z, target[rows], stats, scale[rows]) if any(wanted) else None
 
         ctx.save_for_backward(*head.products(x, weight, wanted, gradient))
         ctx.dtypes = x.dtype, weight.dtype
-        return total
+        return torch.stack(totals).sum()
 
     @staticmethod
     def backward(ctx, dtotal):

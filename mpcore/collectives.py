@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 
 _ops = torch.ops._c10d_functional
 
@@ -57,6 +57,7 @@ def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
 
 def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
     """Start and end of this rank's shard of a dimension of `length`, cut as by `shard_sizes`."""
+    check_axis(axis)
     sizes = shard_sizes(length, axis.size, unit)
     start = sum(sizes[: axis.rank])
     return start, start + sizes[axis.rank]
@@ -102,7 +103,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     Raises:
         ValueError: if `x` needs a gradient, at size 1 too: `reduce` has one.
     """
-    if axis.size > 1:
+    if not _alone(axis):
         return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
     if x.requires_grad:
         _refuse_gradient(_ops.all_reduce.default)
@@ -111,12 +112,14 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Begin to gather equal shards along dimension 0; `wait` gives the result."""
-    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, _group(axis))
+    group = _group(axis)
+    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, group)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Begin to sum over the axis and keep this rank's equal shard of dimension 0; `wait` gives the result."""
-    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
+    group = _group(axis)
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
@@ -127,12 +130,19 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
         to: the rank that gets it; None: nobody.
         receive: how many elements each rank sends here.
     """
+    group = _group(axis)
     sizes = [x.numel() if rank == to else 0 for rank in range(axis.size)]
     message = x if to is not None else x[:0]
-    return _call(_ops.all_to_all_single.default, message, list(receive), sizes, _group(axis))
+    return _call(_ops.all_to_all_single.default, message, list(receive), sizes, group)
+
+
+def _alone(axis: Axis) -> bool:
+    check_axis(axis)
+    return axis.size == 1
 
 
 def _group(axis: Axis) -> str:
+    check_axis(axis)
     if axis.group is None:
         raise ValueError(f"the {axis.name} axis of size {axis.size} has no process group: make it with build_mesh")
     return axis.group_name
@@ -295,19 +305,19 @@ class _AllToAllRows(Function):
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """I -> R. Identity; in backward the ranks' gradients are summed. Megatron's f."""
-    return _Copy.apply(x, axis) if axis.size > 1 and torch.is_grad_enabled() else x
+    return x if _alone(axis) or not torch.is_grad_enabled() else _Copy.apply(x, axis)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """P -> I. Sum over the axis; identity in backward. Megatron's g."""
-    if axis.size == 1:
+    if _alone(axis):
         return x
     return _Reduce.apply(x, axis) if torch.is_grad_enabled() else all_reduce(x, axis)
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """I -> S(dim). This rank's shard of `x`; in backward the shards' gradients are gathered."""
-    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+    return x if _alone(axis) else _Split.apply(x, axis, dim)
 
 
 def gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
@@ -317,7 +327,7 @@ def gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor
         x: this rank's shard.
         length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
     """
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim, length)
+    return x if _alone(axis) else _Gather.apply(x, axis, dim, length)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
@@ -327,12 +337,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Te
         x: this rank's shard.
         length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
     """
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, length)
+    return x if _alone(axis) else _AllGather.apply(x, axis, dim, length)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """P -> S(dim). Sum over the axis, of which each rank keeps its shard; backward is all_gather."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    return x if _alone(axis) else _ReduceScatter.apply(x, axis, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
@@ -342,7 +352,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_le
         x: this rank's shard; `split_dim` is whole here.
         concat_length: length of the whole `concat_dim` where its shards are uneven.
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)
+    return x if _alone(axis) else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
@@ -359,11 +369,11 @@ def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receiv
         ValueError: if N is not what the sizes say.
     """
     if send is None or receive is None:
-        if axis.size == 1:
+        if _alone(axis):
             return x
         if len(x) % axis.size:
             raise ValueError(f"{len(x)} rows are not a multiple of the {axis.name} size {axis.size}")
         send = receive = [len(x) // axis.size] * axis.size
     if sum(send) != len(x):
         raise ValueError(f"x has {len(x)} rows, but {sum(send)} are to be sent to the {axis.name} axis")
-    return x if axis.size == 1 else _AllToAllRows.apply(x, axis, send, receive)
+    return x if _alone(axis) else _AllToAllRows.apply(x, axis, send, receive)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from mpcore.gradients import check_backward, check_current, drop_gradients
+from mpcore.gradients import check_backward, check_steps, drop_gradients
 from mpcore.layers.module import listed, refuse_second_derivative
 from mpcore.layers.moe import check_experts
 from mpcore.mesh import Axis, Mesh, check_mesh, check_same, divisors
@@ -169,7 +168,7 @@ def shard_data_parallel(
             stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
         return model
 
-    _refuse_old_optimizers()
+    check_steps()
     held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     for stage in stages:
@@ -277,18 +276,6 @@ def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
                     f"{first} and {name} are one parameter in two units, of {type(other).__name__} and "
                     f"{type(unit).__name__}: give what holds both as a block, or neither of them"
                 )
-
-
-@cache
-def _refuse_old_optimizers() -> None:
-    """Have torch's optimizers refuse, as ours do, parameters that they were given before shards replaced them."""
-
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                check_current(p)
-
-    register_optimizer_step_pre_hook(check)
 
 
 def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: int) -> bool:
@@ -474,8 +461,8 @@ def _before_forward(stage: Any, unit: Any, args: Any) -> None:
 def _after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
     state: Any = stage.data_parallel
-    trained = _trained(out) if unit is stage else ()
-    hidden = unit is stage and not trained and _hides(out)
+    trained = trained_tensors(out) if unit is stage else ()
+    hidden = unit is stage and not trained and hides_tensors(out)
     evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
     if evaluated and not state.gathered:
         reshard(unit)
@@ -494,14 +481,14 @@ def _name(unit: nn.Module) -> str:
     return type(unit).__name__.removeprefix("FSDP")
 
 
-def _trained(out: Any) -> Sequence[Tensor]:
-    """The tensors of an output whose backward `fully_shard` sees."""
+def trained_tensors(out: Any) -> Sequence[Tensor]:
+    """The tensors of an output that need a gradient, where `fully_shard` looks for them."""
     if collect_grad_tensors is not None:
         return collect_grad_tensors(out)
     return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _hides(out: Any) -> bool:
+def hides_tensors(out: Any) -> bool:
     """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
     leaves = [x for x in tree_leaves(out) if x is not None]
     plain = (Tensor, int, float, complex, str)

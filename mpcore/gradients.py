@@ -54,7 +54,7 @@ def main_gradients(model: nn.Module) -> nn.Module:
     for name, parameter, _ in declarations(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
-    _refuse_blind_optimizers()
+    check_steps()
     for parameter in model.parameters():
         if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -65,21 +65,48 @@ def main_gradients(model: nn.Module) -> nn.Module:
 
 
 @cache
-def _refuse_blind_optimizers() -> None:
-    """Have optimizers that don't know of main gradients refuse them: they would step nothing, without a word."""
+def check_steps() -> None:
+    """Have every optimizer refuse, before it steps, parameters that it would step wrongly, or not at all.
 
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        if hasattr(optimizer, "reads_main_gradients"):
-            return
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.grad is None and getattr(p, "grad_added_to_main_grad", False):
+    What tp or ep cuts is known from the first `reduce_gradients` on.
+    """
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    kind, ours = type(optimizer).__name__, hasattr(optimizer, "reads_main_gradients")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            check_current(p)
+            if not ours and p.grad is None and getattr(p, "grad_added_to_main_grad", False):
                 raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and "
-                    f"{type(optimizer).__name__} reads .grad alone, which is None: take an optimizer of mpcore.optim, "
-                    f"or leave main_gradients out"
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad "
+                    f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
                 )
+            if isinstance(optimizer, _OF_WHOLE_TENSORS) and getattr(p, "is_cut", False):
+                raise ValueError(
+                    f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
+                    f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
+                )
+        stepped = [p for p in group["params"] if p.grad is not None]
+        cut = [p for p in stepped if is_dtensor(p)]
+        plain = [p for p in stepped if not is_dtensor(p) and p.numel() != 1]  # torch takes one number for a replica
+        if not ours and cut and plain and _steps_together(group, stepped):
+            raise ValueError(
+                f"{kind} steps all of a group at once, and of this one {len(cut)} parameters are sharded over data and "
+                f"{len(plain)} are not, as one of shape {tuple(plain[0].shape)}: foreach=False, a group for each kind, "
+                f"or mpcore.AdamW"
+            )
 
-    register_optimizer_step_pre_hook(check)
+
+# Of torch's optimizers those that don't step each element by itself.
+_OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+
+
+def _steps_together(group: dict[str, Any], parameters: list[Tensor]) -> bool:
+    """Whether torch's optimizers take their foreach or fused path, which on a GPU is the default."""
+    said = group.get("foreach"), group.get("fused")
+    return any(said) or ("foreach" in group and said == (None, None) and parameters[0].is_cuda)
 
 
 def check_current(parameter: Tensor) -> None:
@@ -226,6 +253,7 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
             micro-batch had no backward, or one that raised: `drop_gradients`), or hooks that it never calls; or if
             experts lie otherwise than the mesh says, or have replicas over tp that neither it nor a mesh speaks of.
     """
+    check_steps()
     for on in over:
         if isinstance(on, Mesh):
             check_experts(model, on)
@@ -240,6 +268,7 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
     for name, parameter, sharding in declared:
         if not parameter.requires_grad:
             continue
+        parameter.is_cut = any(shard.axis.size > 1 for shard in sharding.shards)  # type: ignore[attr-defined]
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
         for axis in axes:
             _check_unsummed(name, parameter, axis)
@@ -413,17 +442,19 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
 
     Args:
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.
-        norm: what `grad_norm` returned. Where it isn't finite gradients stay as they are: skip the step.
+        norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
     """
     if max_norm <= 0:
         return
+    norm = torch.as_tensor(norm, dtype=torch.float64)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
     grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
     for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_mul_(alike, scale.to(alike[0].device, dtype))

@@ -448,7 +448,10 @@ def check_axis(axis: Axis) -> None:
     """Refuse what is no axis, such as torch's DeviceMesh, a process group or a whole mesh."""
     if not isinstance(axis, Axis):
         kind, given = type(axis).__name__, f"{axis!r:.40}"
-        raise TypeError(f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), not {kind} {given}")
+        raise TypeError(
+            f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), or Axis(group.size(), group.rank(), group) of a "
+            f"process group, not {kind} {given}"
+        )
 
 
 def check_mesh(mesh: Mesh) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from mpcore.data_parallel import hides_tensors, trained_tensors
 from mpcore.gradients import gradient_of
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.router import Router
@@ -103,8 +103,8 @@ def offload_optimizer(
         )
     stepped = _Step(_Copies(pin_memory), bucket_bytes)
 
-    def step(optimizer: torch.optim.Optimizer, closure: None = None) -> None:  # schedules wrap a plain function alone
-        stepped(optimizer, closure)
+    def step(optimizer: torch.optim.Optimizer, closure: None = None, **options: Any) -> None:
+        stepped(optimizer, closure, options)  # schedules wrap a plain function alone
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
@@ -117,19 +117,20 @@ class _Step:
         self.copies, self.bucket_bytes = copies, bucket_bytes
         self.twins: dict[nn.Parameter, nn.Parameter] = {}
 
-    def __call__(self, optimizer: torch.optim.Optimizer, closure: None = None) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
         if closure is not None:
             raise ValueError("an offloaded optimizer takes no closure")
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
         with torch.no_grad():
             buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
+            options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
             arrived = [[event for p in bucket for event in self._fetch(p)] for _, bucket in buckets]
             left = []
             for (group, bucket), events in zip(buckets, arrived, strict=True):
                 for event in events:
                     event.synchronize()
-                self._step(optimizer, group, bucket)
+                self._step(optimizer, group, bucket, options)
                 for p in bucket:
                     left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
             for event, device in left:
@@ -165,7 +166,13 @@ class _Step:
         events = [self.copies.copy(getattr(twin, slot), grad), self.copies.copy(twin.data, mine)]
         yield from (event for event in events if event is not None)
 
-    def _step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter]) -> None:
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        bucket: list[nn.Parameter],
+        options: dict[str, Any],
+    ) -> None:
         settings = {name: value for name, value in group.items() if name != "params"}
         inner: Any = type(optimizer).__new__(type(optimizer))
         theirs = {
@@ -189,7 +196,7 @@ class _Step:
                     if isinstance(value, Tensor):
                         state[name] = local_tensor(value).to("cpu")
                 inner.state[self.twins[p]] = state
-        type(optimizer).step(inner)
+        type(optimizer).step(inner, **options)
         for p in bucket:
             optimizer.state[p] = inner.state[self.twins[p]]
 
@@ -409,7 +416,7 @@ def offload_parameters(
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares, which return
-            tensors, or dicts, lists or tuples of them.
+            tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them.
         optimizer: has all parameters here during its step.
         keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
         pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
@@ -450,13 +457,11 @@ def offload_parameters(
 
         @_uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
-            leaves = tree_leaves(out)
-            trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-            plain = (Tensor, int, float, complex, str, type(None))
-            if not trained and torch.is_grad_enabled() and not all(isinstance(x, plain) for x in leaves):
+            trained = trained_tensors(out)
+            if not trained and torch.is_grad_enabled() and hides_tensors(out):
                 raise ValueError(
                     f"block {place} returns a {type(out).__name__}, in which no tensor is found whose backward would "
-                    f"bring its parameters back: return tensors, or dicts, lists or tuples of them"
+                    f"bring its parameters back: return tensors, or dicts, lists, tuples or dataclasses of them"
                 )
             for x in trained:
                 x.register_hook(partial(backward, place))

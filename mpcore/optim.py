@@ -140,13 +140,17 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"{self._declared[p][0]} is float16 and vanishes without a master: masters=True")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | float | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient, in `.grad` or in `.main_grad`.
 
         Args:
             closure: as of torch's optimizers.
-            scale: a scalar on the device that gradients are multiplied by, to unscale and clip without another pass.
+            scale: a number that gradients are multiplied by, to unscale and clip without another pass: a scalar on the
+                device, for which nobody waits, or a float.
         """
+        if scale is not None and not isinstance(scale, Tensor):
+            device = next((p.device for group in self.param_groups for p in group["params"]), None)
+            scale = torch.full((), scale, dtype=torch.float64, device=device)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import shard_sizes, start_all_gather, wait
-from mpcore.mesh import Axis, Mesh
+from mpcore.mesh import Axis, Mesh, check_axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -195,6 +195,7 @@ def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
 
 def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int]) -> Shard:
     """A dimension made of blocks, such as gate and up, each of which is cut over the axis."""
+    check_axis(axis)
     runs: list[list[Run]] = [[] for _ in range(axis.size)]
     offset = 0
     for length, unit in zip(lengths, units, strict=True):

@@ -21,6 +21,7 @@ from mpcore import (
     Axis,
     ColumnParallelLinear,
     Mesh,
+    ParallelMoE,
     RowParallelLinear,
     clip_gradients,
     drop_gradients,
@@ -44,7 +45,7 @@ from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
 from mpcore.sharding import Sharding, add_partial, cut, is_dtensor, local_tensor
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import BEFORE_2_13, mesh
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
 BATCH = 16
@@ -246,19 +247,49 @@ def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> 
         assert all(is_dtensor(p) for stage in run.stages for p in stage.parameters())
 
 
-@pytest.mark.parametrize("zero", STAGES)
+SENT = [({"dp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "zbv")]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "schedule"),
-    [
-        ({"dp": 2}, "1f1b"),
-        ({"dp": 2, "pp": 2}, "1f1b"),
-        pytest.param({"dp": 2, "pp": 2}, "zbv", marks=pytest.mark.slow),
-    ],
+    ("sizes", "schedule", "zero"),
+    some(
+        *((*case, zero) for case in SENT[:2] for zero in STAGES), (*SENT[2], 1),
+        of=[(*case, zero) for case in SENT for zero in STAGES],
+    ),
     ids=str,
-)
+)  # fmt: skip
 def test_each_stage_of_zero_sends_what_the_theory_says(ranks, sizes, schedule, zero):
     """0: nothing by `fully_shard`; 1: 2 units of parameters a step; 2: gradients, 3: all, each micro-batch."""
     ranks(math.prod(sizes.values()), check_traffic, sizes, zero, schedule, 4)
+
+
+class Twice(nn.Module):
+    """A weight used twice: its gradient goes through the first use by the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9, dtype=torch.float64).view(3, 3).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x @ self.weight).tanh() @ self.weight).tanh()
+
+
+def check_split(micro_batches: int) -> None:
+    """Another micro-batch's forward drops the parameters between the two halves of a backward."""
+    on = mesh(dp=2, pp=2)
+    dense = nn.Sequential(*(Twice() for _ in range(4)))
+    stage = nn.Sequential(*(Twice() for _ in range(2)))
+    x = torch.linspace(-1, 1, 6 * micro_batches, dtype=torch.float64).view(2 * micro_batches, 3)
+    dense(x).square().sum().backward()
+    shard_data_parallel(stage, on, list(stage), zero=3)
+    mine = x.chunk(2)[on.data.rank]
+    Pipeline(stage, on, micro_batches, lambda y, _: y.square().sum(), "zb").forward_backward(mine, mine)
+    for block, want in zip(stage, dense[2 * on.pp.rank :], strict=False):
+        close(over_data(block.weight.grad, on, Sharding((3, 3))), want.weight.grad, "gradient", TOLERANCE)
+
+
+def test_the_second_half_of_a_backward_finds_parameters_that_zero_3_dropped(ranks):
+    ranks(4, check_split, 4)
 
 
 def check_gathered_once(zero: int) -> None:
@@ -996,6 +1027,42 @@ def check_old_optimizers(zero: int) -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_attributes_move_to_the_shards_and_an_optimizer_or_hook_of_what_they_replace_is_refused(ranks, zero):
     ranks(2, check_old_optimizers, zero)
+
+
+class Mixed(nn.Module):
+    """Experts that no other data rank holds stay whole beside what is sharded; so does a number."""
+
+    def __init__(self, on: Mesh) -> None:
+        super().__init__()
+        self.moe = ParallelMoE(4, 8, 2, 1, ep=on.ep, data=on.data)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.moe(x)
+
+
+def check_mixed() -> None:
+    on = mesh(dp=2, ep=2)
+    model = Mixed(on)
+    shard_data_parallel(model, on)
+    model(torch.ones(1, 4, 4)).sum().backward()
+    reduce_gradients(model)
+    sharded, whole = ([p for p in model.parameters() if is_dtensor(p) is kind] for kind in (True, False))
+    for fast in ({"foreach": True}, {"fused": True}):
+        with pytest.raises(
+            ValueError, match=r"AdamW steps all of a group at once, .* 1 parameters are sharded .* and 2"
+        ):
+            torch.optim.AdamW(model.parameters(), **fast).step()
+        torch.optim.AdamW([{"params": sharded}, {"params": whole}], **fast).step()
+        torch.optim.AdamW([*sharded, model.gain], **fast).step()
+    for slow in ({"foreach": False}, {"fused": False}, {}):
+        torch.optim.AdamW(model.parameters(), **slow).step()
+    AdamW(model).step()
+
+
+@pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")
+def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters(ranks):
+    ranks(2, check_mixed)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

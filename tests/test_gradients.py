@@ -1,5 +1,6 @@
 """Between backward and the step: pending sums, the norm and the clip, each against the dense model's."""
 
+import contextlib
 import itertools
 import math
 from unittest import mock
@@ -616,14 +617,15 @@ def test_norm_without_gradients_is_zero():
     clip_gradients(model, 1.0, grad_norm(model, Mesh()))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, float])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0, -1.0])
-def test_clip_is_torchs_clip(max_norm):
+def test_clip_is_torchs_clip(max_norm, kind):
     ours, theirs = nn.Linear(3, 4).double(), nn.Linear(3, 4).double()
     for model in (ours, theirs):
         for i, p in enumerate(model.parameters()):
             p.grad = draw(i, *p.shape)
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in ours.parameters()]))
-    clip_gradients(ours, max_norm, norm)
+    clip_gradients(ours, max_norm, norm if kind is torch.Tensor else norm.item())
     scale = min(1.0, max_norm / norm.item()) if max_norm > 0 else 1.0
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         close(p.grad, q.grad * scale, "gradient")
@@ -664,3 +666,20 @@ def check_unnamed_axis() -> None:
 
 def test_the_norm_knows_an_axis_by_its_group(ranks):
     ranks(2, check_unnamed_axis)
+
+
+def check_of_whole_tensors(tp):
+    axis = mesh(tp=tp).tp
+    model = nn.Sequential(ColumnParallelLinear(4, 8, bias=False, tp=axis), RowParallelLinear(8, 4, bias=False, tp=axis))
+    model(torch.ones(2, 4)).square().sum().backward()
+    reduce_gradients(model)
+    words = r"computes each element from its whole tensor, and a parameter of shape \(4, 4\) is this rank's part of one"
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match=f"^{kind.__name__} {words}") if tp > 1 else contextlib.nullcontext():
+            kind(model.parameters(), lr=1e-3).step(lambda: torch.zeros(()))
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
+    for tp in (1, 2):
+        ranks(tp, check_of_whole_tensors, tp)

@@ -19,20 +19,30 @@ from mpcore import (
     LossScaler,
     Mesh,
     Muon,
+    ParallelAttention,
     ParallelMoE,
+    PositionEmbedding,
     RMSNorm,
+    Router,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     build_mesh,
+    collectives,
     grad_norm,
     linear_cross_entropy,
     linear_log_prob,
     parallelize,
     reduce_gradients,
+    sequence_index,
+    shard_sequence,
+    unshard_sequence,
     vocab_parallel_cross_entropy,
 )
 from mpcore import mesh as mesh_module
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.mesh import check_same, choose_device, is_launched, layout_table, mesh_ranks, mesh_shape, raise_together
+from mpcore.sharding import cut
 from mpcore.trace import Watchdog
 from tests.pool import mesh
 
@@ -407,6 +417,9 @@ GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
     "use",
     [
         lambda it: ColumnParallelLinear(4, 4, tp=it),
+        lambda it: ColumnParallelLinear(4, 4, tp=it, sequence_parallel=True),
+        lambda it: RowParallelLinear(4, 4, tp=it, sequence_parallel=True),
+        lambda it: VocabParallelEmbedding(4, 4, tp=it, sequence_parallel=True),
         lambda it: RMSNorm(4, tp=it),
         lambda it: parallelize(nn.Linear(4, 4), it, {"": "colwise"}),
         lambda it: Dropout(0.1, tp=it),
@@ -415,11 +428,46 @@ GLOO, NCCL = {"cpu": "gloo", "cuda": "gloo"}, {"cpu": "gloo", "cuda": "nccl"}
         lambda it: linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), tp=it),
         lambda it: linear_log_prob(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), tp=it),
         lambda it: reduce_gradients(nn.Linear(2, 2), it),
+        lambda it: ParallelMoE(4, 4, 4, 2, tp=it),
+        lambda it: Router(4, 4, 2, data=it),
+        lambda it: PositionEmbedding(4, 4, tp=it),
+        lambda it: ParallelAttention(4, 2, context="ring", cp=it),
+        lambda it: cut(4, it, 0),
+        lambda it: shard_sequence(torch.ones(2, 4), it, "ring"),
+        lambda it: unshard_sequence(torch.ones(2, 4), it, "ring"),
+        lambda it: sequence_index(4, it, "ring"),
+        lambda it: collectives.shard_range(4, it),
+        lambda it: collectives.copy(torch.ones(4, 4), it),
+        lambda it: collectives.reduce(torch.ones(4, 4), it),
+        lambda it: collectives.split(torch.ones(4, 4), it, 0),
+        lambda it: collectives.gather(torch.ones(4, 4), it, 0),
+        lambda it: collectives.all_gather(torch.ones(4, 4), it, 0),
+        lambda it: collectives.reduce_scatter(torch.ones(4, 4), it, 0),
+        lambda it: collectives.all_to_all(torch.ones(4, 4), it, 0, 1),
+        lambda it: collectives.all_to_all_rows(torch.ones(4, 4), it),
+        lambda it: collectives.all_reduce(torch.ones(4, 4), it),
+        lambda it: collectives.start_all_reduce(torch.ones(4, 4), it),
+        lambda it: collectives.start_all_gather(torch.ones(4, 4), it),
+        lambda it: collectives.start_reduce_scatter(torch.ones(4, 4), it),
+        lambda it: collectives.start_send(torch.ones(4), it, None, [0]),
     ],
 )
 def test_what_is_no_axis_is_refused_in_words(use):
-    with pytest.raises(TypeError, match=r"an axis is wanted, such as mesh.tp of build_mesh\(tp=2\), not \w+ "):
-        use(SimpleNamespace(size=lambda: 2))  # as torch's
+    words = r"an axis is wanted, such as mesh.tp of build_mesh\(tp=2\), or Axis\(.*\) of a process group, not \w+ "
+    for it in (SimpleNamespace(size=lambda: 2), SimpleNamespace()):  # as torch's, which have no rank, and as our mesh
+        with pytest.raises(TypeError, match=words):
+            use(it)
+
+
+def check_axis_of_a_group():
+    group = mesh(tp=2).tp.group
+    assert group is not None
+    axis = Axis(group.size(), group.rank(), group)
+    assert collectives.reduce(torch.ones(()), axis).item() == 2
+
+
+def test_a_process_group_is_an_axis_in_the_words_of_the_refusal(ranks):
+    ranks(2, check_axis_of_a_group)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,11 +20,11 @@ from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, voc
 from mpcore.checkpoint import diff, load, save, step_path
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
-from mpcore.optim import Muon
+from mpcore.optim import AdamW, Muon
 from mpcore.recompute import recompute
 from mpcore.sharding import local_tensor
 from mpcore.storages import Storages
-from tests.pool import mesh
+from tests.pool import BEFORE_2_13, mesh
 
 CONFIG = GPTConfig(vocab_size=31, seq_len=8, layers=4, d_model=12, heads=3, d_ff=16, dropout=0.2)
 EACH = ["optimizer", "activations", "parameters"]
@@ -251,6 +252,21 @@ def check_written(**sizes: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)])
+def test_an_offloaded_step_scales_its_gradients(scale):
+    results = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = AdamW(model, lr=0.1, eps=1.0)
+        if offload:
+            offload_optimizer(optimizer)
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step(scale=scale)
+        results.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_what_is_elsewhere_takes_no_memory_here():
     model, x = build(), torch.zeros(4, 8, dtype=torch.int64)
     blocks = list(model.blocks.values())
@@ -327,6 +343,13 @@ class Wrapped(nn.Linear):
         return self.wrap(super().forward(self.unwrap(x)).tanh())
 
 
+@dataclass
+class Output:
+    """What a block of Hugging Face may return."""
+
+    y: Tensor
+
+
 def test_parameters_come_back_for_the_backward_of_whatever_a_block_returns():
     def gradients(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor], offload: bool) -> list[Any]:
         torch.manual_seed(0)
@@ -336,7 +359,10 @@ def test_parameters_come_back_for_the_backward_of_whatever_a_block_returns():
         unwrap(model(wrap(torch.ones(2, 6, dtype=torch.float64)))).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    for wrap, unwrap in ((lambda x: {"x": x}, lambda x: x["x"]), (lambda x: [None, (x,)], lambda x: x[1][0])):
+    shown = [(lambda x: {"x": x}, lambda x: x["x"]), (lambda x: [None, (x,)], lambda x: x[1][0])]
+    if not BEFORE_2_13:
+        shown.append((Output, lambda x: x.y))
+    for wrap, unwrap in shown:
         got, want = (gradients(wrap, unwrap, offload) for offload in (True, False))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     with pytest.raises(ValueError, match="block 0 returns a SimpleNamespace, in which no tensor is found"):

@@ -287,6 +287,30 @@ def check_code(folder: str) -> None:
         check_same("data", file_versions(data, ends=100))
 
 
+def test_files_of_one_name_in_two_folders_have_a_version_each(tmp_path, monkeypatch):
+    """Whose folder may lie elsewhere on another rank, or be named from another place."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here/web", "here/code", "there/web", "there/code"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "corpus.idx").write_bytes(folder.encode()[-3:])
+    found = file_versions("here/web/corpus.idx", "here/code/corpus.idx")
+    assert found.keys() == {"web/corpus.idx", "code/corpus.idx"}
+    assert found["web/corpus.idx"] != found["code/corpus.idx"]
+    assert found == file_versions(*(tmp_path / "there" / name / "corpus.idx" for name in ("web", "code")))
+    assert file_versions("here/web/corpus.idx").keys() == {"corpus.idx"}
+
+
+def test_code_of_one_name_in_two_folders_is_refused(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / name / "src").mkdir(parents=True)
+        (tmp_path / name / "src" / "train.py").write_text(f"x = {name!r}")
+    with pytest.raises(
+        ValueError, match=r"two of the folders are called src, and each has a train.py of its own: give"
+    ):
+        code_versions(tmp_path / "web" / "src", tmp_path / "code" / "src")
+    assert {"web/src/train.py", "code/src/train.py"} <= {n.partition("/")[2] for n in code_versions(tmp_path)}
+
+
 def test_row_12_other_code_or_data_on_a_rank_is_refused_by_file(ranks, tmp_path):
     ranks(4, check_code, str(tmp_path))
 

@@ -135,8 +135,7 @@ class Corpora:
         if len(self.datasets) > 1:
             shares = [None] * len(self.datasets) if weights is None else counts_of_period(weights)
             self.about["blend"] = [[data.num_tokens, n] for data, n in zip(self.datasets, shares, strict=True)]
-        paths = [f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")]
-        self.files = {path: version for path in paths for version in file_versions(path).values()}
+        self.files = file_versions(*(f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")))
 
     def check_tokens(self, vocab_size: int, part: int, parts: int) -> None:
         """As of `IndexedDataset`, of each."""

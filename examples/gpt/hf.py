@@ -1,9 +1,9 @@
 """Hugging Face models both ways: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, or `--from`, `--to-hf`.
 
-GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, as `AutoModelForCausalLM` reads and writes them. A folder of
-theirs is seen as one of our checkpoints: each of their tensors is a box of one of ours, in place or transposed. So it
-loads straight into any layout, and converts tensor by tensor. What the config has that this model hasn't is refused by
-name.
+GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2-Lite and V3, as `AutoModelForCausalLM` reads and
+writes them. A folder of theirs is seen as one of our checkpoints: each of their tensors is a box of one of ours, in
+place or transposed. So it loads straight into any layout, and converts tensor by tensor. What the config has that this
+model hasn't is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.model import GPT, GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
@@ -61,6 +61,7 @@ CARRIED = (
 )  # fmt: skip
 FOLDER = "hugging_face"  # of a checkpoint: what is carried along
 LENGTH = "max_position_embeddings"
+_FURTHER = "num_nextn_predict_layers"
 
 # --- configs ------------------------------------------------------------------------------------------------------
 
@@ -80,6 +81,7 @@ _GPT2_HARMLESS = _HARMLESS | {
     "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
 }  # fmt: skip
+_DEEPSEEK_HARMLESS = _HARMLESS | {"auto_map", "ep_size", "num_mtp_layers", "seq_aux", _FURTHER}
 # Defaults of each family where its config.json leaves a field out; `heads`: the number of attention heads.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": "heads", "head_dim": None, "attention_bias": False, "mlp_bias": False},
@@ -88,6 +90,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": "heads", "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": "heads", "head_dim": 128, "attention_bias": False, "sliding_window": 4096},
     "qwen3_moe": {"num_key_value_heads": 4, "head_dim": None, "attention_bias": False, "sliding_window": 4096},
+}
+
+
+# Of DeepSeek's mixtures, in the order of `_deepseek_from_hf`; what has none must be there.
+_DEEPSEEK_DEFAULTS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "deepseek_v2": ((64,), (), (2,), (1407,), (0,), (1.0,), (1,), (1,)),
+    "deepseek_v3": ((256,), (8,), (1,), (2048,), (3,), (2.5,), (8,), (4,)),
 }
 
 
@@ -134,8 +143,11 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> GPT
     c, family = _Fields(values, where), values.get("model_type")
     if family == "gpt2":
         return _gpt2_from_hf(c)
+    if family in _DEEPSEEK_DEFAULTS:
+        return _deepseek_from_hf(c, family)
     if family not in _DEFAULTS:
-        raise ValueError(f"{where} is of the family {family!r}: it is one of {['gpt2', *_DEFAULTS]}")
+        known = ["gpt2", *_DEEPSEEK_DEFAULTS, *_DEFAULTS]
+        raise ValueError(f"{where} is of the family {family!r}: it is one of {known}")
     defaults = _DEFAULTS[family]
     heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
     kv_heads = c.take("num_key_value_heads", None) or defaults["num_key_value_heads"]
@@ -204,6 +216,72 @@ def _gpt2_from_hf(c: _Fields) -> GPTConfig:
         init_std=c.take("initializer_range", 0.02),
     )
     c.finish(_GPT2_HARMLESS)
+    return config
+
+
+def _deepseek_from_hf(c: _Fields, family: str) -> GPTConfig:
+    """DeepSeek: latent attention, experts behind the first layers. Its further layers, which predict further tokens,
+    are left out, as transformers leaves them."""
+    layers, heads, length = c.take("num_hidden_layers"), c.take("num_attention_heads"), c.take(LENGTH)
+    latent = LatentConfig(
+        kv_lora_rank=c.take("kv_lora_rank", 512),
+        q_lora_rank=c.take("q_lora_rank", 1536),
+        qk_nope_head_dim=c.take("qk_nope_head_dim", 128),
+        qk_rope_head_dim=c.take("qk_rope_head_dim", 64),
+        v_head_dim=c.take("v_head_dim", 128),
+    )
+    names = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
+             "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")  # fmt: skip
+    found = [c.take(name, *default) for name, default in zip(names, _DEEPSEEK_DEFAULTS[family], strict=True)]
+    experts, top_k, shared, d_ff, dense, scale, groups, top_groups = found
+    third = family == "deepseek_v3"
+    if not third:  # "greedy" knows of no groups
+        groups = top_groups = 1
+    elif top_groups < groups and -(-top_k // top_groups) != 2:
+        raise ValueError(
+            f"{c.where} has num_experts_per_tok {top_k} and topk_group {top_groups} of {groups}: theirs ranks groups "
+            f"by their two best experts, this model by as many as a group is to give, {-(-top_k // top_groups)}"
+        )
+    moe = MoEConfig(
+        experts=experts,
+        top_k=top_k,
+        shared_experts=shared,
+        d_ff=d_ff,
+        dense=dense,
+        score="sigmoid" if third else "softmax",
+        normalize=third and c.take("norm_topk_prob", True),
+        routed_scale=scale,
+        groups=groups,
+        top_groups=top_groups,
+        aux_coefficient=c.take("aux_loss_alpha", 0.001),
+        bias=True if third else None,
+    )
+    base, scaling = _rope_from_hf(c, length, 10000.0)
+    bias = bool(c.take("attention_bias", False))
+    fixed = {"num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim, "rope_interleave": True}
+    fixed |= {"qk_head_dim": latent.qk_nope_head_dim + latent.qk_rope_head_dim, "rms_norm_eps": 1e-6}
+    fixed |= {"hidden_act": "silu", "moe_layer_freq": 1, "mlp_bias": False, "scoring_func": moe.score}
+    fixed |= {"topk_method": "noaux_tc"} if third else {"topk_method": "greedy", "norm_topk_prob": False}
+    for name, wanted in fixed.items():
+        c.expect(name, wanted)
+    config = GPTConfig(
+        vocab_size=c.take("vocab_size"),
+        seq_len=length,
+        layers=layers,
+        d_model=c.take("hidden_size"),
+        heads=heads,
+        d_ff=c.take("intermediate_size"),
+        norm_eps=1e-6,
+        rope_base=base,
+        rope_scaling=scaling,
+        qkv_bias=bias,
+        output_bias=bias,
+        tie_embeddings=c.take("tie_word_embeddings", False),
+        init_std=c.take("initializer_range", 0.02),
+        moe=moe,
+        latent=latent,
+    )
+    c.finish(_DEEPSEEK_HARMLESS)
     return config
 
 
@@ -279,6 +357,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     names |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    names |= {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
     values: dict[str, Any] = {"architectures": [names[family]], "model_type": family, "vocab_size": c.vocab_size}
     values |= {"tie_word_embeddings": c.tie_embeddings, "initializer_range": c.init_std}
     if family == "gpt2":
@@ -293,6 +372,17 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads or c.heads, "intermediate_size": c.hidden,
         "hidden_act": activation, "rms_norm_eps": c.eps, "rope_theta": c.rope_base, "rope_scaling": c.rope_scaling,
     }  # fmt: skip
+    if c.latent is not None and c.moe is not None:
+        return values | dataclasses.asdict(c.latent) | {
+            "num_key_value_heads": c.heads, "attention_bias": c.biases[0], "rope_interleave": True,
+            "n_routed_experts": c.moe.experts, "num_experts_per_tok": c.moe.top_k, "n_group": c.moe.groups,
+            "topk_group": c.moe.top_groups or c.moe.groups, "n_shared_experts": c.moe.shared_experts,
+            "moe_intermediate_size": c.moe.d_ff or c.hidden, "first_k_dense_replace": c.moe.dense,
+            "norm_topk_prob": c.moe.normalize, "routed_scaling_factor": c.moe.routed_scale,
+            "scoring_func": c.moe.score, "topk_method": "noaux_tc" if family == "deepseek_v3" else "greedy",
+            _FURTHER: 0,
+            "aux_loss_alpha": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
+        }  # fmt: skip
     head_dim = {"head_dim": c.head_dim or c.d_model // c.heads}
     window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "max_window_layers": 0}
     bias = {"attention_bias": c.biases[0]}
@@ -330,7 +420,7 @@ def family_of(config: GPTConfig) -> str:
     qkv, output, mlp = c.biases
     plain = c.head_dim in (None, c.d_model / c.heads)
     if c.latent is not None:
-        raise ValueError(f"no Hugging Face family that is written here has latent attention: {c.latent}")
+        return _deepseek_of(c)
     if c.norm == "layer" and c.positions == "learned" and c.activation == "gelu":
         if qkv and output and mlp and plain and c.kv_heads in (None, c.heads) and not c.qk_norm and c.window is None:
             return "gpt2"
@@ -353,9 +443,23 @@ def family_of(config: GPTConfig) -> str:
     raise ValueError(f"no Hugging Face family is made as this model is: {c}")
 
 
+def _deepseek_of(c: GPTConfig) -> str:
+    moe, like = c.moe, (c.norm, c.eps, c.positions, c.activation, c.window, c.biases[2])
+    if moe is not None and like == ("rms", 1e-6, "rope", "swiglu", None, False) and moe.shared_experts > 0:
+        plain = moe.every == 1 and moe.capacity_factor is None and not moe.jitter
+        ungrouped = moe.top_groups in (None, moe.groups)
+        if plain and moe.score == "softmax" and not moe.normalize and ungrouped:
+            return "deepseek_v2"
+        biased = moe.bias or (moe.bias is None and moe.bias_rate > 0)
+        if plain and moe.score == "sigmoid" and biased and (ungrouped or -(-moe.top_k // (moe.top_groups or 1)) == 2):
+            return "deepseek_v3"
+    raise ValueError(f"neither deepseek_v2 nor deepseek_v3 is made as this model with latent attention is: {c}")
+
+
 def _check_mixture(moe: MoEConfig) -> None:
     """Refuse what their routers can't be told."""
     own = {
+        "dense": moe.dense > 0,
         "shared_experts": moe.shared_experts > 0,
         "score": moe.score != "softmax",
         "routed_scale": moe.routed_scale != 1,
@@ -394,6 +498,16 @@ _QWEN3_MOE = _LLAMA | {
     ),
     "blocks.{}.mlp.experts.down": ("model.layers.{}.mlp.experts.{}.down_proj",),
 }
+_DEEPSEEK = _QWEN3_MOE | {
+    "blocks.{}.attention.q_down": ("model.layers.{}.self_attn.q_a_proj",),
+    "blocks.{}.attention.q_norm": ("model.layers.{}.self_attn.q_a_layernorm",),
+    "blocks.{}.attention.q_up": ("model.layers.{}.self_attn.q_b_proj",),
+    "blocks.{}.attention.kv_down": ("model.layers.{}.self_attn.kv_a_proj_with_mqa",),
+    "blocks.{}.attention.kv_norm": ("model.layers.{}.self_attn.kv_a_layernorm",),
+    "blocks.{}.attention.kv_up": ("model.layers.{}.self_attn.kv_b_proj",),
+    "blocks.{}.mlp.shared.up": tuple(f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up")),
+    "blocks.{}.mlp.shared.down": ("model.layers.{}.mlp.shared_experts.down_proj",),
+}
 _GPT2 = {
     "embedding": ("transformer.wte",),
     "position": ("transformer.wpe",),
@@ -407,7 +521,10 @@ _GPT2 = {
     "head": ("lm_head",),
 }
 _TABLES = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}  # else _LLAMA
-ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"  # ours alone: a bias of 0 says nothing
+_TABLES |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK}
+# Of these only DeepSeek-V3 has the bias, in float32: elsewhere one of 0 says nothing.
+ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
+_LEAVES = {"expert_bias": "e_score_correction_bias"}  # else as ours
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps these as [in, out]
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # tables that old files hold
 
@@ -438,27 +555,30 @@ class Part:
 def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """For each of our tensors its logical shape, and the tensors of theirs that it is made of, first rows first.
 
-    What a router keeps besides its weight is made of none.
+    What a router keeps besides its weight is made of none, but for the bias of DeepSeek-V3's.
     """
-    table = _TABLES.get(family_of(config), _LLAMA)
+    family = family_of(config)
+    table = _TABLES.get(family, _LLAMA)
+    unsaid = (ROUTER_STATISTICS,) if family == "deepseek_v3" else (ROUTER_BIAS, ROUTER_STATISTICS)
+    if config.latent is not None and config.latent.q_lora_rank is None:
+        table = table | {"blocks.{}.attention.q_up": ("model.layers.{}.self_attn.q_proj",)}
     K, kv_heads = config.head_dim or config.d_model // config.heads, config.kv_heads or config.heads
-    rows = {"qkv": (config.heads * K, kv_heads * K, kv_heads * K), "up": (config.hidden,) * 2}
-    rows["gate_up"] = ((config.moe.d_ff if config.moe else None) or config.hidden,) * 2
+    qkv = (config.heads * K, kv_heads * K, kv_heads * K)
     found = {}
     for name, parameter in GPT(config, device="meta").named_parameters():
         shape, parts = tuple(parameter.shape), []
         found[name] = shape, parts
-        if name.endswith((ROUTER_BIAS, ROUTER_STATISTICS)):
+        if name.endswith(unsaid):
             continue
         module, _, leaf = name.rpartition(".")
         number = next((piece for piece in module.split(".") if piece.isdigit()), "")
         theirs = table[module.replace(f".{number}.", ".{}.", 1) if number else module]
         matrix = shape[-2:]
-        sizes = rows[module.rpartition(".")[2]] if len(theirs) > 1 else matrix[:1]
+        sizes = qkv if len(theirs) == 3 else (matrix[0] // len(theirs),) * len(theirs)
         for expert in itertools.product(*map(range, shape[:-2])):  # one empty index where there are none
             start = 0
             for key, size in zip(theirs, sizes, strict=True):
-                key = f"{key.format(number, *expert)}.{leaf}"
+                key = f"{key.format(number, *expert)}.{_LEAVES.get(leaf, leaf)}"
                 corner = (*expert, start, *(0 for _ in matrix[1:]))
                 parts.append(Part(key, corner, (*(1 for _ in expert), size, *matrix[1:])))
                 start += size
@@ -528,7 +648,10 @@ def open_hf(folder: str | os.PathLike[str]) -> Source:
         if len(set(dtypes.values())) > 1:
             raise ValueError(f"{folder}: {name} would be made of several dtypes: {dtypes}")
         source.entries[name] = Entry(shape, next(iter(dtypes.values())), tuple(chunks))
+    further = values.get(_FURTHER) or values.get("num_mtp_layers") or 0
+    ignored = tuple(f"{'' if bare else prefix}layers.{config.layers + i}." for i in range(further))
     left = {key for key in where if key not in stored_as.values() and not key.endswith(_BUFFERS)}
+    left = {key for key in left if not key.startswith(ignored)}
     if config.tie_embeddings and "lm_head.weight" in left:
         _check_tie(source, where["lm_head.weight"])
         left.discard("lm_head.weight")
@@ -612,7 +735,9 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     def plan() -> tuple[Source, list]:
         source, held = open_hf(folder), held_by_model(model, mesh)
-        held = [item for item in held if not item.name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
+        ours = (ROUTER_BIAS, ROUTER_STATISTICS)
+        named = [(item.name.removeprefix("model/"), item) for item in held]
+        held = [item for name, item in named if name in source.entries or not name.endswith(ours)]
         for item in held:
             entry = source.entries.get(item.name.removeprefix("model/"))
             if entry is None or entry.shape != item.shape:
@@ -652,7 +777,7 @@ def import_hf(
     for name, entry in source.entries.items():
         for chunk in entry.chunks:
             key = name if chunk.shape == entry.shape else f"{name}@{','.join(map(str, chunk.start))}"
-            like = torch.empty(chunk.shape, dtype=dtype or DTYPES[entry.dtype], device="meta")
+            like = torch.empty(chunk.shape, dtype=_written_as(name, entry, dtype), device="meta")
             pieces[key] = name, entry, chunk, like
     prepare(path)
     try:
@@ -673,7 +798,7 @@ def import_hf(
                 name, _, chunk, _ = pieces[key]
                 chunks.setdefault(name, []).append(Chunk(file, key, chunk.start, chunk.shape, found))
         tensors = {
-            f"model/{name}": Entry(entry.shape, dtype_name(dtype) if dtype else entry.dtype, tuple(chunks[name]))
+            f"model/{name}": Entry(entry.shape, dtype_name(_written_as(name, entry, dtype)), tuple(chunks[name]))
             for name, entry in sorted(source.entries.items())
         }
         carried = carried_by_hf(source.folder, source.values)
@@ -719,7 +844,7 @@ def export_hf(
         if entry is None or entry.shape != shape:
             raise ValueError(f"{path}: model/{name} has shape {entry and entry.shape}, its config makes it {shape}")
         for part in found:
-            like = torch.empty(part.stored, dtype=dtype or DTYPES[entry.dtype], device="meta")
+            like = torch.empty(part.stored, dtype=_written_as(name, entry, dtype), device="meta")
             pieces[part.key] = entry, part, like
     left = {name for name in manifest.tensors if name.startswith("model/") and name[6:] not in parts}
     if left:
@@ -727,8 +852,8 @@ def export_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there: it is not overwritten")
     _verify(manifest, files)
-    for name in parts:
-        if name.endswith(ROUTER_BIAS):
+    for name, (_, found) in parts.items():
+        if name.endswith(ROUTER_BIAS) and not found:
             _check_bias(name, manifest.tensors[f"model/{name}"], files)
     carried = carried_by_checkpoint(path)
     beside = carried.files if tokenizer is None else _tokenizer_files(Path(tokenizer))
@@ -795,6 +920,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Manifest, Files, GPTC
     return manifest, Files(resolve(path), manifest), config
 
 
+def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """A bias of experts moves by small steps, which half precision would lose: it stays as it is."""
+    return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype
+
+
 def _write_each(
     file: Path, like: Mapping[str, Tensor], read: Callable[[str], tuple[Tensor, Callable[[], None]]]
 ) -> tuple[FileRecord, dict[str, int]]:
@@ -839,7 +969,9 @@ def _check_bias(name: str, entry: Entry, files: Files) -> None:
     bias = torch.zeros(entry.shape)
     copy_box(bias, (0,), entry, lambda e, c: files[c.file].tensor(e, c))
     if bias.any():
-        raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): neither mixtral nor qwen3_moe has one")
+        raise ValueError(
+            f"{name} is not zero (up to {bias.abs().max():.3g}): of their families deepseek_v3 alone has one"
+        )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class MoEConfig:
     shared_experts: int = 0
     d_ff: int | None = None  # of each expert; None: as the dense MLP's
     every: int = 1  # block i has experts where (i + 1) % every == 0, and a dense MLP elsewhere
+    dense: int = 0  # the first blocks, which have a dense MLP whatever `every` says
     score: str = "softmax"
     normalize: bool = True
     routed_scale: float = 1.0
@@ -59,7 +60,7 @@ class MoEConfig:
 
     def routing(self) -> dict:
         """What `mpcore.ParallelMoE` takes of it by the same name."""
-        own = ("experts", "d_ff", "every")
+        own = ("experts", "d_ff", "every", "dense")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in own}
 
 
@@ -134,6 +135,8 @@ class GPTConfig:
                 raise ValueError(f"{self.moe.experts} experts in the place of an MLP with biases: experts have none")
             if not 1 <= self.moe.every <= self.layers:
                 raise ValueError(f"moe every {self.moe.every} is not between 1 and the {self.layers} layers")
+            if not 0 <= self.moe.dense < self.layers:
+                raise ValueError(f"moe dense {self.moe.dense} leaves no experts in the {self.layers} layers")
 
     @property
     def eps(self) -> float:
@@ -160,7 +163,7 @@ class GPTConfig:
 
     def has_experts(self, block: int) -> bool:
         """Whether a block's MLP is a mixture."""
-        return self.moe is not None and (block + 1) % self.moe.every == 0
+        return self.moe is not None and block >= self.moe.dense and (block + 1) % self.moe.every == 0
 
 
 _gpt2 = partial(

@@ -38,7 +38,7 @@ from mpcore import collectives
 from mpcore.collectives import shard_sizes
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 from mpcore.sharding import Run
 
 KINDS = ("alltoall", "ring", "zigzag", "allgather", "two-level")
@@ -131,6 +131,7 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     Raises:
         ValueError: as `sequence_runs`, or for tensors of several lengths.
     """
+    check_axis(cp)
     tensors = {"": batch} if isinstance(batch, Tensor) else batch
     lengths = {name: t.shape[dim] for name, t in tensors.items()}
     if len(set(lengths.values())) > 1:
@@ -152,6 +153,7 @@ def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: i
         cp, pattern, dim: as of `shard_sequence`.
         length: T; None: all ranks have as many tokens as this one.
     """
+    check_axis(cp)
     length = x.shape[dim] * cp.size if length is None else length
     runs = sequence_runs(length, cp, pattern)
     if cp.size == 1:
@@ -161,6 +163,7 @@ def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: i
 
 def check_kind(kind: str, cp: Axis) -> None:
     """Refuse a pattern that isn't there."""
+    check_axis(cp)
     if kind not in KINDS:
         raise ValueError(f"context {kind!r} is none of {', '.join(map(repr, KINDS))}")
     if kind == "two-level" and cp.size > 1 and cp.levels is None:

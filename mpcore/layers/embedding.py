@@ -15,7 +15,7 @@ from mpcore import collectives
 from mpcore.kernels._dispatch import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
 from mpcore.layers.module import Init, ParallelModule, normal
-from mpcore.mesh import Axis
+from mpcore.mesh import Axis, check_axis
 from mpcore.sharding import cut
 
 
@@ -56,9 +56,9 @@ class VocabParallelEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_size("num_embeddings", num_embeddings, tp)
         self.num_embeddings, self.embedding_dim, self.tp = num_embeddings, embedding_dim, tp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("num_embeddings", num_embeddings, tp)
         shard = cut(num_embeddings, tp, 0)
         ((self.start, self.end),) = shard.mine
         self.local_padding_idx = None
@@ -193,6 +193,7 @@ class PositionEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axis(tp)
         self.num_positions, self.tp = num_positions, tp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         partial = (tp,) if self.sequence_parallel else ()

@@ -66,10 +66,10 @@ class ColumnParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_size("out_features", out_features, tp, unit)
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.gather_output, self.regather = gather_output, regather
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("out_features", out_features, tp, unit)
         shard = self.output_shard(unit)
         if gather_output and (unit > 1 or len(shard.mine) > 1):
             raise ValueError(
@@ -155,10 +155,10 @@ class RowParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_size("in_features", in_features, tp, unit)
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        check_size("in_features", in_features, tp, unit)
         shard = cut(in_features, tp, 1, unit)
         self.local_in_features = shard.size(tp.rank)
         self.local_in_features_name = f"this rank's share of in_features {in_features}"

@@ -185,9 +185,9 @@ class ParallelMoE(nn.Module):
             raise ValueError(f"dispatch {dispatch!r} is none of {DISPATCHES} and None")
         if shared_experts < 0:
             raise ValueError(f"shared_experts {shared_experts} is negative")
-        etp = replace(tp, name="etp") if etp is None else etp
-        for axis in (tp, ep, etp, cp, data):
+        for axis in (tp, ep, etp or tp, cp, data):
             check_axis(axis)
+        etp = etp or replace(tp, name="etp")
         self.dim, self.tp, self.ep, self.etp, self.cp = dim, tp, ep, etp, cp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         like = {"device": device, "dtype": dtype}

@@ -43,7 +43,7 @@ def copy_linear(
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    main, dtype = None if split else _main_gradients(weight, bias), autocast_dtype(x)
+    main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
     x = cast(x, dtype)
     if fp8:
         x, tp = (collectives.copy(x, tp), _ALONE) if split else (x, tp)

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from mpcore.collectives import all_gather, all_reduce
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
-from mpcore.mesh import Axis, Mesh
+from mpcore.mesh import Axis, Mesh, check_axis
 from mpcore.random import random_words
 from mpcore.sharding import data_run, is_dtensor, named_modules
 
@@ -132,6 +132,8 @@ class Router(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for axis in (tp, cp, data):
+            check_axis(axis)
         self.num_experts, self.top_k, self.score, self.normalize = num_experts, top_k, score, normalize
         self.routed_scale = routed_scale
         self.groups, self.top_groups = groups, groups if top_groups is None else top_groups

@@ -46,6 +46,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 1.0}
+DEEPSEEK = SIZES | {  # latents of even widths, which transformers' V2 wants
+    "num_key_value_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 13, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2 untied": lambda: transformers.GPT2Config(**GPT2, n_inner=31, tie_word_embeddings=False),
@@ -62,8 +68,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=13, decoder_sparse_step=2,
         use_sliding_window=True, sliding_window=7, attention_bias=True, router_aux_loss_coef=0.02,
     ),
+    "deepseek v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek v3": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK, q_lora_rank=9, first_k_dense_replace=1, attention_bias=True, rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek v3 narrow": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK | {"n_group": 1, "topk_group": 1}, q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False,
+        tie_word_embeddings=True,
+    ),
 }  # fmt: skip
-MIXTURES = ("mixtral", "qwen3 moe")
+MIXTURES = ("mixtral", "qwen3 moe", "deepseek v2", "deepseek v3")
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -75,7 +91,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         torch.manual_seed(len(name))
         model = transformers.AutoModelForCausalLM.from_config(config())
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if "bias" in n)):
                 parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
         folder = root / name.replace(" ", "-")
         model.save_pretrained(folder, max_shard_size="8KB")
@@ -198,7 +214,7 @@ def check_saved_wide(folder: str, path: str) -> None:
     save(path, model, mesh=on, step=3, config={"model": asdict(model.config), "corpus": {}})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "mixtral", "deepseek v3"])
 def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_path, name):
     """Chunks of tp 2 x pp 2, the fused projections cut across theirs; one file, cast on the way if asked."""
     ranks(4, check_saved_wide, str(folders[name]), str(tmp_path / "step"))
@@ -207,7 +223,8 @@ def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_pa
     assert sorted(p.name for p in back.iterdir()) == ["config.json", "generation_config.json", "model.safetensors",
                                                       "tokenizer.json"]  # fmt: skip
     half = export_hf(tmp_path / "step", tmp_path / "half", dtype=torch.bfloat16)
-    same_tensors(tensors_of(half), {key: t.bfloat16() for key, t in tensors_of(back).items()})
+    bias = "e_score_correction_bias"  # moves by steps that bfloat16 loses
+    same_tensors(tensors_of(half), {k: t if k.endswith(bias) else t.bfloat16() for k, t in tensors_of(back).items()})
     assert read_json(half / "config.json")["torch_dtype"] == "bfloat16"
     whole = import_hf(half, tmp_path / "whole", dtype=torch.float32)
     same_tensors(tensors_of(export_hf(whole, tmp_path / "again")), {k: t.float() for k, t in tensors_of(half).items()})
@@ -232,6 +249,7 @@ def test_a_config_comes_back_and_older_ones_read_alike(folders, name):
 
 LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_hidden_layers": 4}
+DEEPSEEK_V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "hidden_act": "silu", "first_k_dense_replace": 1}
 REFUSED = [
     ({**LLAMA, "model_type": "gemma2"}, r"family 'gemma2'"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
@@ -261,6 +279,17 @@ REFUSED = [
     ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"so experts in the layers \[0, 2\] of 4"),
     ({**QWEN3_MOE, "decoder_sparse_step": 5}, r"decoder_sparse_step 5 .* in the layers \[\] of 4"),
     ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4, which not all"),
+    ({**DEEPSEEK_V3, "topk_group": 1}, r"num_experts_per_tok 4 and topk_group 1 of 4: .* two best experts, .* 4"),
+    ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05: this model has only 1e-06"),
+    ({**DEEPSEEK_V3, "rope_interleave": False}, r"rope_interleave False"),
+    ({**DEEPSEEK_V3, "scoring_func": "softmax"}, r"scoring_func 'softmax'"),
+    ({**DEEPSEEK_V3, "num_key_value_heads": 3}, r"num_key_value_heads 3: this model has only 6"),
+    (
+        {**DEEPSEEK_V3, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+        r"topk_method 'group_limited",
+    ),
+    ({**DEEPSEEK_V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, r"norm_topk_prob True"),
+    ({**DEEPSEEK_V3, "first_k_dense_replace": 2}, r"moe dense 2 leaves no experts in the 2 layers"),
 ]
 
 
@@ -302,6 +331,31 @@ def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
     )
 
 
+def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
+    """As transformers leaves them out: published files of DeepSeek-V3 hold one behind the model's."""
+    folder = shutil.copytree(folders["deepseek v3"], tmp_path / "published")
+    values = read_json(folder / "config.json")
+    further = {key: t.clone() for key, t in tensors_of(folder).items() if key.startswith("model.layers.1.")}
+    change_tensors(folder, lambda t: t.update({key.replace(".1.", ".2.", 1): x for key, x in further.items()}))
+    for count in (1, 0):
+        (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": count}))
+        if count:
+            assert open_hf(folder).config == open_hf(folders["deepseek v3"]).config
+        else:
+            with pytest.raises(ValueError, match=r"does not: \['model.layers.2."):
+                open_hf(folder)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"score": "softmax"}, {"shared_experts": 0}, {"bias": None}, {"groups": 4, "top_groups": 1}], ids=str
+)
+def test_latent_attention_with_another_mixture_than_deepseeks_is_not_exported(changes):
+    config = config_from_hf(DEEPSEEK_V3)
+    assert config.moe is not None
+    with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model with latent"):
+        config_to_hf(replace(config, moe=replace(config.moe, **changes)))
+
+
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))
 
 
@@ -315,6 +369,7 @@ MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=Mo
         ({"capacity_factor": 1.5}, r"\{'capacity_factor': 1.5\}"),
         ({"normalize": False}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
         ({"every": 2}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
+        ({"dense": 1}, r"\{'dense': 1\}"),
     ],
     ids=str,
 )

@@ -84,6 +84,6 @@ def test_what_latent_attention_has_not_is_refused():
         GPTConfig(latent=latent, kv_heads=2, qk_norm=True)
     with pytest.raises(ValueError, match="latent attention has no biases of one projection alone"):
         GPTConfig(latent=latent, qkv_bias=True)
-    with pytest.raises(ValueError, match="no Hugging Face family that is written here has latent attention"):
+    with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model"):
         family_of(GPTConfig(latent=latent))
     assert torch.is_tensor(GPT(GPTConfig(layers=1, latent=latent, bias=True), device="cpu")(torch.zeros(1, 2).long()))

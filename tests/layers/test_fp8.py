@@ -24,6 +24,7 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.kernels import fp8_matmul, quantize_fp8
 from mpcore.layers import products
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.precision import autocast, convert_to_fp8
 from mpcore.recompute import recompute
 from tests.equality import close, same_model
@@ -136,14 +137,20 @@ def test_weights_stay_in_float32_under_autocast_and_the_product_is_in_half():
     close(y.detach().double(), want, "y", 2**-7)
 
 
-def test_main_gradients_take_the_sum_over_micro_batches_in_float32():
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_main_gradients_take_the_sum_over_micro_batches_in_float32(split):
     layer = convert_to_fp8(ColumnParallelLinear(200, 150, dtype=torch.bfloat16))
     main_gradients(layer)
+    layer.split_backward = split
     terms = []
     for seed in range(3):
         x, dy = draw(seed, 130, 200, dtype=torch.bfloat16), draw(9 + seed, 130, 150, dtype=torch.bfloat16)
-        layer(x).backward(dy)
-        terms.append(eight_bits(dy.double().t(), 1) @ eight_bits(x.double().t(), 1).t())
+        if split:  # as a zero-bubble pipeline
+            _, deferred = backward_inputs([layer(x.requires_grad_())], [dy], [x])
+            backward_weights(deferred)
+        else:
+            layer(x).backward(dy)
+        terms.append(eight_bits(dy.double().t(), 1) @ eight_bits(x.detach().double().t(), 1).t())
     assert layer.weight.grad is None
     close(layer.weight.main_grad.double(), torch.stack(terms).sum(0), "main gradient", 1e-6)
 

@@ -61,7 +61,7 @@ MUTATIONS = [
              "tl.store(z_ptrs, total.to(", "tl.store(z_ptrs, ACTIVATION(total)[0].to(",
              "tests/kernels/interpret/test_moe.py"),
     Mutation("28 experts are cut over nothing where etp isn't given", "mpcore/layers/moe.py",
-             'etp = replace(tp, name="etp") if etp is None else etp', 'etp = etp or Axis(name="etp")', MOE),
+             'etp = etp or replace(tp, name="etp")', 'etp = etp or Axis(name="etp")', MOE),
     Mutation("28 experts that lie otherwise than the mesh says pass", "mpcore/layers/moe.py",
              "if moe.tp.size * mesh.data.size != moe.etp.size * moe.ep.size * replicas.size:", "if False:", MOE),
     Mutation("28 experts' replicas over tp are nobody's", "mpcore/gradients.py",
