@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from mpcore.gradients import check_backward, check_steps, drop_gradients
 from mpcore.layers.module import listed, refuse_second_derivative
 from mpcore.layers.moe import check_experts
+from mpcore.layers.router import Router
 from mpcore.mesh import Axis, Mesh, check_mesh, check_same, divisors
 from mpcore.sharding import (
     Sharding,
@@ -117,9 +118,9 @@ def shard_data_parallel(
     (`register_post_accumulate_grad_hook`), afterwards: 1 to 3 put other parameters in place of the model's, with their
     attributes. They have no second derivative.
 
-    Scalars and empty parameters stay whole on every rank, as with `zero=0`. A parameter that no rank used in a step has
-    no gradient with `zero=0`; else one of zeros, or none where its block was skipped in all steps so far. Frozen
-    parameters have none. A block is run by every rank or by none.
+    Scalars, empty parameters and the statistics of routers stay whole on every rank, as with `zero=0`. A parameter that
+    no rank used in a step has no gradient with `zero=0`; else one of zeros, or none where its block was skipped in all
+    steps so far. Frozen parameters have none. A block is run by every rank or by none.
 
     Args:
         model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
@@ -171,6 +172,8 @@ def shard_data_parallel(
     check_steps()
     held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
+    routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
+    whole |= {p for router in routers for p in router.statistics}  # else they would be cast to `param_dtype`
     for stage in stages:
         _declare_pending(stage, mesh, lambda p: p in whole)
     wrap = _Wrap(mesh, held, zero, replicate, param_dtype, reduce_dtype)

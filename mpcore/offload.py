@@ -355,7 +355,7 @@ class _Swap:
 def _movable(block: nn.Module) -> dict[nn.Parameter, None]:
     """A block's parameters, in order, but for those that `update_routers` reads and writes between steps."""
     routers = [module for module in block.modules() if isinstance(module, Router)]
-    stay = {id(p) for router in routers for p in (router.expert_bias, router.fractions)}
+    stay = {id(p) for router in routers for p in router.statistics}
     return dict.fromkeys(p for p in block.parameters() if id(p) not in stay)
 
 

@@ -734,6 +734,18 @@ def check_other_optimizers(root: str) -> None:
             assert torch.equal(x, value)
 
 
+def test_a_checkpoint_from_before_the_first_step_forgets_what_the_optimizer_had(tmp_path):
+    """Nor is it refused: with float16 all steps before it may have been skipped (Megatron-LM #602)."""
+    run = Run(Mesh())
+    run.save(tmp_path / "step", 0)
+    want = run.steps(0, 2), run.full()
+    run.load(tmp_path / "step")
+    assert not run.optimizer.state
+    got = run.steps(0, 2), run.full()
+    assert got[0] == want[0]
+    same_bits(got[1], want[1])
+
+
 def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
     model = nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()

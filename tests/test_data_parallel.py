@@ -33,6 +33,7 @@ from mpcore import (
     materialize,
     reduce_gradients,
     shardings,
+    update_routers,
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
@@ -615,6 +616,29 @@ def test_pitfall_28_30_experts_are_dealt_out_over_the_ranks_that_hold_them(ranks
 
 
 # --- half precision -----------------------------------------------------------------------------------------------
+
+
+def check_statistics(zero: int) -> None:
+    """A bias whose steps bfloat16 can't tell apart chooses, and moves, as in float32 (Megatron-LM #1482)."""
+    on = mesh(dp=2)
+    options = {"bias_rate": 0.001, "aux_loss": "global", "data": on.data, "device": "meta", "dtype": torch.float32}
+    moe = materialize(ParallelMoE(8, 8, 3, 1, **options), seed=0)
+    bias = 1 + torch.arange(3) / 1000
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.expert_bias.copy_(bias)
+        moe.router.fractions.fill_(1.001)
+    shard_data_parallel(moe, on, zero=zero, param_dtype=torch.bfloat16)
+    moe(torch.ones(1, 6, 8, dtype=torch.bfloat16), loss_scale=1.0).sum().backward()
+    did = update_routers(moe, on)["router"]
+    assert did.tokens_per_expert.tolist() == [0, 0, 12]
+    close(did.aux_loss.float(), torch.tensor(1.001), "the balance loss", 1e-6)
+    close(moe.router.expert_bias.detach(), bias + 0.001 * torch.tensor([1, 1, -1]), "the bias", 1e-7)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_routers_keep_their_statistics_in_float32_whatever_is_computed_in(ranks, zero):
+    ranks(2, check_statistics, zero)
 
 
 def check_half(sizes: dict, zero: int, schedule: str) -> None:

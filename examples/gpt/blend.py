@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def parse_sources(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of `--data`: prefixes alone, or a weight before each.
 
     Raises:
-        ValueError: weights before some alone, or a corpus twice.
+        ValueError: weights before some alone, or a corpus twice, by whatever paths.
     """
     numbers = [_number(word) for word in words]
     weights: list[float] | None = [x for x in numbers[::2] if x is not None]
@@ -96,9 +97,11 @@ def parse_sources(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
             f"--data {' '.join(words)}: give prefixes alone, or a weight before each, as in --data 0.7 web 0.3 code; "
             f"a prefix that is a number wants a folder before it, as in ./7"
         )
-    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
-    if twice:
-        raise ValueError(f"--data names {twice[0]} {prefixes.count(twice[0])} times: give it once, with a weight")
+    found: dict[str, int] = {}
+    for i, prefix in enumerate(prefixes):
+        first = found.setdefault(os.path.realpath(f"{prefix}.bin"), i)
+        if first < i:
+            raise ValueError(f"--data names {prefixes[first]} and {prefix}, one corpus: give it once, with a weight")
     return prefixes, weights
 
 

@@ -389,3 +389,21 @@ def count_active_parameters(config: GPTConfig) -> int:
         return count_parameters(config)
     held = owners(GPT(config, device="meta"))
     return round(sum(p.numel() * getattr(module, "used_share", 1) for _, module, _, p in held if p.requires_grad))
+
+
+def flops_of_token(config: GPTConfig) -> int:
+    """Of forward and backward of one token: 6 for each parameter that multiplies, and attention's products.
+
+    Tables are looked up, and multiply nothing but as a tied head. Attention counts a window's tokens, or all: half of
+    them are hidden by the causal mask, which by convention is no saving.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    c = config
+    looked_up = (0 if c.tie_embeddings else c.vocab_size) + (c.seq_len if c.positions == "learned" else 0)
+    if c.latent is None:
+        widths = 2 * (c.head_dim or c.d_model // c.heads)  # of a head's scores and values
+    else:
+        widths = c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim + c.latent.v_head_dim
+    seen = min(c.window or c.seq_len, c.seq_len)
+    return 6 * (count_active_parameters(c) - looked_up * c.d_model + c.layers * c.heads * widths * seen)

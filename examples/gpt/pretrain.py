@@ -38,7 +38,14 @@ from examples.gpt.data import Samples, default_corpus
 from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
 from examples.gpt.generate import generate
 from examples.gpt.hf import ROUTER_BIAS, ROUTER_STATISTICS, load_hf
-from examples.gpt.model import GPTConfig, build_stages, compile_blocks, count_active_parameters, count_parameters
+from examples.gpt.model import (
+    GPTConfig,
+    build_stages,
+    compile_blocks,
+    count_active_parameters,
+    count_parameters,
+    flops_of_token,
+)
 from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
 from mpcore import (
@@ -659,12 +666,10 @@ class Trainer:
         )
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Model FLOPs (6N + 12 L D T a token, PaLM appendix B) over the device's peak."""
-        c = self.config
-        flops = 6 * count_active_parameters(c) + 12 * c.layers * c.d_model * c.seq_len
+        """Model FLOPs over the device's peak."""
         name = torch.cuda.get_device_name()
         peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
-        return flops * tokens_per_second / (peak * self.mesh.job.size)
+        return flops_of_token(self.config) * tokens_per_second / (peak * self.mesh.job.size)
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:

@@ -33,7 +33,7 @@ from mpcore.collectives import all_gather, all_reduce
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
 from mpcore.mesh import Axis, Mesh, check_axis
 from mpcore.random import random_words
-from mpcore.sharding import data_run, is_dtensor, named_modules
+from mpcore.sharding import named_modules
 
 AUX_LOSSES = ("sequence", "micro_batch", "global")
 _REST = 5  # of a tally, after the counts: tokens, dropped choices, sums of entropy, balance loss, z-loss
@@ -146,7 +146,7 @@ class Router(ParallelModule):
         like = {"device": device, "dtype": dtype}
         bound = 1 / math.sqrt(dim)
         self.declare("weight", (num_experts, dim), init or uniform(bound), partial=(tp,), **like)
-        # Not trained, but parameters: they begin, are saved and are sharded as all others are.
+        # Not trained, but parameters: they begin and are saved as all others are.
         biased = bias_rate > 0 if bias is None else bias
         for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, aux_loss == "global")):
             if there:
@@ -156,13 +156,17 @@ class Router(ParallelModule):
             else:
                 self.register_parameter(name, None)
 
+    @property
+    def statistics(self) -> list[nn.Parameter]:
+        """What `update_routers` moves by small steps: in fp32 or fp64 and whole, whatever becomes of the model."""
+        found = (self._parameters[name] for name in ("expert_bias", "fractions"))
+        return [parameter for parameter in found if parameter is not None]
+
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
         """As torch, but what moves by small steps stays in fp32: in bfloat16 they would be lost."""
-        before = {name: self._parameters[name] for name in ("expert_bias", "fractions")}
-        kept = {name: p.data for name, p in before.items() if p is not None}
+        kept = [parameter.data for parameter in self.statistics]
         super()._apply(fn, recurse)
-        for name, data in kept.items():
-            parameter = self.get_parameter(name)
+        for parameter, data in zip(self.statistics, kept, strict=True):
             if parameter.dtype != torch.promote_types(parameter.dtype, torch.float32):
                 parameter.data = data.to(parameter.device)
         return self
@@ -391,24 +395,11 @@ def update_routers(model: nn.Module, mesh: Mesh) -> dict[str, RouterStatistics]:
     for (name, router), tally in zip(routers.items(), total.split([len(t) for t in tallies]), strict=True):
         counts, (tokens, dropped, *sums) = tally[:-_REST], tally[-_REST:]
         if router.expert_bias is not None:
-            _add(router.expert_bias, router.bias_rate * (counts.mean() - counts).sign())
+            router.expert_bias.add_(router.bias_rate * (counts.mean() - counts).sign())
         if router.fractions is not None:
-            _add(router.fractions, _as_fractions(counts) - _whole(router.fractions))
+            router.fractions.copy_(_as_fractions(counts))
         entropy, aux, z = (s / tokens.clamp(min=1) for s in sums)
         violation = counts.max() / counts.mean().clamp(min=1e-30) - 1
         found[name] = RouterStatistics(counts, entropy, dropped / counts.sum().clamp(min=1), violation, aux, z)
         router.tally = None
     return found
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if is_dtensor(parameter) else parameter
-
-
-def _add(parameter: Tensor, change: Tensor) -> None:
-    """Add to a parameter what every rank holds whole, also where `fully_shard` cut it."""
-    if is_dtensor(parameter):
-        local, (start, end) = parameter.to_local(), data_run(parameter)
-        local.add_(change[start:end].to(local.dtype))
-    else:
-        parameter.add_(change.to(parameter.dtype))

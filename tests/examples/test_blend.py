@@ -84,7 +84,8 @@ def test_without_weights_every_sample_comes_as_often_as_any_other(parts):
         (["0.7", "web", "x", "code"], "give prefixes alone, or a weight before each"),
         (["0.7", "web", "0.3"], "give prefixes alone, or a weight before each"),
         (["0.7", "0.3", "web", "code"], "give prefixes alone, or a weight before each"),
-        (["web", "code", "web"], "names web 2 times"),
+        (["web", "code", "web"], "names web and web, one corpus"),
+        (["0.7", "web", "0.2", "code", "0.1", "./web"], "names web and ./web, one corpus"),
     ],
     ids=str,
 )
@@ -94,6 +95,16 @@ def test_sources_are_prefixes_with_weights_or_without(words, found):
     else:
         with pytest.raises(ValueError, match=found):
             parse_sources(words)
+
+
+def test_a_corpus_under_another_name_is_refused(tmp_path):
+    """Each would bring the same samples in the same order (Megatron-Energon #266)."""
+    web = write(tmp_path / "web", [1])
+    other = tmp_path / "other"
+    for end in (".bin", ".idx"):
+        other.with_suffix(end).symlink_to(web + end)
+    with pytest.raises(ValueError, match=f"names {web} and {other}, one corpus"):
+        parse_sources([web, str(other)])
 
 
 def test_weights_that_are_none_are_refused(parts):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -220,6 +221,8 @@ def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_pa
     ranks(4, check_saved_wide, str(folders[name]), str(tmp_path / "step"))
     back = export_hf(tmp_path / "step", tmp_path / "back", tokenizer=folders[name])
     same_tensors(tensors_of(back), tensors_of(folders[name]))
+    with safe_open(back / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers 4 refuses a file that doesn't say so (mlx #743)
     assert sorted(p.name for p in back.iterdir()) == ["config.json", "generation_config.json", "model.safetensors",
                                                       "tokenizer.json"]  # fmt: skip
     half = export_hf(tmp_path / "step", tmp_path / "half", dtype=torch.bfloat16)

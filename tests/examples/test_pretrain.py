@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from examples.gpt.model import GPT, GPTConfig, LatentConfig, flops_of_token
 from mpcore import full_state_dict, shardings
 from mpcore.data_parallel import reshard
 from tests.pool import mesh
@@ -178,3 +181,26 @@ def test_a_step_waits_for_the_device_once(flags, monkeypatch):
         t.step(1)
     assert reads.count == 0
     assert sum(x.is_floating_point() for x in lists) == 1  # integers, the experts' counts, only references read
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTConfig(d_model=24, heads=2, head_dim=16, kv_heads=1),
+        GPTConfig(d_model=24, heads=2, tie_embeddings=True, positions="learned", norm="layer", bias=True),
+        GPTConfig(d_model=24, heads=2, latent=LatentConfig()),
+    ],
+    ids=["untied, wide heads", "tied, learned positions", "latent"],
+)
+def test_flops_of_a_token_are_those_of_its_products(config):
+    """A table that is looked up, and heads that aren't d_model wide together (torchtitan #280, open-instruct #1096)."""
+    model, T = GPT(config, device="meta"), config.seq_len
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, T, dtype=torch.int64, device="meta"))
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)  # of norms and biases, that torch doesn't count
+    assert flops_of_token(config) * T == 3 * (counter.get_total_flops() + 2 * vectors * T)
+
+
+def test_flops_of_a_token_with_a_window_are_those_of_a_sequence_as_long():
+    short, long = GPTConfig(seq_len=8), GPTConfig(seq_len=64)
+    assert flops_of_token(dataclasses.replace(long, window=8)) == flops_of_token(short) < flops_of_token(long)

@@ -20,4 +20,10 @@ MUTATIONS = [
              '"betas": (0.9, 0.95)', TESTS),
     Mutation("the learning rate always falls to a tenth", ARGUMENTS, "warmup=args.warmup, lr=args.lr, **floor)",
              "warmup=args.warmup, lr=args.lr)", TESTS),
+    Mutation("a corpus by another path is another corpus", BLEND, 'os.path.realpath(f"{prefix}.bin")', "prefix", TESTS),
+    Mutation("a table that is looked up multiplies", "examples/gpt/model.py",
+             "(0 if c.tie_embeddings else c.vocab_size)", "0",
+             "tests/examples/test_pretrain.py::test_flops_of_a_token_are_those_of_its_products"),
+    Mutation("a window saves no product", "examples/gpt/model.py", "min(c.window or c.seq_len, c.seq_len)", "c.seq_len",
+             "tests/examples/test_pretrain.py::test_flops_of_a_token_with_a_window_are_those_of_a_sequence_as_long"),
 ]  # fmt: skip

@@ -88,4 +88,10 @@ MUTATIONS = [
              "return end - start == size and end <= room", "return end - start == size", HF),
     Mutation("an index leads out of its folder", "examples/gpt/hf.py",
              "if Path(name).name != name or not name.endswith", "if not name.endswith", HF),
+    Mutation("an export doesn't say what format it is in", "mpcore/checkpoint/format.py",
+             '{"__metadata__": {"format": "pt"}}', "{}",
+             "tests/examples/test_hf.py::test_pitfall_16_17_a_checkpoint_of_any_layout_exports[gpt2]"),
+    Mutation("moments outlive a checkpoint that has none", "mpcore/checkpoint/loading.py",
+             "    optimizer.state.clear()\n", "    if plan.state:\n        optimizer.state.clear()\n",
+             "tests/test_checkpoint.py::test_a_checkpoint_from_before_the_first_step_forgets_what_the_optimizer_had"),
 ]  # fmt: skip

@@ -48,4 +48,7 @@ MUTATIONS = [
              "key=lambda block: sum(module in given for module in block.modules())", "key=lambda block: 0",
              FILE + "test_blocks_may_be_nested_repeated_and_in_any_order"),
     Mutation("a fifth stage of ZeRO", "mpcore/data_parallel.py", "if zero not in (0, 1, 2, 3):", "if False:", REFUSED),
+    Mutation("44 a router's bias is cast with its weights", "mpcore/data_parallel.py",
+             "    whole |= {p for router in routers for p in router.statistics}", "    pass",
+             FILE + "test_routers_keep_their_statistics_in_float32_whatever_is_computed_in"),
 ]  # fmt: skip
