@@ -66,7 +66,8 @@ class HeadAttention(torch.nn.Module):
         sequence_dim: int = 1,
     ) -> None:
         super().__init__()
-        check_axis(tp)
+        for axis in (tp, cp):
+            check_axis(axis)
         if window is not None and (not causal or window < 1):
             raise ValueError(f"window {window} needs a causal mask and at least 1 token")
         if softcap is not None and softcap <= 0:

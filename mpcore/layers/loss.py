@@ -423,6 +423,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
     def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options) -> None:
         super().__init__()
+        check_axis(tp)
         self.vocab_size, self.tp, self.options = vocab_size, tp, options
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
