@@ -146,7 +146,8 @@ def test_main_gradients_take_the_sum_over_micro_batches_in_float32(split):
     for seed in range(3):
         x, dy = draw(seed, 130, 200, dtype=torch.bfloat16), draw(9 + seed, 130, 150, dtype=torch.bfloat16)
         if split:  # as a zero-bubble pipeline
-            _, deferred = backward_inputs([layer(x.requires_grad_())], [dy], [x])
+            y = layer(x.requires_grad_())  # with a name: torch 2.11 frees a graph whose output is gone
+            _, deferred = backward_inputs([y], [dy], [x])
             backward_weights(deferred)
         else:
             layer(x).backward(dy)
