@@ -115,6 +115,7 @@ BEYOND = {
         "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
         "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
         "10 gathered logits are taken", "a rank without columns waits for nobody",
+        "32 an optimizer that reads .grad alone steps nothing",
         "a mask is refused after the first gather", "processes of another launcher train alone",
         "41 ranks ask for different meshes", "a fifth stage of ZeRO",
         "the product of tokens is a view", "shards of different rows are summed over data",
