@@ -988,7 +988,7 @@ def check_scores(zero: int) -> None:
     dense = Scores(linear_log_prob_reference)
     shard_data_parallel(model, on, [model.body], zero=zero)
     log_prob, entropy = model(rows(0, on.data.rank))
-    (log_prob * entropy).sum().backward()
+    (log_prob.mul_(2) * entropy.div_(2)).sum().backward()  # what is returned may be written to
     reduce_gradients(model)
     for rank in range(2):
         log_prob, entropy = dense(rows(0, rank))
