@@ -1082,6 +1082,9 @@ def check_mixed() -> None:
     for slow in ({"foreach": False}, {"fused": False}, {}):
         torch.optim.AdamW(model.parameters(), **slow).step()
     AdamW(model).step()
+    for p in whole:
+        p.grad = None
+    torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
 @pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -683,3 +684,12 @@ def check_of_whole_tensors(tp):
 def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
     for tp in (1, 2):
         ranks(tp, check_of_whole_tensors, tp)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_torchs_optimizers_step_a_group_at_once_by_default_on_a_gpu_alone(make):
+    here, there = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (False, True))
+    for said, on_cpu, on_gpu in (({}, False, True), ({"foreach": False}, False, False), ({"fused": True}, True, True)):
+        group = make([torch.zeros(1, requires_grad=True)], lr=0.1, **said).param_groups[0]
+        assert [of_gradients._steps_together(group, [p]) for p in (here, there)] == [on_cpu, on_gpu]
+    assert not of_gradients._steps_together({"params": [there]}, [there]), "of an optimizer that knows no foreach"
