@@ -368,13 +368,27 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"score": "softmax"}, {"shared_experts": 0}, {"bias": None}, {"groups": 4, "top_groups": 1}], ids=str
+    ("changes", "of_mixture"),
+    [
+        ({}, {"score": "softmax", "groups": 1, "top_groups": 1}),
+        ({}, {"score": "softmax", "normalize": False}),  # with its groups
+        ({}, {"shared_experts": 0}),
+        ({}, {"bias": None}),
+        ({}, {"groups": 4, "top_groups": 1}),
+        ({}, {"dense": 0, "every": 2}),
+        ({}, {"capacity_factor": 1.5}),
+        ({}, {"jitter": 0.1}),
+        ({"norm_eps": 1e-5}, {}),
+        ({"window": 5}, {}),
+        ({"activation": "geglu"}, {}),
+    ],
+    ids=str,
 )
-def test_latent_attention_with_another_mixture_than_deepseeks_is_not_exported(changes):
+def test_latent_attention_of_another_model_than_deepseeks_is_not_exported(changes, of_mixture):
     config = config_from_hf(DEEPSEEK_V3)
     assert config.moe is not None
     with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model with latent"):
-        config_to_hf(replace(config, moe=replace(config.moe, **changes)))
+        config_to_hf(replace(config, **changes, moe=replace(config.moe, **of_mixture)))
 
 
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))
