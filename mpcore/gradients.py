@@ -83,7 +83,7 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
                     f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad "
                     f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
                 )
-            if isinstance(optimizer, _OF_WHOLE_TENSORS) and getattr(p, "is_cut", False):
+            if isinstance(optimizer, OF_WHOLE_TENSORS) and getattr(p, "is_cut", False):
                 raise ValueError(
                     f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
                     f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
@@ -100,7 +100,7 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 # Of torch's optimizers those that don't step each element by itself.
-_OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 def _steps_together(group: dict[str, Any], parameters: list[Tensor]) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore.data_parallel import hides_tensors, trained_tensors
-from mpcore.gradients import gradient_of
+from mpcore.gradients import OF_WHOLE_TENSORS, gradient_of
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.router import Router
 from mpcore.optim import AdamW, Muon
@@ -93,10 +93,13 @@ def offload_optimizer(
         The optimizer.
 
     Raises:
-        ValueError: if it has states already, is Muon, or memory can't be pinned.
+        ValueError: if it has states already, steps whole tensors as Muon does, or memory can't be pinned.
     """
-    if isinstance(optimizer, Muon):
-        raise ValueError("Muon orthogonalises whole matrices, gathered on the device: offload AdamW")
+    if isinstance(optimizer, (Muon, *OF_WHOLE_TENSORS)):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes each element from its whole tensor, of which the host would have "
+            f"this rank's part: offload AdamW, or what steps each element by itself"
+        )
     if optimizer.state:
         raise ValueError(
             f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"

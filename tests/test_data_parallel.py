@@ -988,7 +988,7 @@ def check_scores(zero: int) -> None:
     dense = Scores(linear_log_prob_reference)
     shard_data_parallel(model, on, [model.body], zero=zero)
     log_prob, entropy = model(rows(0, on.data.rank))
-    (log_prob * entropy).sum().backward()
+    (log_prob.mul_(2) * entropy.div_(2)).sum().backward()  # what is returned may be written to
     reduce_gradients(model)
     for rank in range(2):
         log_prob, entropy = dense(rows(0, rank))
@@ -1082,6 +1082,9 @@ def check_mixed() -> None:
     for slow in ({"foreach": False}, {"fused": False}, {}):
         torch.optim.AdamW(model.parameters(), **slow).step()
     AdamW(model).step()
+    for p in whole:
+        p.grad = None
+    torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
 @pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")

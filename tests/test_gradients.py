@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -620,15 +621,15 @@ def test_norm_without_gradients_is_zero():
 @pytest.mark.parametrize("kind", [torch.Tensor, float])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0, -1.0])
 def test_clip_is_torchs_clip(max_norm, kind):
-    ours, theirs = nn.Linear(3, 4).double(), nn.Linear(3, 4).double()
+    ours, theirs = (nn.Sequential(nn.Linear(3, 4).double(), nn.Linear(4, 2)) for _ in range(2))
     for model in (ours, theirs):
         for i, p in enumerate(model.parameters()):
-            p.grad = draw(i, *p.shape)
-    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in ours.parameters()]))
+            p.grad = draw(i, *p.shape).to(p.dtype)
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in ours.parameters()]))
     clip_gradients(ours, max_norm, norm if kind is torch.Tensor else norm.item())
     scale = min(1.0, max_norm / norm.item()) if max_norm > 0 else 1.0
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        close(p.grad, q.grad * scale, "gradient")
+        close(p.grad, q.grad * scale, "gradient", 1e-12 if p.dtype == torch.float64 else 1e-6)
 
 
 def test_zero_gradients_are_clipped_to_zero():
@@ -683,3 +684,12 @@ def check_of_whole_tensors(tp):
 def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
     for tp in (1, 2):
         ranks(tp, check_of_whole_tensors, tp)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_torchs_optimizers_step_a_group_at_once_by_default_on_a_gpu_alone(make):
+    here, there = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (False, True))
+    for said, on_cpu, on_gpu in (({}, False, True), ({"foreach": False}, False, False), ({"fused": True}, True, True)):
+        group = make([torch.zeros(1, requires_grad=True)], lr=0.1, **said).param_groups[0]
+        assert [of_gradients._steps_together(group, [p]) for p in (here, there)] == [on_cpu, on_gpu]
+    assert not of_gradients._steps_together({"params": [there]}, [there]), "of an optimizer that knows no foreach"

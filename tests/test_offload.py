@@ -488,8 +488,9 @@ def test_what_cant_be_had_is_refused():
         Trainer(parse([*FLAGS, "--offload", "none", "optimizer"]), mesh())
     with pytest.raises(ValueError, match="--schedule zb: it splits backward"):
         Trainer(parse([*FLAGS, "--offload", "parameters", "--schedule", "zb"]), mesh())
-    with pytest.raises(ValueError, match="Muon orthogonalises whole matrices"):
-        offload_optimizer(Muon(build()))
+    for whole in (Muon(build()), torch.optim.Muon([model.weight]), torch.optim.Adafactor([model.weight])):
+        with pytest.raises(ValueError, match=rf"{type(whole).__name__} computes each element from its whole tensor"):
+            offload_optimizer(whole)
     with pytest.raises(ValueError, match="--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's"):
         Trainer(parse([*FLAGS, "--offload", "optimizer", "--optimizer", "muon"]), mesh())
     with pytest.raises(ValueError, match="--recompute 'budget=much' is none of"):

@@ -298,6 +298,7 @@ def test_files_of_one_name_in_two_folders_have_a_version_each(tmp_path, monkeypa
     assert found["web/corpus.idx"] != found["code/corpus.idx"]
     assert found == file_versions(*(tmp_path / "there" / name / "corpus.idx" for name in ("web", "code")))
     assert file_versions("here/web/corpus.idx").keys() == {"corpus.idx"}
+    assert file_versions() == {}
 
 
 def test_code_of_one_name_in_two_folders_is_refused(tmp_path):

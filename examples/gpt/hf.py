@@ -444,8 +444,8 @@ def family_of(config: GPTConfig) -> str:
 
 
 def _deepseek_of(c: GPTConfig) -> str:
-    moe, like = c.moe, (c.norm, c.eps, c.positions, c.activation, c.window, c.biases[2])
-    if moe is not None and like == ("rms", 1e-6, "rope", "swiglu", None, False) and moe.shared_experts > 0:
+    moe, like = c.moe, (c.norm, c.eps, c.positions, c.activation, c.window)
+    if moe is not None and like == ("rms", 1e-6, "rope", "swiglu", None) and moe.shared_experts > 0:
         plain = moe.every == 1 and moe.capacity_factor is None and not moe.jitter
         ungrouped = moe.top_groups in (None, moe.groups)
         if plain and moe.score == "softmax" and not moe.normalize and ungrouped:

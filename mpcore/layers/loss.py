@@ -164,7 +164,7 @@ def linear_cross_entropy(
     rows, options = _head("linear_cross_entropy", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
     options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if reduction == "none":
-        loss = fused.linear_cross_entropy_rows(*rows, **options).view(target.shape)
+        loss = _shaped(fused.linear_cross_entropy_rows(*rows, **options), target)
         return loss if token_weight is None else loss * token_weight
     exact = torch.promote_types(x.dtype, torch.float32)
     scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
@@ -204,7 +204,7 @@ def linear_log_prob(
     sharing = (tp, vocab_size, sequence_parallel, sequence_dim)
     rows, options = _head("linear_log_prob", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
     log_prob, entropy = fused.linear_log_prob(*rows, **options)
-    return log_prob.view(target.shape), entropy.view(target.shape)
+    return _shaped(log_prob, target), _shaped(entropy, target)
 
 
 def _head(
@@ -242,6 +242,11 @@ def _head(
         "chunk_rows": chunk_rows or fused.rows_of_chunk(rows, -(-size // tp.size)),  # ranks' shards may be uneven
     }
     return (rows, weight, target.reshape(-1)), options
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """No view: `fully_shard` would lose its hook of one that the caller writes to."""
+    return rows.view(like.shape).clone()
 
 
 def _check_options(

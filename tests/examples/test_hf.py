@@ -283,6 +283,10 @@ REFUSED = [
     ({**QWEN3_MOE, "decoder_sparse_step": 5}, r"decoder_sparse_step 5 .* in the layers \[\] of 4"),
     ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4, which not all"),
     ({**DEEPSEEK_V3, "topk_group": 1}, r"num_experts_per_tok 4 and topk_group 1 of 4: .* two best experts, .* 4"),
+    ({**DEEPSEEK_V3, "num_experts_per_tok": 2}, r"_tok 2 and topk_group 2 of 4: .* two best experts, .* 1"),
+    ({**DEEPSEEK_V3, "moe_layer_freq": 2}, r"moe_layer_freq 2: this model has only 1"),
+    ({**DEEPSEEK_V3, "mlp_bias": True}, r"mlp_bias True"),
+    ({**DEEPSEEK_V3, "qk_head_dim": 12}, r"qk_head_dim 12: this model has only 10"),
     ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05: this model has only 1e-06"),
     ({**DEEPSEEK_V3, "rope_interleave": False}, r"rope_interleave False"),
     ({**DEEPSEEK_V3, "scoring_func": "softmax"}, r"scoring_func 'softmax'"),
@@ -334,6 +338,20 @@ def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
     )
 
 
+def test_deepseek_is_read_whatever_its_config_leaves_out():
+    """Defaults are those of transformers; what only training reads comes along."""
+    bare = {"hidden_act": "silu", "vocab_size": 53, "max_position_embeddings": 64, "hidden_size": 24,
+            "intermediate_size": 21, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6,
+            "num_experts_per_tok": 8}  # fmt: skip
+    for kind in (transformers.DeepseekV2Config, transformers.DeepseekV3Config):
+        values = {"model_type": kind.model_type, **bare}
+        config = config_from_hf(values)
+        assert config == config_from_hf(kind(**bare).to_dict())
+        trained = config_from_hf(values | {"initializer_range": 0.006, "aux_loss_alpha": 0.01})
+        assert config.moe is not None
+        assert trained == replace(config, init_std=0.006, moe=replace(config.moe, aux_coefficient=0.01))
+
+
 def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
     """As transformers leaves them out: published files of DeepSeek-V3 hold one behind the model's."""
     folder = shutil.copytree(folders["deepseek v3"], tmp_path / "published")
@@ -350,13 +368,27 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"score": "softmax"}, {"shared_experts": 0}, {"bias": None}, {"groups": 4, "top_groups": 1}], ids=str
+    ("changes", "of_mixture"),
+    [
+        ({}, {"score": "softmax", "groups": 1, "top_groups": 1}),
+        ({}, {"score": "softmax", "normalize": False}),  # with its groups
+        ({}, {"shared_experts": 0}),
+        ({}, {"bias": None}),
+        ({}, {"groups": 4, "top_groups": 1}),
+        ({}, {"dense": 0, "every": 2}),
+        ({}, {"capacity_factor": 1.5}),
+        ({}, {"jitter": 0.1}),
+        ({"norm_eps": 1e-5}, {}),
+        ({"window": 5}, {}),
+        ({"activation": "geglu"}, {}),
+    ],
+    ids=str,
 )
-def test_latent_attention_with_another_mixture_than_deepseeks_is_not_exported(changes):
+def test_latent_attention_of_another_model_than_deepseeks_is_not_exported(changes, of_mixture):
     config = config_from_hf(DEEPSEEK_V3)
     assert config.moe is not None
     with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model with latent"):
-        config_to_hf(replace(config, moe=replace(config.moe, **changes)))
+        config_to_hf(replace(config, **changes, moe=replace(config.moe, **of_mixture)))
 
 
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))

@@ -188,7 +188,7 @@ def test_a_step_waits_for_the_device_once(flags, monkeypatch):
     [
         GPTConfig(d_model=24, heads=2, head_dim=16, kv_heads=1),
         GPTConfig(d_model=24, heads=2, tie_embeddings=True, positions="learned", norm="layer", bias=True),
-        GPTConfig(d_model=24, heads=2, latent=LatentConfig()),
+        GPTConfig(d_model=24, heads=2, latent=LatentConfig(v_head_dim=20)),
     ],
     ids=["untied, wide heads", "tied, learned positions", "latent"],
 )

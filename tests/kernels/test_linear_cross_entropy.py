@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import linear_cross_entropy as module
 from mpcore.kernels.cross_entropy import cross_entropy_stats
@@ -118,6 +119,18 @@ def test_what_is_frozen_costs_nothing(wanted, monkeypatch):
                 assert leaf.grad is None
 
 
+@pytest.mark.parametrize(("wanted", "products"), [((True, False), 2), ((False, True), 2), ((True, True), 3)])
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_backward_of_rows_makes_the_logits_again_and_the_gradients_that_are_wanted(
+    function, reference, options, wanted, products
+):
+    leaves = [t.clone().requires_grad_(want) for t, want in zip((X, WEIGHT), wanted, strict=True)]
+    outputs = function(*leaves, TARGET, chunk_rows=3, **options)
+    with FlopCounterMode(display=False) as counter:
+        sum(outputs).sum().backward()
+    assert counter.get_total_flops() == products * 2 * N * V * D
+
+
 def test_without_gradients_none_is_made(monkeypatch):
     monkeypatch.setattr(module, "cross_entropy_backward", lambda *a, **kw: pytest.fail("made a gradient"))
     with torch.no_grad():
@@ -164,6 +177,30 @@ def test_backward_makes_the_logits_of_autocast_again(function, reference, option
     *wanted, dweight_cast = rows_and_gradients(cast, X.float(), WEIGHT.float(), TARGET)
     assert all(map(torch.equal, found, wanted))
     torch.testing.assert_close(dweight.bfloat16().float(), dweight_cast, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_autocast_leaves_float64_alone(function, reference, options):
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rows_and_gradients(function, X, WEIGHT, TARGET, **options)
+    torch.testing.assert_close(found, rows_and_gradients(reference, X, WEIGHT, TARGET, **options))
+
+
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_any_id_may_be_the_ignored_one(function, reference, options):
+    target, options = TARGET.masked_fill(TARGET == -100, 3), options | {"ignore_index": 3}
+    found, wanted = (rows_and_gradients(f, X, WEIGHT, target, **options) for f in (function, reference))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
+def test_shapes_without_numbers(function, reference, options):
+    leaves = [t.to("meta").requires_grad_() for t in (X, WEIGHT)]
+    outputs = function(*leaves, TARGET.to("meta"), **options)
+    for y in outputs if isinstance(outputs, tuple) else (outputs,):
+        assert (y.device.type, y.shape, y.dtype) == ("meta", (N,), torch.float64)
+    (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+    assert [leaf.grad.shape for leaf in leaves] == [X.shape, WEIGHT.shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
