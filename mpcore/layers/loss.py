@@ -229,6 +229,10 @@ def _head(
     gathered = sequence_parallel and tp.size > 1
     tokens = list(x.shape[:-1])
     if gathered:
+        if not 0 <= sequence_dim < len(tokens):
+            raise ValueError(
+                f"sequence_dim {sequence_dim} is none of the {len(tokens)} in front of D in x {list(x.shape)}"
+            )
         tokens[sequence_dim] *= tp.size
     size, start = _check_shard((*tokens, weight.shape[0]), target, tp, vocab_size, ignore_index)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)

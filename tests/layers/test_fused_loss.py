@@ -223,6 +223,14 @@ def test_token_weights_of_each_loss_have_a_gradient():
     close(grad, dense(x @ head.t(), target, reduction="none"), "gradient of the weights")
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((4, D), 1), ((2, 4, D), 2), ((2, 4, D), -2)])
+def test_a_sequence_that_is_no_dimension_of_tokens_is_refused_before_anything_is_sent(shape, dim):
+    how = {"tp": Axis(2, 0), "sequence_parallel": True, "sequence_dim": dim}  # no group: a message would fail
+    for head in (linear_cross_entropy, linear_log_prob):
+        with pytest.raises(ValueError, match=rf"sequence_dim {dim} is none of the {len(shape) - 1} in front of D in x"):
+            head(torch.ones(shape), torch.ones(V, D), torch.zeros(8, dtype=torch.long), **how)
+
+
 class Logits(TorchDispatchMode):
     """Elements of the largest new tensor, the most tensors of `size` or more elements alive at once, and products."""
 

@@ -77,7 +77,8 @@ BEYOND = {
         "uses of a weight are taken one by one", "a layer used twice frees what is between",
         "what one use sends to another counts twice", "a stage that fails leaves the next waiting",
     ),
-    "its model keeps its dtype": ("a cast rounds the router's bias",),
+    "its model keeps its dtype": ("a cast rounds the router's bias", "44 a router's bias is cast with its weights"),
+    "FLOPs are no number of the step": ("a table that is looked up multiplies", "a window saves no product"),
     "it loads no state into shards": (
         "38 a state is loaded into what a joined stage gathered", "38 every data rank loads the first rank's shard",
         "38 a state is loaded into what is only gathered",
@@ -115,7 +116,7 @@ BEYOND = {
         "all_reduce cuts the gradient in silence", "all_reduce refuses gradients on two ranks alone",
         "30 owners that cut a parameter differently pass", "11 owners with pending and with whole gradients pass",
         "10 gathered logits are taken", "a rank without columns waits for nobody",
-        "32 an optimizer that reads .grad alone steps nothing",
+        "32 an optimizer that reads .grad alone steps nothing", "an optimizer trains what shards replaced",
         "a mask is refused after the first gather", "processes of another launcher train alone",
         "41 ranks ask for different meshes", "a fifth stage of ZeRO",
         "the product of tokens is a view", "shards of different rows are summed over data",
