@@ -50,14 +50,15 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
         ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
         ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
         ({"cp": 2, "tp": 2}, ["--sequence-parallel", "--cp-kind", "zigzag"]),
-        ({"tp": 2, "pp": 2}, ["--preset", "tiny-mla", "--sequence-parallel", "--recompute", "full"]),
-        (
-            {"dp": 4, "ep": 2},
-            ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8", "--recompute", "budget=0.7"],
-        ),
+        ({"dp": 4, "ep": 2}, ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8"]),
         *(
             pytest.param(sizes, flags, marks=pytest.mark.slow)
             for sizes, flags in [
+                ({"tp": 2, "pp": 2}, ["--preset", "tiny-mla", "--sequence-parallel", "--recompute", "full"]),
+                (
+                    {"dp": 4, "ep": 2},
+                    ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8", "--recompute", "budget=0.7"],
+                ),
                 ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
                 ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
                 ({"tp": 2, "pp": 2}, ["--recompute", "full", "--schedule", "zb"]),

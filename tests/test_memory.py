@@ -68,7 +68,7 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
 ]
 # gpipe is off where logits are held to backward, zb where what lies between I and W is, zbv where what a rank hands
 # itself is.
-SHORT = [8, 11, 17, 20, 21, 31]
+SHORT = [8, 17, 20, 21, 31]
 
 
 def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:

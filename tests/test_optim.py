@@ -356,7 +356,7 @@ def check_resume(kind, dtype, sizes, zero, path, writes):
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("adamw-bf16", torch.float32),
+        pytest.param("adamw-bf16", torch.float32, marks=pytest.mark.slow),
         pytest.param("adamw", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("muon", torch.float32, marks=pytest.mark.slow),
         ("muon-bf16", torch.bfloat16),

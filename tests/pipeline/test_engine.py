@@ -916,7 +916,9 @@ def check_recorded(
     return results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("1f1b", "zb", "zbv") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_a_run_takes_what_the_prover_says(ranks, name):
     """Stages padded with sleep, two ranks: the order is the plan's, the time within a tenth on a busy machine."""
     unit = 0.01
