@@ -88,10 +88,12 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
                     f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
                     f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
                 )
+        if ours:
+            continue
         stepped = [p for p in group["params"] if p.grad is not None]
         cut = [p for p in stepped if is_dtensor(p)]
         plain = [p for p in stepped if not is_dtensor(p) and p.numel() != 1]  # torch takes one number for a replica
-        if not ours and cut and plain and _steps_together(group, stepped):
+        if cut and plain and _steps_together(group, stepped):
             raise ValueError(
                 f"{kind} steps all of a group at once, and of this one {len(cut)} parameters are sharded over data and "
                 f"{len(plain)} are not, as one of shape {tuple(plain[0].shape)}: foreach=False, a group for each kind, "
