@@ -383,7 +383,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
             _FURTHER: 0,
             "aux_loss_alpha": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
         }  # fmt: skip
-    head_dim = {"head_dim": c.head_dim or c.d_model // c.heads}
+    head_dim = {"head_dim": c.head_width}
     window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "max_window_layers": 0}
     bias = {"attention_bias": c.biases[0]}
     experts: dict[str, Any] = {}
@@ -562,7 +562,7 @@ def parts_of(config: GPTConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]
     unsaid = (ROUTER_STATISTICS,) if family == "deepseek_v3" else (ROUTER_BIAS, ROUTER_STATISTICS)
     if config.latent is not None and config.latent.q_lora_rank is None:
         table = table | {"blocks.{}.attention.q_up": ("model.layers.{}.self_attn.q_proj",)}
-    K, kv_heads = config.head_dim or config.d_model // config.heads, config.kv_heads or config.heads
+    K, kv_heads = config.head_width, config.kv_heads or config.heads
     qkv = (config.heads * K, kv_heads * K, kv_heads * K)
     found = {}
     for name, parameter in GPT(config, device="meta").named_parameters():

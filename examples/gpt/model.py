@@ -154,6 +154,11 @@ class GPTConfig:
         return qkv, output, mlp
 
     @property
+    def head_width(self) -> int:
+        """Width of a head that has no latents."""
+        return self.head_dim or self.d_model // self.heads
+
+    @property
     def hidden(self) -> int:
         """Width of the MLP."""
         if self.d_ff is not None:
@@ -248,7 +253,7 @@ class GPT(nn.Module):
                 self.position = PositionEmbedding(c.seq_len, c.d_model, init=init, **sp, **like)
             self.dropout = Dropout(c.dropout, **sp)
         turning = {"base": c.rope_base, "scaling": c.rope_scaling, "interleaved": c.latent is not None}
-        turns = c.latent.qk_rope_head_dim if c.latent is not None else c.head_dim or c.d_model // c.heads
+        turns = c.latent.qk_rope_head_dim if c.latent is not None else c.head_width
         self.rope = RotaryEmbedding(turns, **turning) if c.positions == "rope" else None
         qkv_bias, output_bias, mlp_bias = c.biases
 
@@ -402,7 +407,7 @@ def flops_of_token(config: GPTConfig) -> int:
     c = config
     looked_up = (0 if c.tie_embeddings else c.vocab_size) + (c.seq_len if c.positions == "learned" else 0)
     if c.latent is None:
-        widths = 2 * (c.head_dim or c.d_model // c.heads)  # of a head's scores and values
+        widths = 2 * c.head_width  # of a head's scores and values
     else:
         widths = c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim + c.latent.v_head_dim
     seen = min(c.window or c.seq_len, c.seq_len)
