@@ -54,24 +54,15 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     Returns:
         [B, T, len(features)] int64 in [0, 2^32).
     """
-    if torch.compiler.is_compiling():
-        return _words_op(key if key < 2**63 else key - 2**64, samples, tokens, features.start, features.stop)
-    return _words(key, samples, tokens, features.start, features.stop)
-
-
-def _words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
-    first, last = start // 4, (stop + 3) // 4
-    c0 = torch.arange(first, last, device=samples.device)
-    words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
-    flat = torch.stack(words, dim=-1).flatten(-2)
-    return flat[..., start - 4 * first : stop - 4 * first]
+    return _words_op(key if key < 2**63 else key - 2**64, samples, tokens, features.start, features.stop)
 
 
 def _empty_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
     return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
 
 
-# Compilers see one operator: Inductor's C++ has wrong words for keys whose products overflow, and none for a symbol.
+# One operator: Inductor's C++ has wrong words for keys whose products overflow, and none for a symbol; and whatever
+# looks at each operation, as selective recomputation does, would see 150.
 _words_op = define(
     "random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor", _empty_words
 )
@@ -79,7 +70,11 @@ _words_op = define(
 
 @launches(_words_op)
 def _run_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
-    return _words(key, samples, tokens, start, stop).contiguous()
+    first, last = start // 4, (stop + 3) // 4
+    c0 = torch.arange(first, last, device=samples.device)
+    words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
+    flat = torch.stack(words, dim=-1).flatten(-2)
+    return flat[..., start - 4 * first : stop - 4 * first].contiguous()
 
 
 def threshold_of(p: float) -> int:

@@ -185,7 +185,11 @@ READERS = [
 _written: dict = {}
 # Tied weights, and all else that GQA hasn't: where they are cut most in the short proofs, everywhere in the long ones.
 SHORT = [({"tp": 4}, 0), ({"pp": 2, "dp": 2}, 1)]
-PAIRS = [pytest.param(reader, CONFIG, id=f"{reader}-gqa") for reader in READERS] + [
+LONG = [({"pp": 2}, 0), ({"dp": 3}, 2), ({"tp": 2, "dp": 2}, 0), ({"cp": 2, "tp": 2}, 1)]
+PAIRS = [
+    pytest.param(reader, CONFIG, id=f"{reader}-gqa", marks=pytest.mark.slow if reader in LONG else [])
+    for reader in READERS
+] + [
     pytest.param(reader, TIED, id=f"{reader}-tied", marks=[] if reader in SHORT else pytest.mark.slow)
     for reader in READERS
 ]

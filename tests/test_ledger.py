@@ -16,7 +16,7 @@ from mpcore.ledger.__main__ import main
 from tests.pool import mesh
 
 FLAGS = [
-    "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "16",
+    "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
     "--dropout", "0.1",
 ]  # fmt: skip
 
@@ -32,7 +32,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     on = mesh(**sizes)
     trainer = Trainer(parse([*FLAGS, *flags]), on)
     trainer.step(0)  # with the pipeline's dry run and the first connections
-    tokens, targets, samples = trainer.batch(trainer.train, 0, 16)
+    tokens, targets, samples = trainer.batch(trainer.train, 0, 8)
     scale = {"loss_scale": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
     with Ledger(on) as ledger:
         trainer.pipeline.forward_backward(tokens, targets, samples=samples, **scale)

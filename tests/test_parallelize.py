@@ -127,6 +127,7 @@ MODELS = {
     "t5": lambda: T5(hf.T5Config(**T5_CONFIG)),
     "own": Own,
 }
+CUT_MOST = ("llama", "gemma3", "t5")  # on 4 ranks in the short proofs: KV heads that ranks share, a window, two stacks
 PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN, "t5": T5_PLAN}
 
 
@@ -180,8 +181,14 @@ def check_equal(name):
     all_same(full_state_dict(sharded), dense.state_dict(), "value after training")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        pytest.param(size, name, marks=[] if size == 2 or (size == 4 and name in CUT_MOST) else pytest.mark.slow)
+        for size in (1, 2, 4)
+        for name in MODELS
+    ],
+)
 def test_logits_gradients_and_training_equal_the_original(ranks, size, name):
     ranks(size, check_equal, name)
 
