@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mpcore.sharding import local_tensor
 
@@ -64,9 +63,12 @@ class Storages(TorchDispatchMode):
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors of an operator's arguments or results, of DTensors the local ones, which alone take memory."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and not leaf.is_sparse:
-            yield local_tensor(leaf)
+    if isinstance(tree, Tensor):
+        if not tree.is_sparse:
+            yield local_tensor(tree)
+    elif isinstance(tree, (tuple, list, dict)):  # what schemas know of; torch's pytree looks for more, and is slower
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(part)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
