@@ -30,9 +30,10 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     from mpcore import reduce_gradients
 
     on = mesh(**sizes)
-    trainer = Trainer(parse([*FLAGS, *flags]), on)
+    args = parse([*FLAGS, *flags])
+    trainer = Trainer(args, on)
     trainer.step(0)  # with the pipeline's dry run and the first connections
-    tokens, targets, samples = trainer.batch(trainer.train, 0, 8)
+    tokens, targets, samples = trainer.batch(trainer.train, 0, args.global_batch)
     scale = {"loss_scale": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
     with Ledger(on) as ledger:
         trainer.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
@@ -64,7 +65,10 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
                 ({"tp": 2, "pp": 2}, ["--recompute", "full", "--schedule", "zb"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--tie-embeddings"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--zero", "2"]),
-                ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev", "--zero", "3", "--recompute", "full"]),
+                (
+                    {"pp": 2, "dp": 2},
+                    ["--schedule", "dualpipev", "--zero", "3", "--recompute", "full", "--global-batch", "16"],
+                ),
                 *(({"cp": 4}, ["--cp-kind", kind]) for kind in ("ring", "allgather", "alltoall")),
                 ({"cp": 2, "pp": 2}, ["--recompute", "full"]),
                 ({"tp": 4}, ["--preset", "tiny-mla", "--recompute", "full"]),
