@@ -743,7 +743,7 @@ def test_a_failed_build_leaves_nothing(small_stdlib, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(data.os, "rename", failing)
-    with pytest.raises(ValueError, match="cannot be kept .*No space left"):
+    with pytest.raises(ValueError, match=r"cannot be kept .*No space left"):
         default_corpus(tmp_path / "cache")
     assert files(tmp_path / "cache") == []
 

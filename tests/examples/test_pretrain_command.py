@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gpt.arguments import inner_size, model_config
 from examples.gpt.pretrain import main, parse
 from mpcore import survival
 from mpcore.checkpoint import step_path
@@ -200,6 +201,8 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     for flags, message in (
         (["--cp-inner", "3"], "--cp-inner 3 is of --cp-kind two-level, not of zigzag"),
         (["--cp-inner", "3", "--cp-kind", "two-level"], "--cp-inner 3 does not divide --cp 1"),
+        (["--timeout", "0"], r"--timeout 0\.0 s is no number above 0"),
+        (["--timeout", "inf"], "--timeout inf s is no number above 0"),
     ):
         with pytest.raises(SystemExit, match=f"rank 0: error: {message}"):
             main(flags)
@@ -208,6 +211,46 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "Pretrain a GPT on any mesh. options:" in told
     assert not re.search(r"(--[a-z-]+ [A-Z_]+) --", told), "a flag without a word on it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "2", "--balance", "aux"], "--top-k, --balance without experts: --experts says how many"),
+        (
+            ["--experts", "4", "--balance", "bias", "--aux-loss", "global"],
+            "--aux-loss .* of --balance aux, not of b",
+        ),
+        (
+            ["--experts", "4", "--balance", "none", "--bias-rate", "0.1"],
+            r"--bias-rate 0\.1 is of --balance bias, not",
+        ),
+        (["--experts", "4", "--preset", "gpt2"], "4 experts in the place of an MLP with biases"),
+        (["--experts", "4", "--moe-every", "5", "--layers", "2"], "moe every 5 is not between 1 and the 2 layers"),
+        (["--layers", "0"], "layers 0 is smaller than 1"),
+        (["--init-from-hf", "a", "--init-from", "b"], "--init-from-hf a and --init-from b: a run begins with one"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_flags_that_say_two_things_of_a_model_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(parse(flags), 257)
+
+
+@pytest.mark.parametrize(
+    ("flags", "node", "inner"),
+    [
+        (["--cp", "8"], 8, None),
+        (["--cp", "8", "--cp-kind", "two-level"], 4, 4),
+        (["--cp", "8", "--cp-kind", "two-level"], 8, 4),
+        (["--cp", "6", "--cp-kind", "two-level", "--tp", "2"], 8, 3),
+        (["--cp", "4", "--cp-kind", "two-level", "--tp", "2"], 1, 1),
+        (["--cp", "8", "--cp-kind", "two-level", "--cp-inner", "2"], 8, 2),
+    ],
+)
+def test_sub_groups_of_two_levels_lie_in_a_node_where_nobody_says_else(flags, node, inner, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    assert inner_size(parse(flags)) == inner
 
 
 def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
