@@ -728,6 +728,8 @@ def test_what_a_call_lacks_is_named():
         build()(draw(8, B, T, D), positions=torch.arange(3))
     with pytest.raises(ValueError, match="is 3, but dim is 4"):
         build()(draw(8, B, T, 3))
+    with pytest.raises(ValueError, match=r"x \(32, 4\) is not \[B, T, D\]"):
+        build()(draw(8, B * T, D))
 
 
 def check_skew(sizes):
