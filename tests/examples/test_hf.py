@@ -311,11 +311,13 @@ def test_an_epsilon_of_zero_is_one():
     assert config.eps == config_to_hf(config)["rms_norm_eps"] == GPT(config, device="meta").norm.eps == 0
 
 
-def test_a_model_of_no_family_is_not_exported(tmp_path):
+def test_a_model_of_no_family_is_not_exported(tmp_path, capsys):
     config = GPTConfig(vocab_size=53, layers=1, d_model=8, heads=2, activation="relu_squared")
     save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
     with pytest.raises(ValueError, match="no Hugging Face family is made as this model"):
         export_hf(tmp_path / "step", tmp_path / "back")
+    assert generate_main(["--checkpoint", str(tmp_path / "step"), "--tokenizer", "byte"]) == 2
+    assert "the tokenizer has 257 tokens, the model 53" in capsys.readouterr().err
     save(tmp_path / "other", build(config), mesh=Mesh(), step=0)
     with pytest.raises(ValueError, match="holds no GPT of this example"):
         export_hf(tmp_path / "other", tmp_path / "back")

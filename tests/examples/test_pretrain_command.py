@@ -195,6 +195,24 @@ def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations
     short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
     assert math.isfinite(short.step(0)["loss"])
     assert "4 training samples of 16 tokens, 0 held out" in short.summary()
+    with pytest.raises(ValueError, match="the held-out part has no sample: --eval-every above 0 says why"):
+        short.evaluate()
+
+
+def test_checkpoints_that_cannot_be_written_stop_the_run_before_its_first_step(tmp_path):
+    run = trainer("--out", str(tmp_path), "--save-every", "1")
+    (tmp_path / "checkpoints" / ".rank0.tmp").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoints can't be written: .*Is a directory"):
+        run.run()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("newest", ["", "worker-0"])
+def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_path, newest):
+    for place in ("", "worker-0"):
+        trainer("--out", str(tmp_path / place)).save(7 if place == newest else 3)
+    run = trainer("--out", str(tmp_path), "--resume", "auto")
+    assert run.first_step == 7
 
 
 def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
