@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from examples.gpt.arguments import inner_size, model_config
 from examples.gpt.pretrain import main, parse
+from examples.gpt.records import read_records
 from mpcore import survival
 from mpcore.checkpoint import step_path
 from tests.examples.test_pretrain import STEPS, TINY, trainer
@@ -205,6 +206,14 @@ def test_checkpoints_that_cannot_be_written_stop_the_run_before_its_first_step(t
     with pytest.raises(ValueError, match=r"checkpoints can't be written: .*Is a directory"):
         run.run()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_of_a_record_that_was_torn_the_whole_lines_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
+    assert [entry["step"] for entry in read_records(path, 2)] == [0, 1]
+    assert [entry["step"] for entry in read_records(path, 9)] == [0, 1, 2]
+    assert read_records(path, 0) == read_records(tmp_path / "none", 9) == []
 
 
 @pytest.mark.parametrize("newest", ["", "worker-0"])
