@@ -54,7 +54,7 @@ from mpcore.collectives import all_reduce
 from mpcore.data_parallel import data_shards, shard_data_parallel
 from mpcore.layers.dropout import seed_dropout
 from mpcore.pipeline import Pipeline
-from mpcore.sharding import is_dtensor, local_tensor
+from mpcore.sharding import Sharding, is_dtensor, local_tensor
 from tests.examples.test_pretrain import TINY, trainer
 from tests.pool import RankError, mesh
 
@@ -495,6 +495,25 @@ def wrong_key(path: Path) -> str:
     return "model-00000.safetensors has no tensor 'norm.bias'"
 
 
+def another_key(path: Path) -> str:
+    def change(body: dict) -> None:
+        there = body["tensors"]["model/embedding.weight"]["chunks"][0]
+        body["tensors"]["model/norm.weight"]["chunks"][0].update(key=there["key"], file=there["file"])
+
+    rewrite(path, change)
+    return r"embedding.weight\S* is \{.*'shape': \[\d\d, 24\].* expected \{.*'shape': \[24\]"
+
+
+def unknown_dtype(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"]["model/norm.weight"].update(dtype="F3"))
+    return "model/norm.weight has the unknown dtype 'F3'"
+
+
+def unknown_file(path: Path) -> str:
+    rewrite(path, lambda body: body["tensors"]["model/norm.weight"]["chunks"][0].update(file="other"))
+    return "model/norm.weight lies in 'other', which is not among the files"
+
+
 def wrong_fields(path: Path) -> str:
     rewrite(path, lambda body: body.update(tensors=[1, 2]))
     return "manifest.json is damaged"
@@ -554,7 +573,8 @@ def pickled_tensors(path: Path) -> str:
 BROKEN = [
     flip_bit, flip_optimizer_bit, flip_header_bit, truncate, truncate_to_nothing, remove_file, giant_header,
     no_manifest, half_manifest, deep_manifest, giant_manifest, changed_manifest, future_version, old_version, way_out,
-    hole, overlapping, wrong_key, wrong_fields, negative, missing_tensor, missing_slot, missing_group, extra_tensor,
+    hole, overlapping, wrong_key, another_key, unknown_dtype, unknown_file,
+    wrong_fields, negative, missing_tensor, missing_slot, missing_group, extra_tensor,
     pickles, pickled_tensors,
 ]  # fmt: skip
 
@@ -707,6 +727,14 @@ def check_groups(path: str) -> None:
     with pytest.raises(ValueError, match=r"some ranks' optimizers have 1 parameter groups, others 2: .* empty where"):
         save(path, model, torch.optim.SGD(groups), mesh=on, step=1)
     every = [{"params": list(model[f"{i}"].parameters()) if f"{i}" in model else [], "lr": 0.1 * i} for i in range(3)]
+    for group in every:
+        group["momentum"] = 0.1 * on.pp.rank
+    with pytest.raises(
+        ValueError, match=r"ranks disagree about parameter group 0: .*'momentum': 0\.0.*'momentum': 0\.1"
+    ):
+        save(path, model, torch.optim.SGD(every), mesh=on, step=1)
+    for group in every:
+        del group["momentum"]
     optimizer = torch.optim.SGD(every)
     save(path, model, optimizer, mesh=on, step=1)
     load(path, model, optimizer, mesh=on)
@@ -764,6 +792,38 @@ def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
             assert optimizer.param_groups[0]["lr"] == 0.5
     found = load(tmp_path / "step", model, torch.optim.Adam(model.parameters()), mesh=Mesh())
     assert (found.step, found.sample) == (3, 12)
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_tensor_that_it_was(tmp_path):
+    """A captured step reads it where it lies."""
+    model = nn.Linear(3, 2)
+    save(tmp_path / "step", model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25)), mesh=Mesh(), step=1)
+    lr = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    load(tmp_path / "step", model, optimizer, mesh=Mesh())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.25
+
+
+def test_a_state_that_is_none_of_its_parameter_is_refused(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for value, message in (
+        ("seen", r"the optimizer's note of weight is 'seen': only tensors can be saved"),
+        (torch.ones(3), r"optimizer/note/weight has shape \(3,\), its parameter \(2, 3\)"),
+    ):
+        optimizer.state[model.weight] = {"nothing": None, "note": value}
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path / "step", model, optimizer, mesh=Mesh(), step=1)
+    model.bias.data = torch.ones(7)
+    model.shardings = {"bias": Sharding((2,))}
+    with pytest.raises(ValueError, match=r"model/bias has shape \(7,\), declared is \(2,\) on this rank"):
+        save(tmp_path / "step", model, mesh=Mesh(), step=1)
+    del model.shardings
+    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"safetensors has no dtype for torch\.complex128"):
+        save(tmp_path / "step", model, mesh=Mesh(), step=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_optimizers_and_frozen_parameters(ranks, tmp_path):
@@ -1067,6 +1127,11 @@ def test_the_command_inspects_verifies_and_compares(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "step: 1 and 2" in text
     assert "model/weight: 6 of 6 elements differ" in text
+    halved = save(tmp_path / "halved", nn.Linear(2, 3, bias=False).bfloat16(), mesh=Mesh(), step=2)
+    assert main(["diff", str(b), str(halved)]) == 1
+    text = capsys.readouterr().out
+    assert "model/weight: F32 (3, 2) and BF16 (3, 2)" in text
+    assert f"model/bias: only in {b}" in text
     data = bytearray((b / "model-00000.safetensors").read_bytes())
     data[-1] ^= 1
     (b / "model-00000.safetensors").write_bytes(data)

@@ -1145,6 +1145,10 @@ def check_refused() -> None:
         shard_data_parallel(model, on, model.blocks, zero=zero)
         with pytest.raises(ValueError, match="the model is sharded over data already"):
             shard_data_parallel(model, on, model.blocks)
+    with pytest.raises(ValueError, match="is sharded over data already: materialize first"):
+        materialize(model, 0)
+    with pytest.raises(ValueError, match="replicate 2 does not divide the edp size 1 of the experts: take one of 1"):
+        shard_data_parallel(Parts(), mesh(dp=4, ep=4), zero=1, replicate=2)
     first, second = Parts(), Parts()
     shard_data_parallel(first, on)
     second.root.plain = first.root.plain

@@ -92,6 +92,13 @@ def test_the_plan_counts_what_the_run_sends(ranks, request, sizes, flags):
             assert real[rank].get(key, (0, 0))[1] == size, key
 
 
+def test_a_block_of_latents_sends_what_is_on_paper():
+    planned = dry_run(build, [*FLAGS, "--preset", "tiny-mla"], 0, tp=2)
+    assert planned.theory
+    for key, size in planned.theory.items():
+        assert counts(planned.ledger)[key][1] == size, key
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_block_sends_what_megatron_counts_and_sequence_parallel_the_same(recompute, dropout):

@@ -654,6 +654,24 @@ def test_any_optimizer_and_torchs_schedules_work_with_it(ranks):
     ranks(4, check_muon)
 
 
+def test_parameters_that_join_later_are_stepped_and_merged():
+    """One worker whose outer step takes all: as the inner optimizer alone."""
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    inner = torch.optim.SGD(models[1][0].parameters(), lr=0.1)
+    optimizer = DiLoCo(inner, models[1], Mesh(), every=1, lr=1.0, momentum=0.0)
+    optimizer.add_param_group({"params": list(models[1][1].parameters())})
+    for step in (1, 2):
+        for model, each in zip(models, (plain, optimizer), strict=True):
+            each.zero_grad()
+            model(torch.ones(1, 2).double()).square().sum().backward()
+            each.step()
+        assert optimizer.merge(step) is not None
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-14)
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """`parallelize` on models that aren't ours: what they compute, their gradients and their training stay the same."""
 
 import copy
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -384,6 +385,10 @@ def odd():
     model["heads"] = nn.ModuleDict({"qkv": nn.Linear(8, 24), "each": nn.Linear(4, 2)})
     model["heads"].head_dim = 4
     model["mha"] = nn.MultiheadAttention(8, 2)
+    model["held"] = nn.ModuleDict({"more": nn.Linear(8, 8)})
+    model["held"]["more"].scale = nn.Parameter(torch.ones(1))
+    model["counted"] = nn.ModuleDict({"q": nn.Linear(8, 24)})
+    model["counted"].head_dim, model["counted"].config = 4, SimpleNamespace(num_attention_heads=3)
     return model
 
 
@@ -463,8 +468,41 @@ BAD = {
     "hooks": ("odd", {"hooked": "colwise"}, 2, "hooked has hooks"),
     "torch's attention": ("odd", {"mha.out_proj": "rowwise"}, 2, "mha.out_proj is part of an nn.MultiheadAttention"),
     "a clipped embedding": ("odd", {"clipped": "vocab"}, 2, "clipped: max_norm"),
+    "more parameters": (
+        "odd",
+        {"held.more": "colwise"},
+        2,
+        r"with parameters \['bias', 'scale', 'weight'\], of which a swap",
+    ),
+    "heads of a config": (
+        "odd",
+        {"counted.q": "colwise"},
+        2,
+        "num_attention_heads 3 is not a multiple of the tp size 2",
+    ),
     "a parametrized weight": ("odd", {"normed": "colwise"}, 2, "normed has no plain weight"),
 }
+
+
+def test_patterns_of_a_models_own_plan_may_match_nothing():
+    model = nn.ModuleDict({"fc": nn.Linear(4, 6)})
+    model._tp_plan = {"fc": "colwise", "of_another_version": "rowwise"}
+    assert type(parallelize(model)["fc"]) is ColumnParallelLinear
+
+
+def check_gates():
+    axis = mesh(tp=2).tp
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"q": nn.Linear(8, 24), "gate": nn.Linear(8, 6)})
+    model.head_dim = 4
+    want = {name: layer.weight.detach().clone() for name, layer in model.items()}
+    parallelize(model, {"q": "colwise", "gate": "colwise"}, axis)
+    for name, rows in (("q", 12), ("gate", 3)):
+        assert torch.equal(model[name].weight, want[name][axis.rank * rows :][:rows])
+
+
+def test_a_number_for_each_head_is_cut_as_the_heads_are(ranks):
+    ranks(2, check_gates)
 
 
 def anatomy(model):

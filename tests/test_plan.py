@@ -126,6 +126,19 @@ def test_flops_of_all_ranks_are_those_of_one_process():
     assert again[1] > alone[1] + products // 2
 
 
+def test_eight_bits_keep_less_and_multiply_as_much():
+    flags = ["--layers", "2", "--d-model", "256", "--heads", "4", "--d-ff", "512", "--seq-len", "16"]
+    (wide,), (narrow,) = (dry_run(build_gpt, [*flags, *more], 0, tp=2).stages for more in ([], ["--fp8"]))
+    assert narrow.forward_flops == wide.forward_flops
+    assert narrow.backward_flops == wide.backward_flops
+    assert 0.8 * wide.activations < narrow.activations < 0.9 * wide.activations
+
+
+def test_what_workers_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="--global-batch 8 is not a multiple of --workers 3"):
+        dry_run(build_gpt, ["--global-batch", "8", "--workers", "3"], 0)
+
+
 def test_a_layout_has_the_memory_of_its_fullest_rank():
     from examples.gpt.plan import build
 
@@ -209,6 +222,7 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
         (["--world", "4", "--tp", "3"], "no mesh of these sizes has 4 ranks"),
         (["--world", "4", "--refuse"], "no layout fits"),
         (["--world", "4", "--vary", "zero"], "isn't of the form"),
+        (["--world", "4", "--tp", "0"], "argument --tp: 0 is no size of an axis"),
         (
             ["--world", "4", "--vary", "ep=1,2"],
             "--vary ep=1,2: the axes of the mesh are the planner's own flags: --ep 1,2",
@@ -224,7 +238,7 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
 def test_where_nothing_fits_it_says_so_and_fails(flags, message, capsys):
     with pytest.raises(SystemExit) as error:
         main([BUILD, *flags, "--jobs", "1"])
-    assert message in str(error.value)
+    assert message in f"{error.value} {capsys.readouterr().err}"
 
 
 def test_a_function_that_is_not_there_is_named():

@@ -162,6 +162,17 @@ def test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks(ranks):
     assert results[0][3][0].ratio > 3
 
 
+def check_straggler_of_a_worker() -> list[int]:
+    finder = Stragglers(mesh(workers=2, dp=2), threshold=3.0, patience=1)
+    with finder.timed("data"):
+        time.sleep(0.1 if dist.get_rank() == 3 else 0.002)
+    return [late.rank for late in finder.check()]
+
+
+def test_row_6_a_workers_slow_rank_is_named_by_its_number_in_the_job(ranks):
+    assert ranks(4, check_straggler_of_a_worker) == [[], [], [3], [3]]
+
+
 def test_the_probe_is_timed_and_a_threshold_must_be_one():
     finder = Stragglers(Mesh(), size=8)
     finder.probe()

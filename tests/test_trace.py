@@ -212,6 +212,12 @@ def test_matching_is_a_pure_function_of_the_logs():
     assert explain([log(0, 1), log(1, 1)], 2).startswith("all ranks wait, and their collectives match")
     assert explain([log(0, 1), log(1, 1, waiting=False)], 2).startswith("rank 1 waits for nobody while others wait")
     assert explain([log(0, 1)], 3).startswith("ranks 1, 2 give no answer")
+    crossed = [replace(log(rank, 1, done=False), groups={g: (g, (0, 1)) for g in "gh"}) for rank in range(2)]
+    crossed[1] = replace(crossed[1], calls=[replace(crossed[1].calls[0], group="h")])
+    assert explain(crossed, 2).splitlines()[0] == (
+        "the ranks wait in a circle: rank 0 waits in all_reduce(g) of [1] Float at a.py:1 for rank 1, rank 1 waits in "
+        "all_reduce(h) of [1] Float at a.py:1 for rank 0"
+    )
     uneven = [log(rank, 5, kind="all_to_all") for rank in range(2)]
     uneven[1] = replace(uneven[1], calls=[replace(uneven[1].calls[0], shape=(9,))])
     assert explain(uneven, 2).startswith("all ranks wait")  # shards of an all-to-all may differ

@@ -179,6 +179,10 @@ def test_what_doesnt_run_is_said(ranks):
         verify(models.nothing, {"x": torch.ones(2)}, ["tp2"], pool=ranks)
     with pytest.raises(ValueError, match=r"the model returns a dict: a loss\(output, target, mesh\) must take it"):
         verify(models.Named, models.batch(), ["tp2"], pool=ranks)
+    with pytest.raises(ValueError, match="the model returns a Tensor without a floating tensor: none to compare"):
+        verify(models.Chosen, {"x": models.batch()["x"]}, ["tp2"], pool=ranks)
+    (verdict,) = verify(models.Plain, {"x": torch.ones(4)}, ["cp2"], pool=ranks)
+    assert r"x (4,) has no dimension 1, the sequence that cp cuts" in verdict.error, verdict
     (verdict,) = verify(models.Mixer, models.batch(), ["pp2"], loss=models.loss, pool=ranks)
     assert "each of 2 stages holds the same" in verdict.error, verdict
     with pytest.raises(ValueError, match="the dense model doesn't run"):

@@ -434,6 +434,24 @@ class Named(Mixer):
         return {"logits": super().forward(x)}
 
 
+class Chosen(Mixer):
+    """Returns the likeliest words alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1)
+
+
+class Plain(nn.Module):
+    """A factor, for inputs of any shape."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def loss_of_named(output: dict[str, Tensor], target: Tensor, mesh: Mesh) -> Tensor:
     """The loss of its logits."""
     return output["logits"].square().sum() / 2

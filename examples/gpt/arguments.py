@@ -347,8 +347,6 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         for name in names:
             if getattr(args, name) is not None and getattr(args, name) < least:
                 raise ValueError(f"{flag(name)} {getattr(args, name)} is smaller than {least}")
-    if not 0 < args.timeout < math.inf:
-        raise ValueError(f"--timeout {args.timeout} s is not more than 0")
     for name in ("lr", "weight_decay"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"{flag(name)} {getattr(args, name)} is no number from 0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def main(argv: list[str] | None = None) -> None:
             for name, flags in KINDS.items():
                 found = train(flags, seed, args.steps, max(args.steps // args.evaluations, 1), folder[0], begin)
                 runs[start][name].append(found)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
     if dist.get_rank() == 0:
         Path(args.out).with_suffix(".json").write_text(json.dumps(runs) + "\n")
         draw(runs, Path(args.out))

@@ -178,7 +178,7 @@ def _read_index(path: str, prefix: str, bin_path: str, bin_size: int) -> tuple[n
         pointers_at = lengths_at + 4 * sequences
         boundaries_at = pointers_at + 8 * sequences
 
-        firsts = _read_array(file, path, "<i8", boundaries_at, boundaries)
+        firsts = _read_array(file, "<i8", boundaries_at, boundaries)
         if firsts[0] != 0 or firsts[-1] != sequences or np.any(firsts[1:] < firsts[:-1]):
             raise ValueError(
                 f"{path}: document boundaries must rise from 0 to the number of sequences {sequences}, "
@@ -188,8 +188,8 @@ def _read_index(path: str, prefix: str, bin_path: str, bin_size: int) -> tuple[n
         total = 0
         for start in range(0, sequences, _CHUNK):
             count = min(_CHUNK, sequences - start)
-            lengths = _read_array(file, path, "<i4", lengths_at + 4 * start, count)
-            pointers = _read_array(file, path, "<i8", pointers_at + 8 * start, count)
+            lengths = _read_array(file, "<i4", lengths_at + 4 * start, count)
+            pointers = _read_array(file, "<i8", pointers_at + 8 * start, count)
             if lengths.min() < 0:
                 worst = int(lengths.argmin())
                 raise ValueError(f"{path}: sequence {start + worst} has length {lengths[worst]}, below 0")
@@ -217,13 +217,9 @@ def _read_index(path: str, prefix: str, bin_path: str, bin_size: int) -> tuple[n
     return dtype, offsets
 
 
-def _read_array(file: BinaryIO, path: str, dtype: str, offset: int, count: int) -> np.ndarray:
+def _read_array(file: BinaryIO, dtype: str, offset: int, count: int) -> np.ndarray:
     file.seek(offset)
-    size = count * np.dtype(dtype).itemsize
-    content = file.read(size)
-    if len(content) != size:
-        raise ValueError(f"{path}: {size} bytes wanted at byte {offset}, but {len(content)} found: truncated")
-    return np.frombuffer(content, dtype)
+    return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
 
 
 class IndexedDatasetWriter:

@@ -714,6 +714,8 @@ def main(argv: list[str] | None = None) -> int:
     if not dist.is_initialized():
         record()  # what a watchdog explains hangs with
     try:
+        if not 0 < args.timeout < math.inf:
+            raise ValueError(f"--timeout {args.timeout} s is no number above 0")
         sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
         limit = args.timeout + 15  # the watchdog comes first: it knows more
         on = {"device_type": args.device, "workers": args.workers}

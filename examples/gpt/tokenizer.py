@@ -119,8 +119,6 @@ class JsonTokenizer:
         # A document that merely quotes "<|endoftext|>" must not end there.
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ValueError(f"{os.fspath(path)}: the vocabulary is empty")
         names = _END_OF_DOCUMENT_NAMES if end_of_document is None else (end_of_document,)
         found = [name for name in names if name in vocabulary]
         if not found:

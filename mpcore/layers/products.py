@@ -74,8 +74,6 @@ def all_gather_linear(
     Returns:
         [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
-    if tp.size == 1:
-        return copy_linear(x, weight, bias, tp, split, fp8)
     main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
     x = cast(x, dtype)
     if fp8 and split:

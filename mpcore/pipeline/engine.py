@@ -46,7 +46,6 @@ from mpcore.sharding import declarations, local_tensor
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 _SHAPES = 64  # of batches, whose dry run isn't run again
-_HEADER = 256  # numbers that say what comes
 _MADE_ANEW = hasattr(PipelineStage, "_setup_forward_recv_info")  # since torch 2.13, which knows what needs gradients
 _RESERVED = ("losses", "loss_kwargs", "return_outputs")  # by torch's runtime
 
@@ -601,27 +600,25 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
 
 
 def _send(outputs: tuple[Tensor, ...], pp: Axis, to: int, device: torch.device) -> None:
-    """Tensors of any shapes and dtypes; none of them says that there is nothing to wait for."""
-    numbers = [len(outputs)]
-    for x in outputs:
-        numbers += [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape]
-    if len(numbers) > _HEADER:
-        raise ValueError(f"a stage's {len(outputs)} outputs have too many dimensions to be sent on")
-    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=device)
-    for tensor in (header, *(x.reshape(-1).view(torch.uint8) for x in outputs if x.numel())):
-        dist.send(tensor, group=pp.group, group_dst=to)
+    """Tensors of any number, shapes and dtypes; none of them says that there is nothing to wait for."""
+    numbers = [n for x in outputs for n in (_DTYPES.index(str(x.dtype)), x.dim(), *x.shape)]
+    header = [torch.tensor(n, dtype=torch.int64, device=device) for n in ([len(numbers)], numbers)]
+    for tensor in (*header, *(x.reshape(-1).view(torch.uint8) for x in outputs)):
+        if tensor.numel():
+            dist.send(tensor, group=pp.group, group_dst=to)
 
 
 def _receive(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
-    header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, group=pp.group, group_src=source)
+    if int(size) == 0:
+        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
+    header = torch.zeros(int(size), dtype=torch.int64, device=device)
     dist.recv(header, group=pp.group, group_src=source)
     numbers = iter(header.tolist())
-    count = next(numbers)
-    if count == 0:
-        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
     outputs = []
-    for _ in range(count):
-        dtype = getattr(torch, _DTYPES[next(numbers)].removeprefix("torch."))
+    for name in numbers:
+        dtype = getattr(torch, _DTYPES[name].removeprefix("torch."))
         outputs.append(torch.empty([next(numbers) for _ in range(next(numbers))], dtype=dtype, device=device))
     for x in outputs:
         if x.numel():

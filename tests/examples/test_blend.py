@@ -134,6 +134,8 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     assert Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=False)[1] is None
     with pytest.raises(ValueError, match=r"short: the training part: .* holds 3 tokens.* takes 9"):
         Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=True)
+    with pytest.raises(ValueError, match=r"empty\.idx has no document"):
+        Corpora([prefixes[0], write(tmp_path / "empty")], None)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -179,6 +179,9 @@ def test_missing_and_truncated_data(tmp_path):
     assert len(IndexedDataset(prefix)) == 2
     with pytest.raises(ValueError, match=rf"without its ending: {prefix}$"):
         IndexedDataset(f"{prefix}.idx")
+    (tmp_path / "text").write_text("words")
+    with pytest.raises(ValueError, match=rf"prepare --input {tmp_path}/text --out PREFIX makes a corpus"):
+        IndexedDataset(tmp_path / "text")
     for size in (11, 0, 13):
         (tmp_path / "c.bin").write_bytes(bytes(size))
         with pytest.raises(ValueError, match=rf"c\.bin: .*describes 12 bytes .* the file has {size}"):
@@ -383,6 +386,8 @@ def test_the_writer_refuses_what_it_cannot_hold(tmp_path):
         for wrong in ([1.5], [[1, 2]], np.array([True])):
             with pytest.raises(ValueError, match="must be integers"):
                 writer.add_document(wrong)
+        with pytest.raises(ValueError, match="has 2147483648 tokens, but the format holds 2147483647"):
+            writer.add_document(np.broadcast_to(np.uint16(0), 2**31))
         writer.add_document([])
     assert [document.tolist() for document in IndexedDataset(tmp_path / "c")] == [[0, 65535], []]
 
@@ -725,13 +730,21 @@ def test_many_may_ask_for_the_default_corpus_at_once(small_stdlib, tmp_path):
     assert len(files(tmp_path / "cache")) == 1
 
 
-def test_a_failed_build_leaves_nothing(small_stdlib, tmp_path):
+def test_a_failed_build_leaves_nothing(small_stdlib, tmp_path, monkeypatch):
     class TooLarge(ByteTokenizer):
         def encode(self, text):
             return super().encode(text) + 200
 
     with pytest.raises(ValueError, match="outside the vocabulary of 257"):
         default_corpus(tmp_path / "cache", TooLarge())
+    assert files(tmp_path / "cache") == []
+
+    def failing(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data.os, "rename", failing)
+    with pytest.raises(ValueError, match=r"cannot be kept .*No space left"):
+        default_corpus(tmp_path / "cache")
     assert files(tmp_path / "cache") == []
 
 

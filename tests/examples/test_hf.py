@@ -311,15 +311,35 @@ def test_an_epsilon_of_zero_is_one():
     assert config.eps == config_to_hf(config)["rms_norm_eps"] == GPT(config, device="meta").norm.eps == 0
 
 
-def test_a_model_of_no_family_is_not_exported(tmp_path):
+def test_a_model_of_no_family_is_not_exported(tmp_path, capsys):
     config = GPTConfig(vocab_size=53, layers=1, d_model=8, heads=2, activation="relu_squared")
     save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
     with pytest.raises(ValueError, match="no Hugging Face family is made as this model"):
         export_hf(tmp_path / "step", tmp_path / "back")
+    assert generate_main(["--checkpoint", str(tmp_path / "step"), "--tokenizer", "byte"]) == 2
+    assert "the tokenizer has 257 tokens, the model 53" in capsys.readouterr().err
     save(tmp_path / "other", build(config), mesh=Mesh(), step=0)
     with pytest.raises(ValueError, match="holds no GPT of this example"):
         export_hf(tmp_path / "other", tmp_path / "back")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "step"]
+
+
+def test_a_checkpoint_whose_config_is_of_another_model_is_not_exported(tmp_path):
+    small = GPTConfig(vocab_size=53, layers=1, d_model=8, heads=2)
+    for name, config, message in (
+        ("wider", replace(small, d_model=16), r"has shape \(53, 8\), its config makes it \(53, 16\)"),
+        ("deeper", replace(small, layers=2), r"model/blocks\.1\.\S+ has shape None, its config makes it"),
+        (
+            "shallower",
+            replace(small, layers=1),
+            r"that the model of its config does not: \['model/blocks\.1",
+        ),
+    ):
+        model = build(replace(small, layers=2) if name == "shallower" else small)
+        save(tmp_path / name, model, mesh=Mesh(), step=0, config={"model": asdict(config)})
+        with pytest.raises(ValueError, match=message):
+            export_hf(tmp_path / name, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
@@ -587,10 +607,20 @@ def broken_config(folder: Path) -> str:
     return r"config.json is no JSON"
 
 
+def no_object(folder: Path) -> str:
+    (folder / "config.json").write_text("[1]")
+    return r"config.json holds no JSON object"
+
+
+def giant_config(folder: Path) -> str:
+    os.truncate(folder / "config.json", hf.JSON_LIMIT + 1)
+    return rf"config.json has {hf.JSON_LIMIT + 1} bytes, more than {hf.JSON_LIMIT}"
+
+
 DAMAGES = [
     pickles_only, pickled_safetensors, giant_header, truncated, beyond_the_end, unknown_dtype, way_out, wrong_index,
     missing_shard, missing_tensor, extra_tensor, another_shape, mixed_dtypes, tie_that_is_none, no_config,
-    broken_config, integers, empty_index, wrong_type,
+    broken_config, integers, empty_index, wrong_type, no_object, giant_config,
 ]  # fmt: skip
 
 
@@ -636,13 +666,29 @@ def test_another_model_is_refused_before_it_changes(folders):
         load_hf(folders["qwen2"], model)
 
 
-def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path):
+def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path, monkeypatch):
+    def failing(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "publish", failing)
+        with pytest.raises(OSError, match="No space left"):
+            import_hf(folders["qwen2"], tmp_path / "step")
     path = import_hf(folders["qwen2"], tmp_path / "step")
+    (tmp_path / "back").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "sync_folder", failing)
+        with pytest.raises(OSError, match="No space left"):
+            export_hf(path, tmp_path / "back")
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == ["back", hf.FOLDER, "step"]
     export_hf(path, tmp_path / "back")
     with pytest.raises(ValueError, match="back is there"):
         export_hf(path, tmp_path / "back")
     (path / hf.FOLDER / "tokenizer.json").write_text('{"made": "anew"}')
     with pytest.raises(ValueError, match="is damaged: its CRC-32"):
+        export_hf(path, tmp_path / "more")
+    (path / hf.FOLDER / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
         export_hf(path, tmp_path / "more")
     data = bytearray((path / "model-00000.safetensors").read_bytes())
     data[-5] ^= 1

@@ -22,7 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gpt.arguments import inner_size, model_config
 from examples.gpt.pretrain import main, parse
+from examples.gpt.records import read_records
 from mpcore import survival
 from mpcore.checkpoint import step_path
 from tests.examples.test_pretrain import STEPS, TINY, trainer
@@ -194,12 +196,40 @@ def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations
     short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
     assert math.isfinite(short.step(0)["loss"])
     assert "4 training samples of 16 tokens, 0 held out" in short.summary()
+    with pytest.raises(ValueError, match="the held-out part has no sample: --eval-every above 0 says why"):
+        short.evaluate()
+
+
+def test_checkpoints_that_cannot_be_written_stop_the_run_before_its_first_step(tmp_path):
+    run = trainer("--out", str(tmp_path), "--save-every", "1")
+    (tmp_path / "checkpoints" / ".rank0.tmp").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoints can't be written: .*Is a directory"):
+        run.run()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_of_a_record_that_was_torn_the_whole_lines_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
+    assert [entry["step"] for entry in read_records(path, 2)] == [0, 1]
+    assert [entry["step"] for entry in read_records(path, 9)] == [0, 1, 2]
+    assert read_records(path, 0) == read_records(tmp_path / "none", 9) == []
+
+
+@pytest.mark.parametrize("newest", ["", "worker-0"])
+def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_path, newest):
+    for place in ("", "worker-0"):
+        trainer("--out", str(tmp_path / place)).save(7 if place == newest else 3)
+    run = trainer("--out", str(tmp_path), "--resume", "auto")
+    assert run.first_step == 7
 
 
 def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     for flags, message in (
         (["--cp-inner", "3"], "--cp-inner 3 is of --cp-kind two-level, not of zigzag"),
         (["--cp-inner", "3", "--cp-kind", "two-level"], "--cp-inner 3 does not divide --cp 1"),
+        (["--timeout", "0"], r"--timeout 0\.0 s is no number above 0"),
+        (["--timeout", "inf"], "--timeout inf s is no number above 0"),
     ):
         with pytest.raises(SystemExit, match=f"rank 0: error: {message}"):
             main(flags)
@@ -208,6 +238,46 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "Pretrain a GPT on any mesh. options:" in told
     assert not re.search(r"(--[a-z-]+ [A-Z_]+) --", told), "a flag without a word on it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "2", "--balance", "aux"], "--top-k, --balance without experts: --experts says how many"),
+        (
+            ["--experts", "4", "--balance", "bias", "--aux-loss", "global"],
+            "--aux-loss .* of --balance aux, not of b",
+        ),
+        (
+            ["--experts", "4", "--balance", "none", "--bias-rate", "0.1"],
+            r"--bias-rate 0\.1 is of --balance bias, not",
+        ),
+        (["--experts", "4", "--preset", "gpt2"], "4 experts in the place of an MLP with biases"),
+        (["--experts", "4", "--moe-every", "5", "--layers", "2"], "moe every 5 is not between 1 and the 2 layers"),
+        (["--layers", "0"], "layers 0 is smaller than 1"),
+        (["--init-from-hf", "a", "--init-from", "b"], "--init-from-hf a and --init-from b: a run begins with one"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_flags_that_say_two_things_of_a_model_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(parse(flags), 257)
+
+
+@pytest.mark.parametrize(
+    ("flags", "node", "inner"),
+    [
+        (["--cp", "8"], 8, None),
+        (["--cp", "8", "--cp-kind", "two-level"], 4, 4),
+        (["--cp", "8", "--cp-kind", "two-level"], 8, 4),
+        (["--cp", "6", "--cp-kind", "two-level", "--tp", "2"], 8, 3),
+        (["--cp", "4", "--cp-kind", "two-level", "--tp", "2"], 1, 1),
+        (["--cp", "8", "--cp-kind", "two-level", "--cp-inner", "2"], 8, 2),
+    ],
+)
+def test_sub_groups_of_two_levels_lie_in_a_node_where_nobody_says_else(flags, node, inner, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    assert inner_size(parse(flags)) == inner
 
 
 def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):

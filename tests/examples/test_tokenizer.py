@@ -57,15 +57,21 @@ def test_a_document_that_quotes_the_end_of_document_does_not_end_there(trained):
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_a_failed_training_leaves_no_file(tmp_path):
+def test_a_failed_training_leaves_no_file(tmp_path, monkeypatch):
     def texts():
         yield "some text"
         raise RuntimeError("disk gone")
+
+    def failing(*_):
+        raise OSError(28, "No space left on device")
 
     with pytest.raises(RuntimeError, match="disk gone"):
         train_tokenizer(texts(), 300, tmp_path / "t.json")
     with pytest.raises(ValueError, match="vocab_size 256 is below 257"):
         train_tokenizer(TEXTS, 256, tmp_path / "t.json")
+    monkeypatch.setattr(module.os, "replace", failing)
+    with pytest.raises(OSError, match="No space left"):
+        train_tokenizer(TEXTS, 300, tmp_path / "t.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,6 +112,8 @@ def test_an_unusual_end_of_document_is_asked_for_and_taken_by_name(tmp_path):
     assert load_tokenizer(path, end_of_document="b").end_of_document == 1
     with pytest.raises(ValueError, match="none of zzz"):
         load_tokenizer(path, end_of_document="zzz")
+    with pytest.raises(ValueError, match="among the 0 tokens"):
+        load_tokenizer(_write(tmp_path / "empty.json", {}))
     assert load_tokenizer(path, "a").fingerprint != load_tokenizer(path, "b").fingerprint
 
 

@@ -311,7 +311,13 @@ def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
         attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), cu_seqlens=torch.tensor([0, 8]))
     output, lse = attention(q, k, v)
-    for given in ({"grad": output[:, 1:]}, {"lse": lse[:, 1:]}, {"output": q}, {"dlse": lse.transpose(1, 2)}):
+    for given in (
+        {"grad": output[:, 1:]},
+        {"grad": output.double()},
+        {"lse": lse[:, 1:]},
+        {"output": q},
+        {"dlse": lse.transpose(1, 2)},
+    ):
         arguments = {"grad": output, "output": output, "lse": lse} | given
         with pytest.raises(ValueError, match=f"{next(iter(given))} is"):
             attention_backward(query=q, key=k, value=v, **arguments)

@@ -9,12 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcore import (
     Axis,
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     LayerNorm,
     ParallelAttention,
     ParallelMLP,
+    ParallelMoE,
     RMSNorm,
     RotaryEmbedding,
+    Router,
+    RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
     materialize,
@@ -191,3 +195,25 @@ def test_pitfall_11_every_replica_holds_the_same_gradient(ranks):
     first, *others = ranks(4, replicated_parameters)
     assert len(first) == 2 * 4 + 1  # two norms and two qk-norms a block, and the last norm
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (lambda: ColumnParallelLinear(4, 6), "ColumnParallelLinear(4, 6, bias=True, tp=1)"),
+        (lambda: RowParallelLinear(6, 4, False), "RowParallelLinear(6, 4, bias=False, tp=1)"),
+        (lambda: VocabParallelEmbedding(9, 4), "VocabParallelEmbedding(9, 4, tp=1)"),
+        (lambda: ColumnParallelEmbedding(9, 4), "ColumnParallelEmbedding(9, 4, tp=1)"),
+        (lambda: RMSNorm(4), "RMSNorm(4, eps=1e-06)"),
+        (lambda: RotaryEmbedding(4), "RotaryEmbedding(4, base=10000.0, scaling=None, interleaved=False)"),
+        (lambda: ParallelMoE(4, 6, 2, 1).experts.down, "GroupedLinear(2 experts, 6, 4)"),
+        (lambda: Router(4, 2, 1), "Router(2 experts, top_k=1, score=softmax, aux_loss=None)"),
+    ],
+    ids=lambda x: x.partition("(")[0] if isinstance(x, str) else "",
+)
+def test_printed_layers_tell_their_global_sizes(layer, told):
+    assert repr(layer()) == told
+
+
+def test_a_printed_mixture_tells_how_tokens_travel():
+    assert "dispatch=all_gather, ep=1, etp=1" in repr(ParallelMoE(4, 6, 2, 1))

@@ -277,9 +277,9 @@ def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):
     assert counts == {"none": 6, "selective": 6, "full": 8}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_tp_size_computes_the_same_products(ranks, size):
-    ranks(size, check_block, 1, size == 3)
+@pytest.mark.parametrize(("size", "sequence", "regather"), [(2, None, False), (2, 1, False), (3, 1, True)])
+def test_every_tp_size_computes_the_same_products(ranks, size, sequence, regather):
+    ranks(size, check_block, sequence, regather)
 
 
 @pytest.mark.slow

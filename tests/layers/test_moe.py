@@ -713,6 +713,10 @@ def test_what_does_not_fit_is_refused(options, message):
         ParallelMoE(D, HIDDEN, E, **{"top_k": K, **options})
 
 
+def test_a_model_without_routers_has_nothing_to_update():
+    assert update_routers(torch.nn.Linear(2, 2), Mesh()) == {}
+
+
 def test_what_a_call_lacks_is_named():
     with pytest.raises(ValueError, match="balance losses need loss_scale"):
         build(aux_loss="sequence")(draw(8, B, T, D))
@@ -728,6 +732,8 @@ def test_what_a_call_lacks_is_named():
         build()(draw(8, B, T, D), positions=torch.arange(3))
     with pytest.raises(ValueError, match="is 3, but dim is 4"):
         build()(draw(8, B, T, 3))
+    with pytest.raises(ValueError, match=r"x \(32, 4\) is not \[B, T, D\]"):
+        build()(draw(8, B * T, D))
 
 
 def check_skew(sizes):

@@ -556,6 +556,10 @@ class Own(nn.Module):
         h = self.plain(x) + self.e(places.long()) * (0.5 if positive is None else positive)
         return h if self.last else (h, places, h > 0)
 
+    def many(self, x: Tensor, *others: Tensor) -> Any:
+        """More outputs than anybody expects, and one without elements."""
+        return self.plain(x), *(others or [x[:, :0], *x.new_zeros(99, 1, 2, 3)])
+
     def turned(self, x: Tensor) -> Tensor:
         x = x.t() if self.i else x
         return self.plain(x) if self.last else self.plain(x).t()
@@ -696,6 +700,9 @@ class Broken(Own):
     def none(self, x: Tensor) -> Any:
         return self.plain(x), None
 
+    def nothing(self, x: Tensor) -> Any:
+        return ()
+
     def crash(self, x: Tensor) -> Any:
         raise IndexError("no such place")
 
@@ -711,6 +718,7 @@ BROKEN = {
     "count": r"stage 0 returns 2 outputs in micro-batch 2, 1 in its first forward",
     "dict": r"the output of stage 0 in its first forward is a dict: what goes to the next stage is a tensor or a tuple",
     "none": r"output 1 of stage 0 in its first forward is a NoneType",
+    "nothing": r"stage 0 returns nothing in its first forward",
     "crash": r"no such place",
 }
 
@@ -764,14 +772,14 @@ def check_own_forward(sizes: dict, name: str, case: str) -> None:
                 close(one, other, case, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["aux", "places", "turned"])
+@pytest.mark.parametrize("case", ["aux", "places", "many", "turned"])
 def test_several_outputs_of_any_dtype_pass_in_evaluation(ranks, case):
     ranks(2, check_own_forward, {"pp": 2}, "zbv", case)
 
 
 def check_broken_forward() -> None:
     on, x = mesh(pp=2), torch.ones(2, 6, dtype=torch.float64)
-    for case in ("dict", "crash"):
+    for case in ("dict", "nothing", "crash"):
         stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
         with pytest.raises(
             (ValueError, IndexError),

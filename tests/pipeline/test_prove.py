@@ -202,6 +202,13 @@ def no_receive(draw, schedule):
     ), f"^{action} is missing: the schedule names"
 
 
+def no_reader(draw, schedule):
+    """A message from the last stage on to nobody."""
+    whole = with_messages(schedule)
+    stray, rank = Action("SEND_F", whole.stages - 1, 0), whole.rank_of[whole.stages - 1]
+    return change(whole, rank, [*whole.ranks[rank], stray]), f"^{stray} on rank {rank} is too many: nothing passes"
+
+
 def swapped(draw, schedule):
     """PITFALL 35: two messages of one pair of ranks change places at one end; their shapes are the same."""
     whole = with_messages(schedule)
@@ -235,8 +242,8 @@ def late_receive(draw, schedule):
 
 
 FAULTS = [
-    missing, twice, strayed, outside, both, too_early, weight_first, sent_first, crossed, no_receive, swapped,
-    late_receive,
+    missing, twice, strayed, outside, both, too_early, weight_first, sent_first, crossed, no_receive, no_reader,
+    swapped, late_receive,
 ]  # fmt: skip
 
 
