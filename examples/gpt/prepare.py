@@ -77,7 +77,7 @@ def prepare(
         Counts and output files.
 
     Raises:
-        ValueError: an input is missing, malformed or given twice, the output exists, or nothing is left to write.
+        ValueError: an input is missing or malformed, the output exists, or nothing is left to write.
     """
     out = os.fspath(out)
     paths = [os.fspath(path) for path in inputs]
@@ -145,14 +145,6 @@ def _find_sources(paths: Sequence[str], left_out: set[str]) -> list[_Source]:
                 for path in visible
                 if os.path.isfile(path) and not os.path.islink(path) and os.path.realpath(path) not in left_out
             ]
-    seen = dict[str, str]()
-    for source in sources:
-        path = os.path.realpath(source.path)
-        if path in seen:
-            raise ValueError(
-                f"{source.path} is read twice, as {seen[path]} too: give each file once; --data weighs whole corpora"
-            )
-        seen[path] = source.path
     return sources
 
 
