@@ -45,7 +45,7 @@ MUTATIONS = [
              "switched = [module for module, training in modes if module.training != training]",
              "switched = []", RECOMPUTE),
     Mutation("a DTensor counts whole", "mpcore/storages.py",
-             "yield local_tensor(leaf)", "yield leaf", MEMORY),
+             "yield local_tensor(tree)", "yield tree", MEMORY),
     Mutation("the offloaded step forgets main gradients", "mpcore/offload.py",
              "if gradient_of(p) is None:", "if p.grad is None:", OFFLOAD),
     Mutation("the offloaded step doesn't see what a checkpoint wrote", "mpcore/offload.py",
