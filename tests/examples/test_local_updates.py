@@ -276,6 +276,7 @@ def read(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
     flags = ["--steps", "4", "--eval-every", "2", "--eval-samples", "4", "--save-every", "2", "--micro-batch", "1"]
     result = command(*flags, "--workers", "2", "--local-steps", "2", "--out", str(tmp_path), ranks=2)

@@ -77,6 +77,7 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path):
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_stops_every_rank_within_seconds(tmp_path):
     began = time.monotonic()
     result = command("--tp", "3", "--out", str(tmp_path / "out"), ranks=2)
