@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import multiprocessing as mp
 import os
+import signal
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ import torch.distributed as dist
 from mpcore.mesh import Mesh, build_mesh
 
 GRACE_S = 5.0
+STACK_S = 0.5  # for the signal to come, as a process that hangs does nothing else
 START_S = 240.0  # on a machine that others use too, the first import of torch takes minutes
 DIED, LATE = "the process died", "still running when the time was over"
 
@@ -60,7 +65,8 @@ class Pool:
         """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
 
         Raises:
-            RankError: if a rank failed, died, or was not done after `timeout` seconds; the pool begins anew then.
+            RankError: if a rank failed, died, or was not done after `timeout` seconds, with where it stood then; the
+                pool begins anew.
         """
         if not self.workers:
             self._start()
@@ -89,7 +95,7 @@ class Pool:
                     errors[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
-                errors |= dict.fromkeys(waiting.values(), LATE)
+                errors |= {rank: f"{LATE}\n{self._stack(workers[rank][0])}" for rank in waiting.values()}
                 break
         if errors:
             self.stop()  # an error may leave a group or a collective half done: begin anew
@@ -102,7 +108,7 @@ class Pool:
         self.lone = self.worlds = self.worlds + 1
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self.prepare), daemon=True)
+            process = context.Process(target=_work, args=(theirs, self.prepare, self.folder.name), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -115,6 +121,13 @@ class Pool:
                 self.stop()
                 raise RankError(f"a rank died as it started, or was not there after {START_S:.0f} seconds")
 
+    def _stack(self, process: Any) -> str:
+        """What each thread of a worker is doing, indented as tracebacks are."""
+        path = Path(self.folder.name, f"stack-{process.pid}")
+        os.kill(process.pid, signal.SIGUSR2)
+        process.join(STACK_S)
+        return textwrap.indent(path.read_text(), "  ")
+
     def stop(self) -> None:
         """End the workers."""
         for process, connection in self.workers:
@@ -125,9 +138,11 @@ class Pool:
         self.workers, self.size = [], 0
 
 
-def _work(connection: Connection, prepare: Callable[[], None] | None) -> None:
+def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
+    stack = open(os.path.join(folder, f"stack-{os.getpid()}"), "w")  # noqa: SIM115  # open as long as the process
+    faulthandler.register(signal.SIGUSR2, stack)
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
