@@ -139,7 +139,6 @@ class Pool:
 
 
 def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
     stack = open(os.path.join(folder, f"stack-{os.getpid()}"), "w")  # noqa: SIM115  # open as long as the process
     faulthandler.register(signal.SIGUSR2, stack)
