@@ -94,7 +94,7 @@ def check(ranks: Pool, seed: int, world: int) -> None:
         model = draw_model(dice)
         sizes, layout = draw_layout(dice, world, "tiny-moe" in model)
         print(sizes, *layout, "|", *model)
-        results = ranks(world, train, sizes, [*model, *layout])
+        results = ranks(world, train, sizes, [*model, *layout], timeout=30 * world)
         refused = {got.get("refused") for got in results}
         if refused == {None}:
             break

@@ -146,7 +146,7 @@ def check_import(folders: dict[str, str], sizes: dict, zero: bool) -> dict[str, 
 LAYOUTS = [
     ({}, False),
     ({"tp": 2}, False),
-    ({"tp": 4}, False),
+    pytest.param({"tp": 4}, False, marks=pytest.mark.slow),
     ({"pp": 2}, False),
     ({"tp": 2, "dp": 2}, True),
     ({"dp": 2, "ep": 2}, False),

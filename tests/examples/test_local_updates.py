@@ -57,7 +57,8 @@ def by_hand() -> tuple[list[list[float]], list[float]]:
 
 _by_hand: list = []
 LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "tp": 2}, ["--sequence-parallel"]), ({"workers": 2, "pp": 2}, []),
-           ({"workers": 2, "dp": 2}, ["--zero", "2"]), ({"workers": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
+           ({"workers": 2, "dp": 2}, ["--zero", "2"]),
+           pytest.param({"workers": 2, "cp": 2}, ["--zero", "3"], marks=pytest.mark.slow)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "flags"), LAYOUTS, ids=str)
