@@ -123,7 +123,7 @@ class Pool:
 
     def _stack(self, process: Any) -> str:
         """What each thread of a worker is doing, indented as tracebacks are."""
-        path = Path(self.folder.name, f"stack-{process.pid}")
+        path = _stack_file(self.folder.name, process.pid)
         os.kill(process.pid, signal.SIGUSR2)
         process.join(STACK_S)
         return textwrap.indent(path.read_text(), "  ")
@@ -140,7 +140,7 @@ class Pool:
 
 def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
-    stack = open(os.path.join(folder, f"stack-{os.getpid()}"), "w")  # noqa: SIM115  # open as long as the process
+    stack = _stack_file(folder, os.getpid()).open("w")  # as long as the process
     faulthandler.register(signal.SIGUSR2, stack)
     torch.set_num_threads(1)
     if prepare is not None:
@@ -168,6 +168,10 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             result = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
             connection.send(result)
+
+
+def _stack_file(folder: str, pid: int) -> Path:
+    return Path(folder, f"stack-{pid}")
 
 
 def _mesh_caches() -> list[Any]:
