@@ -80,8 +80,8 @@ def row_tiles(module: Any) -> Iterator[Candidate]:
             if rows == factor == 1:
                 continue
 
-            def other(D: int, elements_per_thread: int, rows: float = rows, factor: float = factor) -> Any:
-                t = tile(D, elements_per_thread)
+            def other(D: int, rows: float = rows, factor: float = factor, **shape: int) -> Any:
+                t = tile(D, **shape)
                 return t._replace(
                     block_m=max(1, int(t.block_m * rows)), num_warps=max(1, min(32, int(t.num_warps * factor)))
                 )

@@ -79,16 +79,16 @@ class RowTile(NamedTuple):
 
 
 @functools.cache
-def row_tile(D: int, elements_per_thread: int) -> RowTile:
+def row_tile(D: int, elements_per_thread: int, elements: int = 4096) -> RowTile:
     """Cover whole rows of `D` with the fewest idle lanes that two powers of two allow (5120 = 4096 + 1024).
 
-    Short rows share a program until it holds 4096 elements, enough bytes in flight to cover memory latency.
+    Short rows share a program until it holds `elements`: 4096 are enough bytes in flight to cover memory latency.
     """
     main = 1 << (D.bit_length() - 1)
     tail = next_power_of_2(D - main) if main < D else 0
     if main < 128 or tail == main:  # one masked tile costs no more lanes than two
         main, tail = next_power_of_2(D), 0
-    block_m = max(1, min(64, 4096 // main))
+    block_m = max(1, min(64, elements // main))
     num_warps = max(1, min(16, main * block_m // (32 * elements_per_thread)))
     return RowTile(main, tail, block_m, num_warps)
 

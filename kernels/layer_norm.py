@@ -231,7 +231,8 @@ def _launch_backward(
     sums = sums[:1] if bias is None else sums
     constants = (dy_stride, dresidual_stride, h_stride, D, zero_centered, bias is not None)
     if D <= WIDEST_BACKWARD:
-        *tile, num_warps = row_tile(D, elements_per_thread=16)
+        # Half as many programs, and partial sums, where 16 warps hold two sums in registers: without a mask or tail.
+        *tile, num_warps = row_tile(D, elements_per_thread=16, elements=4096 if D & (D - 1) else 8192)
         programs = min(ceil_div(M, tile[-1]), multiprocessors(h.device) * (16 // num_warps))
         partials = h.new_empty((len(sums), programs, D), dtype=torch.float32)
         tensors = (dy, dresidual_out, h, weight, stats, dh, partials)

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from mpcore.kernels._rows import MAX_ROWS, as_rows, count_rows, row_tile
 
 
-@given(D=st.integers(1, 2**17), elements_per_thread=st.sampled_from([16, 32]))
-def test_a_tile_covers_the_row_with_few_idle_lanes(D, elements_per_thread):
-    main, tail, block_m, num_warps = row_tile(D, elements_per_thread)
+@given(D=st.integers(1, 2**17), elements_per_thread=st.sampled_from([16, 32]), elements=st.sampled_from([4096, 8192]))
+def test_a_tile_covers_the_row_with_few_idle_lanes(D, elements_per_thread, elements):
+    main, tail, block_m, num_warps = row_tile(D, elements_per_thread, elements)
     for power in (main, max(tail, 1), block_m, num_warps):
         assert power & (power - 1) == 0
     assert D <= main + tail < (2 * D if D < 128 else 4 / 3 * D) + 1
     assert 1 <= num_warps <= 16
-    assert main * block_m <= max(4096, main)
+    assert main * block_m <= max(elements, main)
 
 
 @pytest.mark.parametrize(("D", "lanes"), [(4096, 4096), (5120, 5120), (12288, 12288), (1000, 1024), (11008, 12288)])
