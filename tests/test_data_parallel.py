@@ -178,7 +178,7 @@ def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_th
 @pytest.mark.parametrize(
     ("sizes", "zero"),
     some(
-        ({"dp": 4}, 3), *(({"tp": 2, "dp": 2}, zero) for zero in STAGES),
+        ({"dp": 4}, 3), *(({"tp": 2, "dp": 2}, zero) for zero in (0, 3)),
         of=itertools.product(({"dp": 4}, {"tp": 2, "dp": 2}), STAGES),
     ),
     ids=str,
@@ -189,7 +189,7 @@ def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, 
 
 @pytest.mark.parametrize(
     ("schedule", "zero"),
-    some(("1f1b", 1), ("1f1b", 3), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:])),
+    some(("1f1b", 1), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:])),
 )
 def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, schedule, zero):
     ranks(4, check_gradients, {"dp": 4}, zero, schedule, replicate=2, tie_embeddings=True)

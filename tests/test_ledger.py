@@ -48,7 +48,6 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
         ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--tie-embeddings"]),
         ({"cp": 2, "tp": 2}, ["--sequence-parallel", "--cp-kind", "zigzag"]),
         ({"dp": 4, "ep": 2}, ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8"]),
@@ -61,6 +60,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
                     ["--preset", "tiny-moe", "--moe-every", "2", "--expert-d-ff", "8", "--recompute", "budget=0.7"],
                 ),
                 ({"tp": 2, "dp": 2}, ["--recompute", "full"]),
+                ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective", "--schedule", "zb"]),
                 ({"tp": 2, "pp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
                 ({"tp": 2, "pp": 2}, ["--recompute", "full", "--schedule", "zb"]),
                 ({"pp": 2, "dp": 2}, ["--schedule", "zbv", "--tie-embeddings"]),

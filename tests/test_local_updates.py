@@ -319,8 +319,11 @@ def check_load(sizes: dict, options: dict, zero: int, folder: str, at: int, how:
     return run.mesh.workers.rank, run.steps(at, STEPS)
 
 
-@pytest.mark.parametrize("at", [4, 6], ids=["at a merge", "between two"])
-@pytest.mark.parametrize("how", ["fresh", "used"])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [("fresh", 4), ("used", 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fresh", 6), ("used", 4)])],
+    ids={4: "at a merge", 6: "between two"}.get,
+)
 def test_any_layout_goes_on_from_what_another_has_saved(ranks, tmp_path, at, how):
     writer, reader = ({"workers": 2, "tp": 2}, DILOCO, 0), ({"workers": 2, "dp": 2}, DILOCO, 3)
     wanted = ranks(4, check_save, *writer, str(tmp_path), at, how)

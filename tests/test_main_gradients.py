@@ -70,7 +70,7 @@ def check_model(sequence, tied):
         assert all(gradient_of(p) is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_pitfall_32_main_gradients_are_the_dense_ones_tied_or_not(ranks, size):
     for sequence, tied in ((None, True), (1, True), (1, False)):
         ranks(size, check_model, sequence, tied)

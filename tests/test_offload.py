@@ -149,7 +149,7 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "offload", "flags"),
     [
-        ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
+        pytest.param({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"], marks=pytest.mark.slow),
         ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
         ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
         ({"tp": 2}, EACH, ["--preset", "tiny-moe", "--expert-d-ff", "8", "--balance", "bias"]),

@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 CASES = [
     (FOUR, "zigzag", ["--tie-embeddings"]),
     ({"cp": 2, "pp": 2}, "ring", ["--tie-embeddings"]),
-    ({"cp": 2, "dp": 2}, "zigzag", ["--zero", "3"]),
+    pytest.param({"cp": 2, "dp": 2}, "zigzag", ["--zero", "3"], marks=SLOW),
     pytest.param(FOUR, "alltoall", [], marks=SLOW),
     pytest.param(FOUR, "ring", [], marks=SLOW),
     pytest.param(FOUR, "allgather", [], marks=SLOW),

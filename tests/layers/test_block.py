@@ -132,7 +132,7 @@ def check_blocks():
         check_block(kind, sequence, 0.0, frozen=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_pitfall_11_sharded_blocks_equal_dense_with_and_without_sequence_parallel(ranks, size):
     ranks(size, check_blocks)
 

@@ -155,7 +155,7 @@ def check_tensor_parallel():
         check({"sequence_parallel": sp}, "causal", tp_axis(), rows=0)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_heads_cut_over_tp_are_the_paper(ranks, size):
     """Of five heads, so that shards are uneven, on each size."""
     ranks(size, check_tensor_parallel)

@@ -72,7 +72,7 @@ def check_all():
         check_mlp(activation, 10, True, 1, (B, T), frozen=True)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_equals_dense_for_every_activation(ranks, size):
     ranks(size, check_all)
 

@@ -56,6 +56,7 @@ LAYOUTS = [
     {"dp": 4, "ep": 4},
     {"tp": 2, "cp": 2, "etp": 1, "ep": 4},
 ]
+LONG = LAYOUTS[6:9] + LAYOUTS[10:11]
 WIDE_LAYOUTS = [{"dp": 4, "cp": 2, "etp": 2, "ep": 4}, {"tp": 2, "dp": 2, "cp": 2, "etp": 2, "ep": 4}]
 BALANCES = [
     {},
@@ -165,7 +166,11 @@ def world(sizes):
     return sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("cp", 1)
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank")
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=pytest.mark.slow if sizes in LONG else []) for sizes in LAYOUTS],
+    ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank",
+)
 def test_every_layout_equals_a_loop_over_tokens_and_experts(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, LAYOUTS.index(sizes))
 
