@@ -81,10 +81,13 @@ def test_launches_of_rows_in_registers(has_bias, monkeypatch):
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     forward, backward, total = launched(1001, 4096, has_bias)
     sums = 1 + has_bias
-    assert [launch.grid for launch in (forward, backward, total)] == [(1001, 1, 1), (264, 1, 1), (128, sums, 1)]
+    assert [launch.grid for launch in (forward, backward, total)] == [(1001, 1, 1), (132, 1, 1), (128, sums, 1)]
     assert forward.arguments["eps"] == 1e-5
     assert (forward.arguments["bias_ptr"] is None) == (total.arguments["second_ptr"] is None) == (not has_bias)
-    assert backward.arguments["partials_ptr"].shape == (sums, 264, 4096)
+    assert backward.arguments["partials_ptr"].shape == (sums, 132, 4096)
+    assert backward.kernel.metadata.num_warps == 16
+    *_, backward, _ = launched(1001, 5120, has_bias)  # of 8 warps, which hold a row and its tail without a spill
+    assert backward.grid == (264, 1, 1)
 
 
 def test_launches_of_wide_rows(monkeypatch):
