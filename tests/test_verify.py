@@ -166,9 +166,19 @@ def test_a_model_that_knows_nothing_of_cp_departs(ranks):
     assert (verdict.departure.stage, verdict.departure.name) == ("forward", "attention.output"), verdict.departure
 
 
+def test_a_hang_says_where_each_rank_stands(ranks):
+    verdicts = verify(models.Uneven, {"x": models.batch()["x"]}, ["tp2"], timeout=4.0, pool=ranks)
+    said = verdicts[0].error
+    assert re.fullmatch(
+        r"not done after 4 seconds: rank 0 in .*/verify_models\.py:\d+, forward; rank 1 in .*/mpcore/\S+, \w+", said
+    ), said
+
+
 def test_what_doesnt_run_is_said(ranks):
     with pytest.raises(ValueError, match=r'the batch is a tuple, no dict such as {"x": \.\.\., "target": \.\.\.}'):
         verify(models.Mixer, (torch.ones(2),), ["tp2"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"timeout 0 must be seconds above 0"):
+        verify(models.Mixer, {"x": torch.ones(2)}, ["tp2"], timeout=0)
     with pytest.raises(ValueError, match='no "x"'):
         verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"])
     with pytest.raises(ValueError, match=r"samples of the batch is a NoneType, no tensor of \[B, \.\.\.\]"):

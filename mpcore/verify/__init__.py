@@ -15,9 +15,12 @@ looks like. A buffer that rightly is each rank's own has `persistent=False`.
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,8 @@ from mpcore.verify.run import Seen, Task, run_step
 
 SAMPLES = 5  # of the dense model's rounding error: of one alone, that of a small tensor is at times near 0 by luck
 
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
 __all__ = ["Departure", "Layout", "Verdict", "parse_layout", "verify"]
 
 
@@ -41,6 +46,7 @@ def verify(
     loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    timeout: float = 120.0,
     pool: Pool | None = None,
     report: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
@@ -60,6 +66,7 @@ def verify(
         dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it, the
             largest of five runs whose parameters are half a rounding apart: twice that is allowed.
         seed: of the first values.
+        timeout: seconds that a run under one layout may take; after them its verdict says where each rank stood.
         pool: the processes; None: as many as are needed, ended again.
         report: called with each verdict as soon as it is there.
 
@@ -67,9 +74,11 @@ def verify(
         A verdict for each layout.
 
     Raises:
-        ValueError: if a layout's name is none, the batch is no mapping of tensors with "x", build or loss
-            are none of a module's functions, or the dense model doesn't run.
+        ValueError: if a layout's name is none, timeout is not above 0, the batch is no mapping of tensors with "x",
+            build or loss are none of a module's functions, or the dense model doesn't run.
     """
+    if not timeout > 0:
+        raise ValueError(f"timeout {timeout} must be seconds above 0")
     if not isinstance(batch, Mapping):
         raise ValueError(f'the batch is a {type(batch).__name__}, no dict such as {{"x": ..., "target": ...}}')
     if "x" not in batch:
@@ -92,19 +101,19 @@ def verify(
     dense = parse_layout("tp1")
     try:
         try:
-            (truth,) = pool(1, _run, task, dense)
+            (truth,) = pool(1, _run, task, dense, timeout=timeout)
             task = replace(task, dtype=dtype)
             samples = range(SAMPLES if dtype != torch.float64 else 0)
-            rounded = [pool(1, _run, replace(task, nudge=i), dense)[0] for i in samples]
+            rounded = [pool(1, _run, replace(task, nudge=i), dense, timeout=timeout)[0] for i in samples]
         except RankError as error:
             raise ValueError(f"the dense model doesn't run:\n{error}") from None
         judge = Judge(truth, dtype, rounded)
         verdicts = []
         for plan in plans:
             try:
-                verdict = judge(plan, pool(plan.size, _run, task, plan))
+                verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
-                verdict = Verdict(plan.name, error=_last_line(str(error)))
+                verdict = Verdict(plan.name, error=_what_happened(str(error), timeout))
             verdicts.append(verdict)
             if report is not None:
                 report(verdict)
@@ -120,7 +129,25 @@ def _run(task: Task, layout: Layout) -> Seen:
     return run_step(task, mesh(**sizes), layout)
 
 
-def _last_line(text: str) -> str:
+def _what_happened(text: str, timeout: float) -> str:
+    """The cause in one line, of what the ranks that failed said."""
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
-    said = [line for line in errors if line not in (DIED, LATE)] or errors  # of one rank, for which others wait
-    return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said, "") or text
+    said = [line for line in errors if line not in (DIED, LATE)]  # of one rank, for which others wait
+    if said:
+        return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)
+    if LATE not in errors:
+        return errors[-1]
+    late = re.findall(r"^--- rank (\d+) of .*\n(.*\n(?:  .*\n?)*)", text, re.MULTILINE)
+    stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in late)
+    return f"not done after {timeout:g} seconds: {stand}"
+
+
+def _stands(stacks: str) -> str:
+    """Where a late rank is, by its stacks: in the model's own code, else in ours."""
+    stack = next((part for part in stacks.split("most recent call first") if " in _work" in part), stacks)
+    calls = [(Path(file), f"{file}:{line}, {name}") for file, line, name in _FRAME.findall(stack)]
+    verify, torchs = Path(__file__).parent, Path(torch.__file__).parent
+    calls = [call for call in calls if not call[0].is_relative_to(torchs)]
+    model = itertools.takewhile(lambda call: not call[0].is_relative_to(verify), calls)
+    own = [call for call in model if not call[0].is_relative_to(verify.parent)]
+    return next((where for _, where in own or calls), "torch")

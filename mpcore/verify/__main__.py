@@ -30,13 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
     parser.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
     parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
     sys.path.insert(0, "")
     try:
         build, batch, loss = find(args.model)
         layouts = [name for name in args.layouts.split(",") if name]
-        verdicts = verify(build, batch, layouts, loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, report=_tell)
+        verdicts = verify(
+            build, batch, layouts,
+            loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, timeout=args.timeout, report=_tell,
+        )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
