@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -460,6 +462,7 @@ class Uneven(Plain):
         self.tp = mesh.tp
 
     def forward(self, x: Tensor) -> Tensor:
+        threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()  # its stack comes first
         if self.tp.size > 1 and self.tp.rank == 0:
             torch.distributed.recv(x.clone(), src=1)
         return super().forward(x)

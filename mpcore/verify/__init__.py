@@ -137,14 +137,14 @@ def _what_happened(text: str, timeout: float) -> str:
         return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)
     if LATE not in errors:
         return errors[-1]
-    late = re.findall(r"^--- rank (\d+) of .*\n(.*\n(?:  .*\n?)*)", text, re.MULTILINE)
-    stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in late)
+    _, *late = re.split(r"^--- rank (\d+) of .*\n", text, flags=re.MULTILINE)
+    stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::2], late[1::2], strict=True))
     return f"not done after {timeout:g} seconds: {stand}"
 
 
 def _stands(stacks: str) -> str:
     """Where a late rank is, by its stacks: in the model's own code, else in ours."""
-    stack = next((part for part in stacks.split("most recent call first") if " in _work" in part), stacks)
+    stack = next((part for part in stacks.split("most recent call first") if " in _work\n" in part), stacks)
     calls = [(Path(file), f"{file}:{line}, {name}") for file, line, name in _FRAME.findall(stack)]
     verify, torchs = Path(__file__).parent, Path(torch.__file__).parent
     calls = [call for call in calls if not call[0].is_relative_to(torchs)]
