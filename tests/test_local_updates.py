@@ -126,10 +126,10 @@ LAYOUTS = [
     ({"workers": 2, "pp": 2}, FRAGMENTS, 0),
     ({"workers": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
     ({"workers": 2, "dp": 2}, FRAGMENTS, 1),
-    ({"workers": 2, "cp": 2}, LOCAL_SGD, 3),
-    ({"workers": 3}, DILOCO, 0),
 ]
 MORE_LAYOUTS = [
+    ({"workers": 3}, DILOCO, 0),
+    ({"workers": 2, "cp": 2}, LOCAL_SGD, 3),
     ({"workers": 2, "dp": 2}, DILOCO, 2),
     ({"workers": 2, "dp": 2}, DILOCO, 3),
     ({"workers": 1, "tp": 3}, DILOCO, 0),

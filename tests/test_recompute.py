@@ -106,7 +106,7 @@ def check_bitwise(sizes: dict, name: str, **options) -> None:
     [
         ({}, {"every": 2, "norm": "layer", "activation": "gelu", "bias": True}),
         ({"tp": 2}, {"half": True, "sp": True, "bias": True}),
-        ({"tp": 2, "dp": 2}, {"sp": True, "positions": "learned"}),
+        pytest.param({"tp": 2, "dp": 2}, {"sp": True, "positions": "learned"}, marks=pytest.mark.slow),
         pytest.param({}, {"half": True}, marks=pytest.mark.slow),
         *(pytest.param(sizes, {}, marks=pytest.mark.slow) for sizes in ({}, {"tp": 2}, {"dp": 2})),
     ],

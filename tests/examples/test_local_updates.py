@@ -57,7 +57,7 @@ def by_hand() -> tuple[list[list[float]], list[float]]:
 
 _by_hand: list = []
 LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "tp": 2}, ["--sequence-parallel"]), ({"workers": 2, "pp": 2}, []),
-           ({"workers": 2, "dp": 2}, ["--zero", "2"]),
+           pytest.param({"workers": 2, "dp": 2}, ["--zero", "2"], marks=pytest.mark.slow),
            pytest.param({"workers": 2, "cp": 2}, ["--zero", "3"], marks=pytest.mark.slow)]  # fmt: skip
 
 
@@ -265,7 +265,10 @@ def held_by_optimizer(zero: str, momentum: str) -> int:
     return sum(local_tensor(x).nbytes for state in t.optimizer.state.values() for x in state.values())
 
 
-@pytest.mark.parametrize(("zero", "momentum"), [("0", "0.9"), ("2", "0.9"), ("2", "0")])
+@pytest.mark.parametrize(
+    ("zero", "momentum"),
+    [("2", "0.9"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("0", "0.9"), ("2", "0")])],
+)
 def test_the_plan_of_memory_counts_what_merges_need(ranks, zero, momentum):
     held, *_ = ranks(4, held_by_optimizer, zero, momentum)
     flags = [*TINY, "--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]

@@ -28,10 +28,10 @@ LAYOUTS = [
     ({"dp": 2, "ep": 2}, "global", 3, 1),
     ({"pp": 2, "dp": 2, "ep": 2}, "sequence", 1, 1),
     ({"dp": 4, "ep": 2, "etp": 2}, "global", 1, 1),
-    ({"tp": 2, "dp": 2, "etp": 1, "ep": 2}, "global", 3, 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ({"tp": 2, "dp": 2, "etp": 1, "ep": 2}, "global", 3, 2),
             ({"pp": 2, "dp": 2, "ep": 2}, "bias", 3, 1),
             ({"dp": 4, "ep": 2}, "sequence", 3, 1),
             ({"pp": 2, "tp": 2, "etp": 1, "ep": 2}, "global", 1, 2),

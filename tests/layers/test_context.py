@@ -225,8 +225,15 @@ def test_every_kind_is_dense_attention_for_every_mask_and_grouping(ranks, size):
     ranks(size, check_attention, list(itertools.product(MASKS, HEADS)), timeout=600)
 
 
-@pytest.mark.parametrize("kind", RINGS)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        pytest.param(mask, kind, marks=pytest.mark.slow if kind == "ring" and i in (1, 4, 5) else [])
+        for i, mask in enumerate(MASKS)
+        for kind in RINGS
+    ],
+    ids=str,
+)
 def test_rings_of_any_size_are_dense_attention(kind, mask):
     for size, length in itertools.product((2, 3, 5, 8), (8, 17)):
         case = dict(mask)
@@ -280,7 +287,7 @@ def check_layer(case):
 LAYERS = [
     ({"qk_norm": True}, (4, 2), None),
     ({"causal": False}, (6, 2), DOCUMENTS),
-    ({"window": 4}, (4, 4), DOCUMENTS),
+    pytest.param(({"window": 4}, (4, 4), DOCUMENTS), marks=pytest.mark.slow),
 ]
 
 

@@ -135,7 +135,6 @@ def grid() -> Iterator[Any]:
     shorter = [("zb", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2}), ("1f1b", {"pp": 2, "dp": 2})]
     for name, sizes, tied in itertools.product(NAMES, LAYOUTS, (True, False)):
         short = tied and (sizes == {"pp": 4} or (name, sizes) in shorter)
-        short |= (name, sizes) == ("interleaved", {"pp": 2})
         yield pytest.param(name, sizes, tied, marks=[] if short else pytest.mark.slow)
 
 
@@ -149,10 +148,15 @@ def test_pitfall_14_24_26_30_every_schedule_gives_the_dense_gradients(ranks, nam
 @pytest.mark.parametrize(
     ("name", "sizes", "micro_batches", "virtual"),
     [
-        ("interleaved", {"pp": 2}, 4, 4), ("interleaved", {"pp": 3}, 4, 2), ("bfs", {"pp": 2}, 2, 3),
-        ("zb", {"pp": 2}, 4, 2), ("zb", {"pp": 4}, 4, 2), ("zbv", {"pp": 3}, 1, 2), ("dualpipev", {"pp": 2}, 4, 2),
-        ("gpipe", {"pp": 4}, 2, 1), ("naive", {"pp": 3}, 1, 1), ("zbv", {}, 2, 2), ("interleaved", {}, 4, 3),
-        ("zb", {}, 16, 1),
+        ("interleaved", {"pp": 3}, 4, 2), ("bfs", {"pp": 2}, 2, 3), ("zb", {"pp": 2}, 4, 2), ("zbv", {"pp": 3}, 1, 2),
+        ("dualpipev", {"pp": 2}, 4, 2), ("naive", {"pp": 3}, 1, 1), ("interleaved", {}, 4, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("interleaved", {"pp": 2}, 4, 4), ("zb", {"pp": 4}, 4, 2), ("gpipe", {"pp": 4}, 2, 1),
+                ("zbv", {}, 2, 2), ("zb", {}, 16, 1),
+            ]
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -284,7 +288,7 @@ def check_forward(sizes: dict, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
 def test_pitfall_35_evaluation_passes_through_virtual_stages(ranks, name, sizes):
     ranks(torch.Size(sizes.values()).numel(), check_forward, sizes, name)

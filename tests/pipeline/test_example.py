@@ -34,11 +34,11 @@ def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks,
     others = [
         ({"pp": 2}, ["--schedule", "naive"]),
         ({"pp": 2}, ["--schedule", "interleaved", "--virtual-stages", "2"]),
+        ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev"]),
     ]
     for sizes, flags in [
         ({"pp": 2}, ["--schedule", str(tmp_path / "plan.csv")]),
         ({"pp": 2}, ["--schedule", "zbv", "--trace"]),
-        ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev"]),
         *([] if tied else others),
     ]:
         size, out = 2 * sizes.get("dp", 1), str(tmp_path / "out")
