@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.beside import ASKS, Beside
 from tests.pool import BEFORE_2_13, Pool, strict_memory
 
 strict_memory()
@@ -34,6 +35,23 @@ def eight_ranks() -> Iterator[Pool]:
     yield pool
     pool.stop()
     pool.folder.cleanup()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    asks = [item for item in session.items if item.name == ASKS]
+    if asks and not session.config.option.collectonly:
+        session.config.stash[Beside.KEY] = Beside(session)
+        session.items.sort(key=asks.__contains__)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if Beside.KEY in session.config.stash:
+        session.config.stash[Beside.KEY].stop()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for summary in config.stash[Beside.KEY].summaries if Beside.KEY in config.stash else ():
+        terminalreporter.write_line(f"beside these: {summary}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,29 +2,14 @@
 
 The main one compiles, and runs a kernel only on a GPU: there `interpret/` is collected too, as tests of the marker
 `gpu`. The other, which runs `interpret/` alone, begins before the first test, and `test_interpreter.py`, the last, asks
-how it went.
+how it went (`tests/beside.py`).
 """
 
 import os
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))  # laws.py and its like, from both processes
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = ["test_*.py"] if INTERPRETING else []
-
-if not INTERPRETING:
-    from interpreters import TEST, Interpreters
-
-    def pytest_collection_finish(session: pytest.Session) -> None:
-        asks = [item for item in session.items if item.name == TEST]
-        if asks and not session.config.option.collectonly:
-            session.items.sort(key=asks.__contains__)
-            session.config.stash[Interpreters.KEY] = Interpreters()
-
-    def pytest_sessionfinish(session: pytest.Session) -> None:
-        if Interpreters.KEY in session.config.stash:
-            session.config.stash[Interpreters.KEY].stop()

@@ -933,12 +933,15 @@ def check_recorded(
     "name", [n if n in ("1f1b", "zb", "zbv") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
 def test_a_run_takes_what_the_prover_says(ranks, name):
-    """Stages padded with sleep, two ranks: the order is the plan's, the time within a tenth on a busy machine."""
-    unit = 0.01
+    """Stages padded with sleep, two ranks: the order is the plan's, the time within a quarter; on a busy machine, where
+    each action costs milliseconds more, of longer sleeps."""
     proof = prove(build_schedule(name, 2, 4))
-    runs = ranks(2, check_recorded, name, 2, 4, unit)[0]
-    assert all(in_order for _, _, in_order in runs)
-    best = min(makespan for makespan, _, _ in runs)
+    for unit in (0.01, 0.04, 0.16):
+        runs = ranks(2, check_recorded, name, 2, 4, unit)[0]
+        assert all(in_order for _, _, in_order in runs)
+        best = min(makespan for makespan, _, _ in runs)
+        if best <= proof.makespan * unit * 1.25 + 0.01:
+            break
     assert proof.makespan * unit <= best <= proof.makespan * unit * 1.25 + 0.01
 
 

@@ -1,0 +1,72 @@
+"""Tests that run in processes of their own beside all others: in those, four ranks leave a third of two cores idle."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+ASKS = "test_kernels_in_the_interpreter"  # the last test, which waits for them
+INTERPRETED = sorted(TESTS.glob("kernels/interpret/test_*.py"))
+RANKLESS = sorted(
+    {
+        *TESTS.glob("kernels/test_*.py"),
+        *(TESTS / "pipeline" / f"test_{name}.py" for name in ("draw", "prove", "schedules")),
+        *(TESTS / f"test_{name}.py" for name in ("bench_report", "memory_tables", "plan")),
+    }
+    - {TESTS / "kernels" / "test_interpreter.py"}
+)
+
+
+class Beside:
+    """The processes, started at the lowest priority: what is timed beside them is not slowed down.
+
+    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, unless there is a
+    GPU, which they would share.
+
+    Args:
+        session: after its collection; what runs beside it is taken out.
+    """
+
+    KEY = pytest.StashKey["Beside"]()
+
+    def __init__(self, session: pytest.Session) -> None:
+        pytest_command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
+        runs = [(INTERPRETED, [], {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
+        others = [item for item in session.items if item.path not in RANKLESS]
+        if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
+            session.items[:] = others
+            chosen = session.config.option
+            runs.append((RANKLESS, ["-m", chosen.markexpr, "-k", chosen.keyword], {}))
+        self.processes = []
+        for files, options, environment in runs:
+            said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            process = subprocess.Popen(
+                [*pytest_command, *options, *map(str, files)],
+                env=os.environ | threads | environment, stdout=said, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self.processes.append((process, said))
+        self.summaries: list[str] = []
+
+    def wait(self) -> str:
+        """What those said that failed."""
+        failed = ""
+        for process, said in self.processes:
+            code = process.wait()
+            said.seek(0)
+            text = said.read()
+            self.summaries.append(text.rstrip().rpartition("\n")[2])
+            failed += text if code else ""
+        return failed
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for process, said in self.processes:
+            process.kill()
+            process.wait()
+            said.close()
