@@ -165,7 +165,7 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
 @pytest.mark.parametrize(
     ("schedule", "zero"),
     some(
-        *(("1f1b", zero) for zero in STAGES), ("zb", 2), ("zbv", 1), ("zbv", 3),
+        *(("1f1b", zero) for zero in STAGES[:2]), ("zb", 2), ("zbv", 1), ("zbv", 3),
         of=itertools.product(("1f1b", "zb", "zbv", "interleaved", "dualpipev"), STAGES),
     ),
 )  # fmt: skip
@@ -452,7 +452,7 @@ def check_odd(zero: int, replicate: int) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "replicate"),
-    some((0, 1), (1, 1), (3, 1), (2, 2), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]),
+    some((0, 1), (1, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]),
     ids=str,
 )
 def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):

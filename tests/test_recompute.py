@@ -117,9 +117,7 @@ def test_pitfall_22_recomputed_losses_and_gradients_are_bitwise_the_kept_ones(ra
     ranks(torch.Size(sizes.values()).numel(), check_bitwise, sizes, "1f1b", **options)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("1f1b", "zb", "zbv") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
-)
+@pytest.mark.parametrize("name", [n if n in ("1f1b", "zb") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_pitfall_22_under_every_schedule(ranks, name):
     """Split backward asks for a block's activations twice."""
     ranks(2, check_bitwise, {"pp": 2}, name)

@@ -21,7 +21,7 @@ TOKENS = 12
 SLOW = pytest.mark.slow
 CASES = [
     (FOUR, "zigzag", ["--tie-embeddings"]),
-    ({"cp": 2, "pp": 2}, "ring", ["--tie-embeddings"]),
+    pytest.param({"cp": 2, "pp": 2}, "ring", ["--tie-embeddings"], marks=SLOW),
     pytest.param({"cp": 2, "dp": 2}, "zigzag", ["--zero", "3"], marks=SLOW),
     pytest.param(FOUR, "alltoall", [], marks=SLOW),
     pytest.param(FOUR, "ring", [], marks=SLOW),

@@ -146,7 +146,7 @@ def check_import(folders: dict[str, str], sizes: dict, zero: bool) -> dict[str, 
 
 LAYOUTS = [
     ({}, False),
-    ({"tp": 2}, False),
+    pytest.param({"tp": 2}, False, marks=pytest.mark.slow),
     pytest.param({"tp": 4}, False, marks=pytest.mark.slow),
     ({"pp": 2}, False),
     ({"tp": 2, "dp": 2}, True),

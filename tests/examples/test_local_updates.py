@@ -97,7 +97,7 @@ def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
 @pytest.mark.parametrize(
     ("steps", "first"),
     [
-        ([[4], [4]], [4, 4]),
+        pytest.param([[4], [4]], [4, 4], marks=pytest.mark.slow),
         pytest.param([[4], [5]], [4, 5], marks=pytest.mark.slow),  # two steps, but between the same two merges
         ([[1, 3], [2, 5, 6]], [3, 5]),  # worker 0 has none after the second merge
         pytest.param([[1, 3, 6], [2, 5]], [6, 6], marks=pytest.mark.slow),  # worker 1 has none, and takes worker 0's
