@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -182,7 +183,7 @@ def test_the_library_works_with_torch_alone(blocked):
 def test_import_costs_less_than_three_tenths_of_a_second_beyond_torch():
     """CPU seconds, which another process on the machine doesn't lengthen."""
     code = "import time, torch; start = time.process_time(); import mpcore; print(time.process_time() - start)"
-    assert any(float(python(code).stdout) < 0.3 for _ in range(3))
+    assert statistics.median(float(python(code).stdout) for _ in range(3)) < 0.3
     heavy = ("torch.distributed.tensor", "sympy", "torch._dynamo")
     assert python(f"import mpcore, sys; print([m for m in {heavy} if m in sys.modules])").stdout.strip() == "[]"
 
