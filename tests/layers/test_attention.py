@@ -22,7 +22,7 @@ from mpcore import collectives as c
 from mpcore.layers.attention import document_positions
 from mpcore.pipeline import Pipeline
 from mpcore.recompute import recompute
-from tests.equality import close, same_model
+from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
 
 B, T, D, K = 2, 12, 6, 4
@@ -173,7 +173,7 @@ def test_sharded_equals_dense_for_every_grouping_of_heads(ranks, size):
     ranks(size, check_heads, False)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_pitfall_12_qk_norm_gradients_are_summed_with_and_without_sequence_parallel(ranks, size):
     ranks(size, check_heads, True)
 
@@ -192,7 +192,7 @@ def check_masks():
     check_attention((6, 2), {"rope": True, "qk_norm": True}, 1, shape=(0, T))
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_sharded_equals_dense_for_every_mask(ranks, size):
     ranks(size, check_masks)
 

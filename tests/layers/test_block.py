@@ -27,7 +27,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
-from tests.equality import close, full_gradients, same_model
+from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.pool import mesh
 
 B, T, D, V = 2, 12, 8, 21
@@ -132,7 +132,7 @@ def check_blocks():
         check_block(kind, sequence, 0.0, frozen=True)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_pitfall_11_sharded_blocks_equal_dense_with_and_without_sequence_parallel(ranks, size):
     ranks(size, check_blocks)
 
@@ -157,7 +157,7 @@ def check_models():
         check_model(kind, sequence, tied, 0.2, recompute=tied)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_models_equal_dense_tied_or_not_with_dropout_and_recomputation(ranks, size):
     ranks(size, check_models)
 

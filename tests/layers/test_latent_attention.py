@@ -25,7 +25,7 @@ from mpcore import checkpoint as ckpt
 from mpcore import collectives as c
 from mpcore.layers.context import KINDS
 from mpcore.ledger import Ledger
-from tests.equality import close, full_gradients, same_model
+from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
 from tests.pool import mesh
 
@@ -155,7 +155,7 @@ def check_tensor_parallel():
         check({"sequence_parallel": sp}, "causal", tp_axis(), rows=0)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_heads_cut_over_tp_are_the_paper(ranks, size):
     """Of five heads, so that shards are uneven, on each size."""
     ranks(size, check_tensor_parallel)

@@ -20,7 +20,7 @@ from mpcore import (
     reduce_gradients,
 )
 from mpcore import collectives as c
-from tests.equality import close, same_model
+from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
 
 IN, B, T = 6, 2, 12
@@ -104,7 +104,7 @@ def check_column_options():
             check_column(out, bias, gather_output, sequence, regather, shape)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_column_parallel_equals_dense_with_every_option(ranks, size):
     ranks(size, check_column_options)
 

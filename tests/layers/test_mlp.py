@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mpcore import Axis, ParallelMLP
 from mpcore import collectives as c
-from tests.equality import close, same_model
+from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
 
 B, T, D = 2, 12, 4
@@ -72,7 +72,7 @@ def check_all():
         check_mlp(activation, 10, True, 1, (B, T), frozen=True)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_sharded_equals_dense_for_every_activation(ranks, size):
     ranks(size, check_all)
 
