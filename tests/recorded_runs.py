@@ -24,6 +24,7 @@ TINY = (
     "--dtype float64 --dropout 0.1 --steps 4 --eval-every 2 --eval-samples 5 --save-every 4 --device cpu"
 )
 MOE = "--preset tiny-moe --experts 4 --top-k 2 --expert-d-ff 8"
+LIMITS = "--capacity-factor 0.7 --balance bias"
 
 # name: (ranks, flags); of several commands the later ones go on from what the earlier ones saved.
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -55,7 +56,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --balance aux",)),
     "experts, ep 2 x tp 2, capacity": (
         4,
-        (f"{MOE} --ep 2 --tp 2 --dp 2 --capacity-factor 0.7 --balance bias --zero 3",),
+        (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",),
     ),
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),
     "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --fragments 2",)),
