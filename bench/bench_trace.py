@@ -24,8 +24,8 @@ from mpcore import (
     reduce_gradients,
     vocab_parallel_cross_entropy,
 )
-from mpcore.ledger import Ledger
-from mpcore.trace import read_log, record
+from mpcore.analysis.counts import Ledger
+from mpcore.fault_tolerance.trace import read_log, record
 from mpcore.verify.pool import Pool, mesh
 
 D, HEADS, BATCH, LENGTH = 64, 8, 2, 16

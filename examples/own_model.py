@@ -30,7 +30,8 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel, sync_gradients
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.sync import sync_gradients
 
 V, D, H, LAYERS, T = 256, 64, 4, 2, 64  # bytes, width, heads, blocks, tokens of a sample
 SAMPLES, MICRO_BATCHES = 8, 2  # of a step

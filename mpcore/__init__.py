@@ -1,51 +1,69 @@
-"""mpcore: Megatron-style model-parallel layers in pure PyTorch and Triton, proven equal to the unsharded model."""
+"""mpcore: Megatron-style model-parallel layers in pure PyTorch and Triton, proven equal to the unsharded model.
 
-from mpcore.gradients import (
-    clip_gradients,
-    drop_gradients,
-    grad_norm,
-    main_gradients,
-    reduce_gradients,
-    zero_gradients,
-)
-from mpcore.initialize import materialize
-from mpcore.layers import (
-    ColumnParallelEmbedding,
-    ColumnParallelLinear,
-    Dropout,
-    GateUpParallelLinear,
-    GroupedLinear,
-    LayerNorm,
-    MultiLatentAttention,
-    ParallelAttention,
-    ParallelMLP,
-    ParallelMoE,
-    PositionEmbedding,
-    QKVParallelLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    Router,
-    RowParallelLinear,
-    TransformerBlock,
-    VocabParallelCrossEntropy,
-    VocabParallelEmbedding,
-    apply_rope,
-    linear_cross_entropy,
-    linear_log_prob,
-    seed_dropout,
-    sequence_index,
-    shard_sequence,
-    unshard_sequence,
-    upcycle,
-    update_routers,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_log_prob,
-)
-from mpcore.mesh import Axis, Mesh, build_mesh
-from mpcore.optim import AdamW, Muon, decay_groups
-from mpcore.parallelize import parallelize
-from mpcore.precision import LossScaler, convert_to_fp8
-from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
+Each name below is imported when it is first used, so `import mpcore` is cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpcore.gradients import (
+        clip_gradients,
+        drop_gradients,
+        grad_norm,
+        main_gradients,
+        reduce_gradients,
+        zero_gradients,
+    )
+    from mpcore.interop.parallelize import parallelize
+    from mpcore.layers import (
+        ColumnParallelEmbedding,
+        ColumnParallelLinear,
+        Dropout,
+        GateUpParallelLinear,
+        GroupedLinear,
+        LayerNorm,
+        MultiLatentAttention,
+        ParallelAttention,
+        ParallelMLP,
+        ParallelMoE,
+        PositionEmbedding,
+        QKVParallelLinear,
+        RMSNorm,
+        RotaryEmbedding,
+        Router,
+        RowParallelLinear,
+        TransformerBlock,
+        VocabParallelCrossEntropy,
+        VocabParallelEmbedding,
+        apply_rope,
+        linear_cross_entropy,
+        linear_log_prob,
+        seed_dropout,
+        sequence_index,
+        shard_sequence,
+        unshard_sequence,
+        upcycle,
+        update_routers,
+        vocab_parallel_cross_entropy,
+        vocab_parallel_log_prob,
+    )
+    from mpcore.layers.initialize import materialize
+    from mpcore.mesh import Axis, Mesh, build_mesh
+    from mpcore.optim import AdamW, LossScaler, Muon, decay_groups
+    from mpcore.parallel import (
+        DiLoCo,
+        convert_to_fp8,
+        finish_gradients,
+        offload_activations,
+        offload_optimizer,
+        offload_parameters,
+        recompute,
+        shard_data_parallel,
+        sync_gradients,
+    )
+    from mpcore.pipeline import Pipeline
+    from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +71,7 @@ __all__ = [
     "Axis",
     "ColumnParallelEmbedding",
     "ColumnParallelLinear",
+    "DiLoCo",
     "Dropout",
     "GateUpParallelLinear",
     "GroupedLinear",
@@ -64,6 +83,7 @@ __all__ = [
     "ParallelAttention",
     "ParallelMLP",
     "ParallelMoE",
+    "Pipeline",
     "PositionEmbedding",
     "QKVParallelLinear",
     "RMSNorm",
@@ -79,6 +99,7 @@ __all__ = [
     "convert_to_fp8",
     "decay_groups",
     "drop_gradients",
+    "finish_gradients",
     "full_state_dict",
     "grad_norm",
     "linear_cross_entropy",
@@ -86,12 +107,18 @@ __all__ = [
     "load_full_state_dict",
     "main_gradients",
     "materialize",
+    "offload_activations",
+    "offload_optimizer",
+    "offload_parameters",
     "parallelize",
+    "recompute",
     "reduce_gradients",
     "seed_dropout",
     "sequence_index",
+    "shard_data_parallel",
     "shard_sequence",
     "shardings",
+    "sync_gradients",
     "unshard_sequence",
     "upcycle",
     "update_routers",
@@ -99,3 +126,43 @@ __all__ = [
     "vocab_parallel_log_prob",
     "zero_gradients",
 ]
+_HOMES = {
+    "gradients": "clip_gradients drop_gradients grad_norm main_gradients reduce_gradients zero_gradients",
+    "interop.parallelize": "parallelize",
+    "layers": (
+        "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "
+        "MultiLatentAttention ParallelAttention ParallelMLP ParallelMoE PositionEmbedding QKVParallelLinear "
+        "RMSNorm RotaryEmbedding Router RowParallelLinear TransformerBlock VocabParallelCrossEntropy "
+        "VocabParallelEmbedding apply_rope linear_cross_entropy linear_log_prob seed_dropout sequence_index "
+        "shard_sequence unshard_sequence upcycle update_routers vocab_parallel_cross_entropy "
+        "vocab_parallel_log_prob "
+    ),
+    "layers.initialize": "materialize",
+    "mesh": "Axis Mesh build_mesh",
+    "optim": "AdamW LossScaler Muon decay_groups",
+    "parallel": (
+        "DiLoCo convert_to_fp8 finish_gradients offload_activations offload_optimizer offload_parameters "
+        "recompute shard_data_parallel sync_gradients "
+    ),
+    "pipeline": "Pipeline",
+    "sharding": "full_state_dict load_full_state_dict shardings",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(import_module(f"mpcore.{_HOME_OF[name]}"), name)
+    else:
+        try:
+            value = import_module(f"mpcore.{name}")  # a package, such as mpcore.collectives
+        except ModuleNotFoundError as error:
+            if error.name != f"mpcore.{name}":
+                raise
+            raise AttributeError(f"module 'mpcore' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from mpcore.mesh import Axis, check_axis
+from mpcore.mesh.axis import Axis, check_axis
 
 _ops = torch.ops._c10d_functional
 

@@ -31,7 +31,7 @@ def ranks() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[Pool]:
     """As `ranks`, for layouts that only the long proofs try."""
-    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.data_parallel"))
+    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.parallel.data"))
     yield pool
     pool.stop()
     pool.folder.cleanup()

@@ -14,13 +14,13 @@ from torch import Tensor
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.plan import build
 from mpcore import materialize, reduce_gradients, vocab_parallel_cross_entropy
-from mpcore.data_parallel import reshard, shard_data_parallel
-from mpcore.dry_run import dry_run
-from mpcore.ledger import Ledger, zero_bytes
+from mpcore.analysis.counts import Ledger, zero_bytes
+from mpcore.analysis.dry_run import dry_run
+from mpcore.memory_footprint import StorageTracker, storage_bytes
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.recompute import KINDS, recompute
 from mpcore.pipeline import Pipeline
-from mpcore.recompute import KINDS, recompute
-from mpcore.sharding import is_dtensor, local_tensor
-from mpcore.storages import Storages, storage_bytes
+from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.pool import Pool, mesh
 from tests.test_memory import FLAGS, LAYOUTS, measure, world
 
@@ -86,7 +86,7 @@ def run_recomputation(tp: int, sp: bool) -> dict[str, tuple[int, bool]]:
         x = torch.randn(2, 16 // tp if sp else 16, 32, generator=g, requires_grad=True)
         rotary = model.rope(torch.arange(16), torch.float32)
         samples = torch.arange(2)
-        with Storages() as storages:
+        with StorageTracker() as storages:
             y = x
             for block in model.blocks.values():  # type: ignore[union-attr]
                 y = block(y, rotary=rotary, samples=samples)
@@ -175,9 +175,9 @@ rank.
 
 ## The estimate against what a run holds
 
-`python -m mpcore.memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example really
-holds in its second step under the same: parameters, gradients, optimizer state, and the largest set of activations,
-buffers and messages. Of the ranks of a layout the one with the largest error; the largest of all rows is {largest}. The
+`python -m mpcore.analysis memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example
+really holds in its second step under the same: parameters, gradients, optimizer state, and the largest set of
+activations, buffers and messages. Each row shows the worst rank of its layout; the largest error is {largest}. The
 flags of each row come after `{flags}`.
 
 Errors below zero are a batch's tokens and targets, which a run holds and the estimate leaves out. It takes each kind at

@@ -98,7 +98,8 @@ def run(argv: list[str], folder: str) -> dict | None:
 
 def numbers(out: Path) -> dict:
     """Losses and norms of all steps, validation losses, and the final weights: their hash, norm and a projection."""
-    from mpcore.checkpoint.format import Files, read_manifest
+    from mpcore.checkpoint.format import read_manifest
+    from mpcore.checkpoint.tensor_file import Files
 
     out = out / "worker-0" if (out / "worker-0").exists() else out
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

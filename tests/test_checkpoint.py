@@ -49,12 +49,15 @@ from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, prune, s
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.__main__ import main
-from mpcore.checkpoint.format import MANIFEST, Files, read_manifest, tiles
+from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
+from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import data_shards, shard_data_parallel
 from mpcore.layers.dropout import seed_dropout
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.placement import data_shards
 from mpcore.pipeline import Pipeline
-from mpcore.sharding import Sharding, is_dtensor, local_tensor
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import is_dtensor, local_tensor
 from tests.examples.test_pretrain import TINY, trainer
 from tests.pool import RankError, mesh
 

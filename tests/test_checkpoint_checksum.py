@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpcore.checkpoint import format as checkpoint_format
-from mpcore.checkpoint.format import ROWS, WORDS, checksum
+from mpcore.checkpoint import tensor_file as checkpoint_format
+from mpcore.checkpoint.tensor_file import ROWS, WORDS, checksum
 
 GROUP = 8 * WORDS * ROWS
 SIZE = 2 * GROUP + 5 * 8 * WORDS + 4099  # two whole groups, one of five rows, and bytes that fill no row

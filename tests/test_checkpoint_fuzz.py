@@ -19,7 +19,8 @@ from torch import nn
 from mpcore import Mesh
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import load, save, verify
-from mpcore.checkpoint.format import MANIFEST, TensorFile
+from mpcore.checkpoint.format import MANIFEST
+from mpcore.checkpoint.tensor_file import TensorFile
 
 FILE = "model-00000.safetensors"
 MANY = settings(max_examples=50, deadline=None)

@@ -37,14 +37,18 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import gathered, placements, reshard, shard_data_parallel, sync_gradients
 from mpcore.kernels.linear_cross_entropy import linear_log_prob_reference
 from mpcore.layers.module import ParallelModule, normal
-from mpcore.optim import AdamW
+from mpcore.optim.adamw import AdamW
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.placement import placements
+from mpcore.parallel.sync import gathered, sync_gradients
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
-from mpcore.sharding import Sharding, add_partial, cut, is_dtensor, local_tensor
+from mpcore.sharding.declarations import add_partial
+from mpcore.sharding.declare import Sharding, cut
+from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
 from tests.pool import BEFORE_2_13, mesh
 
@@ -737,7 +741,7 @@ def check_added(zero: int, frozen: bool, how: str) -> None:
     x = torch.full((1, 3), on.dp.rank + 1.0, dtype=torch.float64)
     added(model(x)).sum().backward()
     with (
-        mock.patch("mpcore.gradients.all_reduce", side_effect=AssertionError("sent")),
+        mock.patch("mpcore.gradients.reduce.all_reduce", side_effect=AssertionError("sent")),
         pytest.raises(
             ValueError, match=r"late.weight was added after .* over the 2 ranks of data: add it before, join"
         ),
@@ -864,7 +868,7 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
             model(rows(2, on.data.rank))
             if zero < 3 or replicate > 1:
                 with (
-                    mock.patch("mpcore.gradients.all_reduce", side_effect=AssertionError("sent")),
+                    mock.patch("mpcore.gradients.reduce.all_reduce", side_effect=AssertionError("sent")),
                     pytest.raises(
                         ValueError, match=r"layers.*weight is (not summed|gathered).*the last micro-batch had"
                     ),

@@ -27,10 +27,12 @@ from mpcore import (
     shardings,
 )
 from mpcore import collectives as c
-from mpcore import gradients as of_gradients
-from mpcore.data_parallel import shard_data_parallel
+from mpcore.gradients import reduce as of_gradients
+from mpcore.gradients import steps
 from mpcore.layers.module import ParallelModule, constant
-from mpcore.sharding import Shard, add_partial, cut
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.sharding.declarations import add_partial
+from mpcore.sharding.declare import Shard, cut
 from tests.equality import close, full_gradients, same_model
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh
@@ -691,5 +693,5 @@ def test_torchs_optimizers_step_a_group_at_once_by_default_on_a_gpu_alone(make):
     here, there = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (False, True))
     for said, on_cpu, on_gpu in (({}, False, True), ({"foreach": False}, False, False), ({"fused": True}, True, True)):
         group = make([torch.zeros(1, requires_grad=True)], lr=0.1, **said).param_groups[0]
-        assert [of_gradients._steps_together(group, [p]) for p in (here, there)] == [on_cpu, on_gpu]
-    assert not of_gradients._steps_together({"params": [there]}, [there]), "of an optimizer that knows no foreach"
+        assert [steps._steps_together(group, [p]) for p in (here, there)] == [on_cpu, on_gpu]
+    assert not steps._steps_together({"params": [there]}, [there]), "of an optimizer that knows no foreach"

@@ -10,9 +10,9 @@ from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh
 from mpcore import collectives as c
-from mpcore.dry_run import dry_run, pretend, target
-from mpcore.ledger import Ledger, block_bytes, volume, zero_bytes
-from mpcore.ledger.__main__ import main
+from mpcore.analysis.counts import Ledger, block_bytes, volume, zero_bytes
+from mpcore.analysis.dry_run import dry_run, pretend, target
+from mpcore.analysis.ledger import main
 from tests.pool import mesh
 
 FLAGS = [

@@ -17,11 +17,11 @@ from torch import nn
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize, reduce_gradients, update_routers
 from mpcore.checkpoint import load, save
-from mpcore.data_parallel import reshard, shard_data_parallel
-from mpcore.local_updates import DiLoCo, Merge
-from mpcore.mesh import mesh_ranks
-from mpcore.offload import offload_optimizer, offload_parameters
-from mpcore.sharding import local_tensor
+from mpcore.mesh.layout import mesh_ranks
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.local_updates import DiLoCo, Merge
+from mpcore.parallel.offload import offload_optimizer, offload_parameters
+from mpcore.sharding.local import local_tensor, reshard
 from tests.equality import close
 from tests.pool import Pool, RankError, mesh
 from tests.test_checkpoint import BATCH, CONFIG, Run, same_bits, size_of

@@ -24,10 +24,10 @@ from mpcore import (
     shardings,
     zero_gradients,
 )
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.gradients import gradient_of
-from mpcore.offload import offload_optimizer
-from mpcore.sharding import full_tensor
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.offload import offload_optimizer
+from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model
 from tests.pool import BEFORE_2_13, mesh

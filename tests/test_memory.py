@@ -17,13 +17,13 @@ from examples.gpt.model import GPTConfig, build_stages
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear, build_mesh, vocab_parallel_cross_entropy
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.dry_run import Work, dry_run, pretend
-from mpcore.memory import layer_activation_bytes, main
+from mpcore.analysis.dry_run import Work, dry_run, pretend
+from mpcore.analysis.memory import layer_activation_bytes, main
+from mpcore.memory_footprint import StorageTracker, storage_bytes
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.recompute import kept_bytes, recompute
 from mpcore.pipeline.schedules import build_schedule
-from mpcore.recompute import kept_bytes, recompute
-from mpcore.sharding import local_tensor
-from mpcore.storages import Storages, storage_bytes
+from mpcore.sharding.local import local_tensor
 from tests.pool import BEFORE_2_13, mesh
 
 # --- real runs ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:
     trainer = Trainer(parse([*FLAGS, *flags]), mesh(**sizes))
     parameters = [local_tensor(p) for p in trainer.model.parameters()]
     found = {"parameters": storage_bytes(parameters), "gradients": 0, "activations": 0}
-    loss, storages = trainer.pipeline.loss, Storages()
+    loss, storages = trainer.pipeline.loss, StorageTracker()
 
     def states() -> list[Tensor]:
         each = trainer.optimizer.state.values()
@@ -244,7 +244,7 @@ def test_the_classic_65b_model():
     ("build", "message"),
     [
         (lambda mesh: None, r"the target is called as function\(mesh, arguments\): too many positional"),
-        (lambda mesh, arguments: None, "the target returned a NoneType, no mpcore.dry_run.Work"),
+        (lambda mesh, arguments: None, "the target returned a NoneType, no mpcore.analysis.dry_run.Work"),
         (lambda mesh, arguments: own([Reads()] * 2, mesh), "2 stages for rank 0 of pp, where the schedule .* has 1"),
         (lambda mesh, arguments: own([Reads()], mesh), r"a forward reads the value of a tensor \(aten._local_scalar"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mpcore.recompute import KINDS
+from mpcore.parallel.recompute import KINDS
 from tests.memory_tables import CONFIG, TEXT, estimates, recomputations, stages_of_zero
 from tests.test_memory import FLAGS, LAYOUTS
 

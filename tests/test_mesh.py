@@ -39,12 +39,15 @@ from mpcore import (
     unshard_sequence,
     vocab_parallel_cross_entropy,
 )
-from mpcore import mesh as mesh_module
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.mesh import check_same, choose_device, is_launched, layout_table, mesh_ranks, mesh_shape, raise_together
-from mpcore.sharding import cut
-from mpcore.trace import Watchdog
+from mpcore.fault_tolerance.watchdog import Watchdog
+from mpcore.mesh import build as mesh_module
+from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.build import choose_device
+from mpcore.mesh.layout import layout_table, mesh_ranks, mesh_shape
+from mpcore.mesh.rendezvous import is_launched
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.sharding.declare import cut
 from tests.pool import mesh
 
 # Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.
@@ -526,7 +529,7 @@ def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(mesh_module, "_start_world", stop)
+    monkeypatch.setattr(mesh_module, "start_world", stop)
     with pytest.raises(ValueError, match=f"it begins with {backend}$"):
         build_mesh(tp=2, device_type=asked)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -19,12 +19,13 @@ from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
 from mpcore.checkpoint import diff, load, save, step_path
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.offload import offload_activations, offload_optimizer, offload_parameters
-from mpcore.optim import AdamW, Muon
-from mpcore.recompute import recompute
-from mpcore.sharding import local_tensor
-from mpcore.storages import Storages
+from mpcore.memory_footprint import StorageTracker
+from mpcore.optim.adamw import AdamW
+from mpcore.optim.muon import Muon
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.offload import offload_activations, offload_optimizer, offload_parameters
+from mpcore.parallel.recompute import recompute
+from mpcore.sharding.local import local_tensor
 from tests.pool import BEFORE_2_13, mesh
 
 CONFIG = GPTConfig(vocab_size=31, seq_len=8, layers=4, d_model=12, heads=3, d_ff=16, dropout=0.2)
@@ -97,8 +98,8 @@ class _Late:
 def late(monkeypatch):
     monkeypatch.setattr(_Late, "begun", [])
     monkeypatch.setattr(_Late, "done", 0)
-    monkeypatch.setattr("mpcore.offload._Copies.copy", lambda self, to, source: _Late.begin(to, source))
-    monkeypatch.setattr("mpcore.offload._Copies.wait", lambda self, event, device: event.synchronize())
+    monkeypatch.setattr("mpcore.parallel.offload._Copies.copy", lambda self, to, source: _Late.begin(to, source))
+    monkeypatch.setattr("mpcore.parallel.offload._Copies.wait", lambda self, event, device: event.synchronize())
 
 
 @pytest.mark.parametrize("offload", [*([each] for each in EACH), EACH], ids=str)
@@ -290,7 +291,7 @@ def test_what_is_elsewhere_takes_no_memory_here():
     model = build()
     held = []
     for how in (nullcontext(), offload_activations(min_bytes=0)):
-        with how, Storages() as storages:
+        with how, StorageTracker() as storages:
             y = model(x, torch.arange(4))
             held.append(storages.held())
         del y

@@ -26,11 +26,14 @@ from mpcore import (
     shardings,
 )
 from mpcore.checkpoint.pieces import like
-from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
-from mpcore.offload import offload_optimizer
-from mpcore.optim import SCHEDULES, cosine, linear, logical_indices, orthogonalize, wsd
-from mpcore.sharding import Shard, Sharding, data_run, is_dtensor, local_tensor
+from mpcore.optim.adamw import logical_indices
+from mpcore.optim.muon import orthogonalize
+from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.offload import offload_optimizer
+from mpcore.sharding.declare import Shard, Sharding
+from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from tests.equality import close
 from tests.pool import mesh
 from tests.test_checkpoint import Run, same_bits

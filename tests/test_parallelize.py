@@ -22,7 +22,8 @@ from mpcore import (
     reduce_gradients,
     vocab_parallel_cross_entropy,
 )
-from mpcore.parallelize import GPT2_PLAN, STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
+from mpcore.interop.parallelize.model import GPT2_PLAN
+from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
 from tests.equality import close, full_gradients
 from tests.pool import mesh
 

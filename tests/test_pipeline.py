@@ -11,9 +11,9 @@ import torch.distributed as dist
 from examples.gpt.model import GPT, GPTConfig
 from mpcore import Axis, Mesh, grad_norm, materialize, reduce_gradients, shardings, vocab_parallel_cross_entropy
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
+from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
-from mpcore.sharding import full_tensor
+from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
 from tests.pool import mesh
 

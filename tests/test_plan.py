@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from examples.gpt.plan import build as build_gpt
 from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.dry_run import Work, dry_run
-from mpcore.memory import main as memory_main
+from mpcore.analysis.dry_run import Work, dry_run
+from mpcore.analysis.memory import main as memory_main
+from mpcore.analysis.plan import Estimate, Machine, choices, draw, estimate, main, meshes, plan, table
+from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import build_schedule
-from mpcore.plan import Estimate, Machine, choices, draw, estimate, main, meshes, plan, table
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
 BUILD = "tests.test_plan:build"

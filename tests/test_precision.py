@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpcore import AdamW, ColumnParallelLinear, LossScaler, Mesh, grad_norm, main_gradients
-from mpcore.precision import autocast
+from mpcore.parallel.precision import autocast
 from tests.equality import close
 from tests.pool import mesh
 

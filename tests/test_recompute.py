@@ -26,14 +26,14 @@ from mpcore import (
     seed_dropout,
     vocab_parallel_cross_entropy,
 )
-from mpcore.data_parallel import shard_data_parallel
 from mpcore.layers.module import recomputing
+from mpcore.memory_footprint import StorageTracker
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.recompute import KINDS, kept_bytes, recompute
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import NAMES, default_placement, default_virtual_stages
-from mpcore.recompute import KINDS, kept_bytes, recompute
-from mpcore.sharding import local_tensor
-from mpcore.storages import Storages
+from mpcore.sharding.local import local_tensor
 from tests.pool import mesh
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
@@ -185,7 +185,7 @@ def check_bytes(sp: bool, dropout: float) -> None:
     for kind, size in want.items():
         counted = kept_bytes(block, example, kind)
         recompute([block], kind)
-        with Storages() as storages:
+        with StorageTracker() as storages:
             y = block(*example[0], **example[1])
         for _ in range(100):  # gloo's threads let go of their tensors a little later
             if storages.held() <= size + 64:
@@ -228,7 +228,7 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
             recompute(blocks, kinds)
         else:
             recompute(blocks, budget=kinds, example=example)
-        with Storages() as storages:
+        with StorageTracker() as storages:
             y = x
             for block in blocks:
                 y = block(y, **given)

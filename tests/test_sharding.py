@@ -21,7 +21,8 @@ from mpcore import (
     shardings,
 )
 from mpcore import collectives as c
-from mpcore.sharding import Shard, Sharding, add_partial, cut, cut_blocks, owners, persistent_buffers
+from mpcore.sharding.declarations import add_partial, owners, persistent_buffers
+from mpcore.sharding.declare import Shard, Sharding, cut, cut_blocks
 from tests.layers.test_block import Model
 from tests.pool import mesh
 

@@ -21,23 +21,16 @@ from torch import nn
 
 from examples.gpt.model import GPT, GPTConfig, MoEConfig
 from mpcore import Mesh, materialize
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.mesh import check_same, meet
-from mpcore.sharding import local_tensor
-from mpcore.survival import (
-    _PEER,
-    Late,
-    Skips,
-    Spikes,
-    StopSignals,
-    Stragglers,
-    _whole_text,
-    code_versions,
-    compare_replicas,
-    file_versions,
-    late_ranks,
-    leave_together,
-)
+from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave_together
+from mpcore.fault_tolerance.replicas import compare_replicas
+from mpcore.fault_tolerance.signals import StopSignals
+from mpcore.fault_tolerance.spikes import Skips, Spikes
+from mpcore.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
+from mpcore.fault_tolerance.versions import code_versions, file_versions
+from mpcore.mesh.agreement import check_same
+from mpcore.mesh.rendezvous import meet
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.sharding.local import local_tensor
 from tests.pool import mesh
 
 ROOT = Path(__file__).parents[1]
@@ -123,17 +116,17 @@ def test_one_process_has_no_replicas():
 
 
 def test_row_6_late_is_who_takes_longer_than_the_median_of_the_others():
-    def of(*seconds: float, threshold: float = 1.5) -> list[Late]:
+    def of(*seconds: float, threshold: float = 1.5) -> list[SlowRank]:
         return late_ranks([{"data": s} for s in seconds], threshold, 1e-3)
 
-    assert of(1.0, 1.0, 1.6, 1.0) == [Late(2, "data", 1.6)]
+    assert of(1.0, 1.0, 1.6, 1.0) == [SlowRank(2, "data", 1.6)]
     assert of(1.0, 1.0, 1.4, 1.0) == []
-    assert of(1.0, 2.0) == [Late(1, "data", 2.0)]
+    assert of(1.0, 2.0) == [SlowRank(1, "data", 2.0)]
     assert of(0.0001, 0.0005) == []  # five times as long, and nothing
-    assert of(1.0, 1.0, 9.0, 9.0, 1.0) == [Late(2, "data", 9.0), Late(3, "data", 9.0)]
+    assert of(1.0, 1.0, 9.0, 9.0, 1.0) == [SlowRank(2, "data", 9.0), SlowRank(3, "data", 9.0)]
     assert of(1.0) == of() == []
     assert late_ranks([{"data": 1.0}, {"compute": 5.0}], 1.5, 0.0) == []
-    assert str(Late(2, "data", 1.62)) == "rank 2 is slow: data takes 1.6 times as long as on the others"
+    assert str(SlowRank(2, "data", 1.62)) == "rank 2 is slow: data takes 1.6 times as long as on the others"
 
 
 def test_row_6_uniform_load_is_no_alarm():
@@ -144,7 +137,7 @@ def test_row_6_uniform_load_is_no_alarm():
         assert not late_ranks(times, 1.5, 1e-3)
 
 
-def check_straggler() -> list[list[Late]]:
+def check_straggler() -> list[list[SlowRank]]:
     finder = Stragglers(mesh(dp=4), threshold=3.0, patience=2)
     found = []
     for check in range(5):
@@ -373,7 +366,7 @@ LEAVE = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from mpcore import Mesh, build_mesh
-from mpcore.survival import StopSignals, leave_together
+from mpcore.fault_tolerance import StopSignals, leave_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
 mesh = build_mesh(dp=3)
@@ -427,7 +420,7 @@ STANDS = """
 import ctypes, sys, threading
 import torch.distributed as dist
 from mpcore import build_mesh
-from mpcore.survival import StopSignals, leave_together
+from mpcore.fault_tolerance import StopSignals, leave_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 mesh = build_mesh(dp=2)
@@ -470,7 +463,7 @@ def test_row_4_leaving_early_with_status_0_is_a_failure():
 
 WAITS = """
 import ctypes
-from mpcore.survival import StopSignals
+from mpcore.fault_tolerance import StopSignals
 with StopSignals(apart=0.2):
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds

@@ -18,9 +18,12 @@ from torch import nn
 
 from mpcore import ColumnParallelLinear, RowParallelLinear
 from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
-from mpcore.mesh import Mesh, build_mesh
+from mpcore.fault_tolerance.__main__ import main
+from mpcore.fault_tolerance.trace import Call, Log, calls_of, explain, read_log, record
+from mpcore.fault_tolerance.watchdog import EXIT_CODE, Watchdog
+from mpcore.mesh.axis import Mesh
+from mpcore.mesh.build import build_mesh
 from mpcore.pipeline import Pipeline
-from mpcore.trace import EXIT_CODE, Call, Log, Watchdog, calls_of, explain, main, read_log, record
 from tests.pool import RankError, mesh
 
 TIMEOUT_S = 2.0

@@ -30,7 +30,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_gather, copy, gather, reduce, split
-from mpcore.sharding import add_partial
+from mpcore.sharding.declarations import add_partial
 
 VOCAB, WIDTH, HEADS = 22, 16, 4
 

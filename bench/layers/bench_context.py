@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from bench.kernels.protocol import Inputs, Kernel, Shape, always, compare
 from mpcore.kernels.attention import attention, attention_backward, attention_reference
-from mpcore.layers.context import merge
+from mpcore.layers.attention.ring import merge
 
 RANKS = 8
 

@@ -26,15 +26,18 @@ from examples.gpt.hf import (
 from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
-from mpcore.layers.context import KINDS, check_heads, check_kind
-from mpcore.layers.moe import DISPATCHES
-from mpcore.layers.router import AUX_LOSSES
-from mpcore.optim import SCHEDULES, AdamW, Muon
+from mpcore.layers.attention.context import check_heads
+from mpcore.layers.attention.sequence import KINDS, check_kind
+from mpcore.layers.moe.layer import DISPATCHES
+from mpcore.layers.moe.router import AUX_LOSSES
+from mpcore.optim.adamw import AdamW
+from mpcore.optim.muon import Muon
+from mpcore.optim.schedules import SCHEDULES
+from mpcore.parallel.precision import convert_to_fp8
+from mpcore.parallel.recompute import KINDS as RECOMPUTE_KINDS
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, Schedule, find_schedule
-from mpcore.precision import convert_to_fp8
-from mpcore.recompute import KINDS as RECOMPUTE_KINDS
 
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from examples.gpt.data import IndexedDataset, Samples, TokenSamples, permute, split_samples
-from mpcore.survival import file_versions
+from mpcore.fault_tolerance.versions import file_versions
 
 PERIOD = 10_000  # samples in which shares are exact; what is below one of them can't be a share
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from mpcore import Mesh
-from mpcore.survival import Skips, Spikes, Stragglers, compare_replicas
+from mpcore.fault_tolerance.replicas import compare_replicas
+from mpcore.fault_tolerance.spikes import Skips, Spikes
+from mpcore.fault_tolerance.stragglers import Stragglers
 
 TIMED = 5  # steps before each check of speed
 

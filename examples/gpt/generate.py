@@ -21,7 +21,7 @@ from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
-from mpcore.data_parallel import drops_parameters, gathered
+from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
 

@@ -29,28 +29,15 @@ from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
-from mpcore.checkpoint.format import (
-    DTYPES,
-    Chunk,
-    Entry,
-    FileRecord,
-    Files,
-    Manifest,
-    TensorFile,
-    checksum,
-    dtype_name,
-    raw,
-    sync_folder,
-    write_manifest,
-    write_tensors,
-)
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, write_manifest
 from mpcore.checkpoint.loading import copy_box, fill
 from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together, world_group
 from mpcore.checkpoint.saving import write_beside
-from mpcore.data_parallel import reshard
+from mpcore.checkpoint.tensor_file import Files, TensorFile, checksum, raw, sync_folder, write_tensors
 from mpcore.layers.rope import rope_frequencies
+from mpcore.sharding.local import reshard
 
 SHARD_BYTES = 5 * 10**9  # of a file that is written
 JSON_LIMIT = 100 * 2**20  # bytes

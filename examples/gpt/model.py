@@ -31,7 +31,7 @@ from mpcore import (
 )
 from mpcore.collectives import shard_range
 from mpcore.layers.module import normal
-from mpcore.sharding import add_partial, owners
+from mpcore.sharding.declarations import add_partial, owners
 
 
 @dataclass(frozen=True)

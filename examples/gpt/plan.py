@@ -1,7 +1,7 @@
 """What one rank of a pretraining run would hold and send, for the planners of mpcore.
 
-python -m mpcore.ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
-python -m mpcore.memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from examples.gpt.arguments import (
 )
 from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
 from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.dry_run import Work
-from mpcore.ledger import block_bytes
-from mpcore.local_updates import OUTER_SLOTS
-from mpcore.precision import convert_to_fp8
-from mpcore.recompute import recompute
+from mpcore.analysis.counts import block_bytes
+from mpcore.analysis.dry_run import Work
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.local_updates import OUTER_SLOTS
+from mpcore.parallel.precision import convert_to_fp8
+from mpcore.parallel.recompute import recompute
 
 
 def recompute_blocks(stage: GPT, args: argparse.Namespace, mesh: Mesh) -> None:

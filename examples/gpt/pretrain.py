@@ -63,26 +63,24 @@ from mpcore import (
 from mpcore.checkpoint import Saving, checkpoints, inspect, latest, load, save, save_async, step_path
 from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import reshard, shard_data_parallel
+from mpcore.fault_tolerance.leave import EXIT_STOPPED, leave, leave_together
+from mpcore.fault_tolerance.metrics import MetricsWriter
+from mpcore.fault_tolerance.signals import StopSignals
+from mpcore.fault_tolerance.stragglers import Stragglers
+from mpcore.fault_tolerance.trace import record
+from mpcore.fault_tolerance.versions import code_versions
+from mpcore.fault_tolerance.watchdog import Watchdog
 from mpcore.layers import vocab_parallel_cross_entropy
-from mpcore.local_updates import OUTER_SLOTS, DiLoCo, Merge
-from mpcore.mesh import check_same, raise_together
-from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
+from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.optim.loss_scale import LossScaler
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.local_updates import OUTER_SLOTS, DiLoCo, Merge
+from mpcore.parallel.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
+from mpcore.parallel.precision import autocast, convert_to_fp8
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Span
-from mpcore.precision import LossScaler, autocast, convert_to_fp8
-from mpcore.sharding import is_dtensor, local_tensor
-from mpcore.survival import (
-    EXIT_STOPPED,
-    Lines,
-    StopSignals,
-    Stragglers,
-    code_versions,
-    leave,
-    leave_together,
-)
-from mpcore.trace import Watchdog, record
+from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
 
@@ -552,7 +550,7 @@ class Trainer:
         if self.first_step >= args.steps:
             self.tell(f"nothing is left to train: {self.first_step} steps are done, --steps is {args.steps}")
         faults = Faults(args, self.mesh, records, out)
-        lines = Lines(out / "metrics.jsonl")
+        lines = MetricsWriter(out / "metrics.jsonl")
 
         def record(entry: dict) -> None:
             records.append(entry)

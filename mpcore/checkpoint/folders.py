@@ -11,9 +11,10 @@ import os
 import shutil
 from pathlib import Path
 
-from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest, sync_folder
+from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mpcore.checkpoint.ranks import collect, world_group
-from mpcore.mesh import Mesh
+from mpcore.checkpoint.tensor_file import sync_folder
+from mpcore.mesh.axis import Mesh
 
 log = logging.getLogger("mpcore.checkpoint")
 _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import check_sizes, resolve
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Files, Manifest, dtype_name, in_threads, read_manifest
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, read_manifest
 from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import (
     Held,
@@ -22,9 +22,10 @@ from mpcore.checkpoint.pieces import (
     parameter_groups,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
-from mpcore.data_parallel import reshard
-from mpcore.mesh import Mesh
-from mpcore.sharding import declarations, lies_as, local_tensor
+from mpcore.checkpoint.tensor_file import Files, in_threads
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import lies_as, local_tensor, reshard
 
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mpcore.mesh import Mesh
-from mpcore.sharding import (
-    Sharding,
-    check_present,
-    declarations,
-    is_dtensor,
-    lies_as,
-    local_tensor,
-    persistent_buffers,
-    sharding_of,
-)
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import declarations, persistent_buffers, sharding_of
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import is_dtensor, lies_as, local_tensor
+from mpcore.sharding.state_dict import check_present
 
 Segment = tuple[int, int, int, bool]
 """Of one dimension: start in the local tensor, start in the logical one, length, and whether this rank writes it."""

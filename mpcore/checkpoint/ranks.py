@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from mpcore.mesh import Mesh
+from mpcore.mesh.axis import Mesh
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ import os
 import torch
 
 from mpcore.checkpoint.folders import resolve
-from mpcore.checkpoint.format import Files, Manifest, read_manifest
+from mpcore.checkpoint.format import Manifest, read_manifest
+from mpcore.checkpoint.tensor_file import Files
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:

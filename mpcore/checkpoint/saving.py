@@ -18,20 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
-from mpcore.checkpoint.format import (
-    Chunk,
-    Entry,
-    FileRecord,
-    Manifest,
-    checksum,
-    dtype_name,
-    in_threads,
-    raw,
-    sync_folder,
-    tiles,
-    write_manifest,
-    write_tensors,
-)
+from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest
 from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import (
     Box,
@@ -41,8 +28,9 @@ from mpcore.checkpoint.pieces import (
     parameter_groups,
 )
 from mpcore.checkpoint.ranks import collect, together, world_group
-from mpcore.data_parallel import reshard
-from mpcore.mesh import Mesh
+from mpcore.checkpoint.tensor_file import checksum, in_threads, raw, sync_folder, write_tensors
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.local import reshard
 
 log = logging.getLogger("mpcore.checkpoint")
 _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")

@@ -1,11 +1,11 @@
 """Floor 3: the layers. Each is a plain module, usable alone, with `tp=Axis()` by default."""
 
-from mpcore.layers.attention import ParallelAttention
+from mpcore.layers.attention.heads import ParallelAttention
+from mpcore.layers.attention.latent import MultiLatentAttention
+from mpcore.layers.attention.sequence import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.block import TransformerBlock
-from mpcore.layers.context import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
-from mpcore.layers.latent_attention import MultiLatentAttention
 from mpcore.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -20,10 +20,13 @@ from mpcore.layers.loss import (
     vocab_parallel_log_prob,
 )
 from mpcore.layers.mlp import ParallelMLP
-from mpcore.layers.moe import GroupedLinear, ParallelMoE, upcycle
+from mpcore.layers.moe.experts import GroupedLinear
+from mpcore.layers.moe.layer import ParallelMoE
+from mpcore.layers.moe.router import Router
+from mpcore.layers.moe.statistics import RouterStatistics, update_routers
+from mpcore.layers.moe.upcycle import upcycle
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
-from mpcore.layers.router import Router, RouterStatistics, update_routers
 
 __all__ = [
     "ColumnParallelEmbedding",

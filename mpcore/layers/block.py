@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpcore.layers.dropout import Dropout
-from mpcore.mesh import Axis
+from mpcore.mesh.axis import Axis
 
 
 class TransformerBlock(nn.Module):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.dropout_add import dropout_add
-from mpcore.mesh import Axis, check_axis
+from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import stream_key
-from mpcore.sharding import named_modules
+from mpcore.sharding.declarations import named_modules
 
 
 class Dropout(nn.Module):

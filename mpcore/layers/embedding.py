@@ -15,8 +15,8 @@ from mpcore import collectives
 from mpcore.kernels._dispatch import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
 from mpcore.layers.module import Init, ParallelModule, normal
-from mpcore.mesh import Axis, check_axis
-from mpcore.sharding import cut
+from mpcore.mesh.axis import Axis, check_axis
+from mpcore.sharding.declare import cut
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mpcore import collectives
+from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
-from mpcore.layers.products import all_gather_linear, copy_linear
-from mpcore.mesh import Axis, check_axis
-from mpcore.sharding import Shard, cut, cut_blocks
+from mpcore.mesh.axis import Axis, check_axis
+from mpcore.sharding.declare import Shard, cut, cut_blocks
 
 _ALONE = Axis()
 
@@ -38,7 +38,7 @@ class ColumnParallelLinear(ParallelModule):
     Attributes:
         split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do
             (`Pipeline` sets it). Then the product is torch's own, which autograd can split; it keeps its whole input.
-        fp8: the three products are computed in eight bits (`mpcore.precision.convert_to_fp8` sets it).
+        fp8: the three products are computed in eight bits (`mpcore.parallel.precision.convert_to_fp8` sets it).
 
     Raises:
         ValueError: if there are fewer units of output features than ranks.

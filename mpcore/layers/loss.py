@@ -36,8 +36,8 @@ from mpcore.kernels.cross_entropy import (
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import check_size
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.mesh import Axis, check_axis
-from mpcore.sharding import is_dtensor
+from mpcore.mesh.axis import Axis, check_axis
+from mpcore.sharding.local import is_dtensor
 
 
 def vocab_parallel_cross_entropy(

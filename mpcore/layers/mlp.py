@@ -15,7 +15,7 @@ from mpcore.kernels.relu_squared import relu_squared
 from mpcore.kernels.swiglu import swiglu
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init
-from mpcore.mesh import Axis
+from mpcore.mesh.axis import Axis
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu_squared": relu_squared}
 GATED = ("swiglu", "geglu")

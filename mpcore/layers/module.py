@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.mesh import Axis
-from mpcore.sharding import Shard, Sharding
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Shard, Sharding
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.layers.module import ParallelModule, constant
-from mpcore.mesh import Axis, check_axis
+from mpcore.mesh.axis import Axis, check_axis
 
 
 class _Norm(ParallelModule):

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mpcore.mesh import Mesh
+from mpcore.mesh.axis import Mesh
 from mpcore.verify.judge import Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh

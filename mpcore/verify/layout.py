@@ -16,7 +16,7 @@ class Layout:
         name: as the user wrote it.
         tp, cp, pp, dp, ep: sizes of the axes.
         sequence_parallel: activations lie cut along the sequence between tensor-parallel regions.
-        zero: what is sharded over data, see `mpcore.data_parallel.shard_data_parallel`.
+        zero: what is sharded over data, see `mpcore.parallel.data.shard_data_parallel`.
         mb: micro-batches of the step; 0: as many as pipeline stages.
     """
 

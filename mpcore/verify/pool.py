@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpcore.mesh import Mesh, build_mesh
+from mpcore.mesh.axis import Mesh
+from mpcore.mesh.build import build_mesh
 
 GRACE_S = 5.0
 STACK_S = 0.5  # for the signal to come, as a process that hangs does nothing else
@@ -139,7 +140,7 @@ class Pool:
 
 
 def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.trace.record sets
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.fault_tolerance.trace.record sets
     stack = _stack_file(folder, os.getpid()).open("w")  # as long as the process
     faulthandler.register(signal.SIGUSR2, stack)
     torch.set_num_threads(1)

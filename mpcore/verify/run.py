@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.gradients import grad_norm, reduce_gradients
-from mpcore.initialize import materialize
-from mpcore.layers.context import sequence_index, shard_sequence
-from mpcore.mesh import Mesh
-from mpcore.pipeline.engine import Pipeline, uncompiled
-from mpcore.sharding import Run, Sharding, declarations, full_tensor, named_modules, persistent_buffers, shardings
+from mpcore.gradients.norm import grad_norm
+from mpcore.gradients.reduce import reduce_gradients
+from mpcore.layers.attention.sequence import sequence_index, shard_sequence
+from mpcore.layers.initialize import materialize
+from mpcore.mesh.axis import Mesh
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.pipeline.engine import Pipeline
+from mpcore.pipeline.runtime import uncompiled
+from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
+from mpcore.sharding.declare import Run, Sharding
+from mpcore.sharding.state_dict import full_tensor
 from mpcore.verify.layout import Layout
 
 STEP = 0.1  # at most the length of the step: what is evaluated after it rounds as the forward before did

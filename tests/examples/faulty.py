@@ -13,7 +13,7 @@ import time
 import torch
 
 from examples.gpt import pretrain
-from mpcore.sharding import local_tensor
+from mpcore.sharding.local import local_tensor
 
 
 def inject(kind: str, trainer: pretrain.Trainer, step: int) -> None:

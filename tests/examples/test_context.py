@@ -57,7 +57,7 @@ def test_every_kind_writes_the_same_text(ranks):
 def check_gradients(sizes, kind, changes, options, zero=None):
     """Loss, every gradient and their norm, where most targets are masked and ranks have unequal shares of the rest."""
     from examples.gpt.model import GPT, GPTConfig
-    from mpcore.data_parallel import shard_data_parallel
+    from mpcore.parallel.data import shard_data_parallel
 
     axes = mesh(**sizes)
     config = GPTConfig(13, TOKENS, 2, 8, 4, 2, 12, **changes)

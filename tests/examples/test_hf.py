@@ -31,7 +31,7 @@ from examples.gpt.tokenizer import train_tokenizer
 from mpcore import Mesh, materialize
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
-from mpcore.data_parallel import shard_data_parallel
+from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from tests.examples.test_pretrain import trainer
 from tests.pool import mesh

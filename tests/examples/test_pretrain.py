@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.gpt.model import GPT, GPTConfig, LatentConfig, flops_of_token
 from mpcore import full_state_dict, shardings
-from mpcore.data_parallel import reshard
+from mpcore.sharding.local import reshard
 from tests.pool import mesh
 from tests.test_data_parallel import over_data
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from examples.gpt.arguments import inner_size, model_config
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
-from mpcore import survival
 from mpcore.checkpoint import step_path
+from mpcore.fault_tolerance import leave as survival
 from tests.examples.test_pretrain import STEPS, TINY, trainer
 from tests.pool import mesh
 

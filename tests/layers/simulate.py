@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mpcore import collectives
-from mpcore.mesh import Axis
+from mpcore.mesh.axis import Axis
 
 
 def simulate(size: int, work: Callable, *, delays: int | None = None) -> list:

@@ -19,9 +19,9 @@ from mpcore import (
     reduce_gradients,
 )
 from mpcore import collectives as c
-from mpcore.layers.attention import document_positions
+from mpcore.layers.attention.heads import document_positions
+from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline
-from mpcore.recompute import recompute
 from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
 

@@ -32,8 +32,10 @@ from mpcore import (
 )
 from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.kernels.attention import attention, key_bounds
-from mpcore.layers import context as module
-from mpcore.layers.context import KINDS, _ring, context_attention, masked_attention, sequence_runs
+from mpcore.layers.attention import context as module
+from mpcore.layers.attention.context import context_attention, masked_attention
+from mpcore.layers.attention.ring import ring_attention
+from mpcore.layers.attention.sequence import KINDS, sequence_runs
 from tests.equality import close, full_gradients
 from tests.layers.simulate import simulate
 from tests.layers.test_attention import sees
@@ -548,7 +550,7 @@ def test_a_ring_meets_exactly_the_blocks_whose_keys_are_seen(kind, mask):
     for size in (1, 2, 3, 4, 7, 13):
         runs = sequence_runs(T, planned(size), kind)
         index = [torch.cat([torch.arange(*run) for run in of_rank]) for of_rank in runs]
-        ring = _ring(planned(size), runs, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+        ring = ring_attention(planned(size), runs, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
         for rank in range(size):
             assert ring.reads[rank] == {j for j in range(size) if see[index[rank]][:, index[j]].any()}
         for j in range(size):

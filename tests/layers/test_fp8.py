@@ -23,10 +23,10 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.kernels import fp8_matmul, quantize_fp8
-from mpcore.layers import products
+from mpcore.layers import linear_ops as products
+from mpcore.parallel.precision import autocast, convert_to_fp8
+from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
-from mpcore.precision import autocast, convert_to_fp8
-from mpcore.recompute import recompute
 from tests.equality import close, same_model
 from tests.pool import mesh
 

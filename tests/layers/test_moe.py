@@ -31,10 +31,13 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
-from mpcore.data_parallel import shard_data_parallel, sync_gradients
-from mpcore.layers import moe as moe_module
-from mpcore.layers.router import AUX_LOSSES, Router
-from mpcore.sharding import add_partial, cut, full_tensor
+from mpcore.layers.moe import experts as moe_module
+from mpcore.layers.moe.router import AUX_LOSSES, Router
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.sync import sync_gradients
+from mpcore.sharding.declarations import add_partial
+from mpcore.sharding.declare import cut
+from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh
@@ -318,7 +321,9 @@ def test_pitfall_22_a_router_that_counted_nothing_is_named(balance):
     x = draw(8, B, T, D).requires_grad_()
     checkpoint(lambda x: moe(x, loss_scale=0.1), x, use_reentrant=True).sum().backward()
     model = torch.nn.ModuleDict({"mlp": moe})
-    with pytest.raises(ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.recompute"):
+    with pytest.raises(
+        ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.parallel.recompute"
+    ):
         update_routers(model, Mesh())
     moe(x, mask=torch.zeros(B, T, dtype=torch.bool), loss_scale=0.1)
     assert update_routers(model, Mesh())["mlp.router"].tokens_per_expert.sum() == 0, "padding alone is no mistake"

@@ -32,8 +32,8 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.data_parallel import shard_data_parallel
-from mpcore.gradients import gradient_of
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline, engine
 from mpcore.pipeline.partition import join_stages, parameter_costs, partition
 from mpcore.pipeline.prove import Times, prove
@@ -48,7 +48,8 @@ from mpcore.pipeline.schedules import (
     write_csv,
 )
 from mpcore.pipeline.split import backward_inputs, backward_weights
-from mpcore.sharding import add_partial, full_tensor
+from mpcore.sharding.declarations import add_partial
+from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
 from tests.pool import mesh
 

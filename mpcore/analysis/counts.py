@@ -1,0 +1,217 @@
+"""What a step sends. Counts each collective and message: over which axis, of which kind, how many bytes.
+
+with Ledger(mesh) as ledger:
+    pipeline.forward_backward(x, target)
+print(ledger)
+
+    python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
+
+counts a step that can't run here, with the theory beside it.
+
+Bytes are those of the whole tensor: of what an all-gather gives and a reduce-scatter takes. The volume counts them
+once, those of an all-reduce twice, as it is a reduce-scatter and an all-gather; of it a ring sends (p - 1)/p.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Shoeybi et al. 2019, arXiv:1909.08053, section 3;
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpcore.memory_footprint import tensors_in
+from mpcore.mesh.axis import Axis, Mesh
+
+_DEVICE = torch.ops.prim.device.default
+_KINDS = {  # the longer first
+    "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce", "all_reduce": "all_reduce",
+    "allgather": "all_gather", "all_gather": "all_gather", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+    "broadcast": "broadcast", "send": "send", "recv": "recv", "barrier": "barrier", "scatter": "scatter",
+    "gather": "gather", "reduce": "reduce",
+}  # fmt: skip
+
+
+@dataclass
+class Count:
+    """Calls of one kind over one axis, and the bytes of their tensors."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """Counts collectives and messages while this context is entered, in forward and backward, whoever calls them.
+
+    Args:
+        mesh: names the axes. Groups of other ranks are called by their ranks.
+        axes: further axes by name, such as the two of HSDP.
+
+    Attributes:
+        counts: by (axis, kind).
+    """
+
+    def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
+        super().__init__()
+        self.counts: dict[tuple[str, str], Count] = {}
+        self.weight = 1
+        levels = {axis.name: axis for axis in mesh.cp.levels or ()}
+        named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
+        self.sizes = {name: axis.size for name, axis in named}
+        self.by_group: dict[str, str] = {}
+        self.by_ranks: dict[tuple[int, ...], str] = {}
+        self.ranks_of: dict[str, tuple[int, ...]] = {}  # two axes may have groups of the same ranks
+        for name, axis in named:
+            self.ranks_of[name] = tuple(dist.get_process_group_ranks(axis.group))
+            self.by_group.setdefault(axis.group_name, name)
+            self.by_ranks.setdefault(self.ranks_of[name], name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is _DEVICE:  # asked of fake tensors alone, eight times an operation
+            return args[0].fake_device
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: Any, args: Sequence, kwargs: dict, out: Any) -> None:
+        name = func.overloadpacket.__name__
+        kind = next((kind for begin, kind in _KINDS.items() if name.strip("_").startswith(begin)), None)
+        if kind is None:  # wait_tensor, monitored_barrier_
+            return
+        group = next((g for x in (*args, *kwargs.values()) if (g := _group_of(x)) is not None), None)
+        sizes = [sum(x.nbytes for x in tensors_in(tree)) for tree in (*args, out) if not isinstance(tree, str)]
+        self.add(self._axis(group, args), kind, max(sizes, default=0))
+
+    def _axis(self, group: dist.ProcessGroup | None, args: Sequence) -> str:
+        name = group.group_name if group is not None else next((x for x in reversed(args) if isinstance(x, str)), "")
+        if name in self.by_group:
+            return self.by_group[name]
+        if group is None:
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        unnamed = f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}"
+        label = self.by_ranks.setdefault(ranks, unnamed)
+        self.ranks_of.setdefault(label, ranks)
+        self.sizes.setdefault(label, len(ranks))
+        return label
+
+    def add(self, axis: str, kind: str, size: int) -> None:
+        """Count one call."""
+        count = self.counts.setdefault((axis, kind), Count())
+        count.calls += self.weight
+        count.bytes += self.weight * size
+
+    @contextmanager
+    def times(self, weight: int) -> Iterator[None]:
+        """Count what comes so many times, for planners that run one micro-batch for many."""
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
+
+    def volume(self, *axes: str) -> int:
+        """Bytes over some axes, or over all, those of all-reduces twice; messages where they are sent."""
+        return sum(volume(kind, c.bytes) for (axis, kind), c in self.counts.items() if not axes or axis in axes)
+
+    def volumes(self) -> dict[str, int]:
+        """The volume over each axis."""
+        return {axis: self.volume(axis) for axis, _ in self.counts}
+
+    def ranks(self, axis: str) -> tuple[int, ...]:
+        """The ranks of an axis that was counted, in the order of its group."""
+        return self.ranks_of.get(axis, ())
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, theory: dict[tuple[str, str], int] | None = None) -> str:
+        """The counts as lines of text, in the order of axes.
+
+        Args:
+            theory: by (axis, kind) the bytes that should be there; what isn't named has none.
+        """
+        theory = theory or {}
+        head = f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"
+        lines = [head + (f" {'theory, bytes':>20}" if theory else "")]
+        order = {name: i for i, name in enumerate(self.sizes)}
+        for (axis, kind), count in sorted(self.counts.items(), key=lambda e: (order.get(e[0][0], 99), e[0][1])):
+            cells = f"{count.calls:>8,} {count.bytes:>20,} {volume(kind, count.bytes):>20,}"
+            line = f"{axis:<10} {self.sizes.get(axis, 1):>6} {kind:<15} {cells}"
+            lines.append(line + (f" {theory[axis, kind]:>20,}" if (axis, kind) in theory else ""))
+        return "\n".join(lines)
+
+
+def volume(kind: str, size: int) -> int:
+    """Bytes as the ZeRO paper counts them: an all-reduce twice, a message where it is sent, anything else once."""
+    return size * {"all_reduce": 2, "recv": 0, "barrier": 0}.get(kind, 1)
+
+
+def _group_of(x: object) -> dist.ProcessGroup | None:
+    if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(x)  # type: ignore[attr-defined]
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+
+
+def zero_bytes(size: int, zero: int, micro_batches: int = 1) -> dict[str, int]:
+    """Bytes of each kind over the data axis in a step. Their volume is 2 psi for stages 0 and 1 and, with one
+    micro-batch, for 2; 3 psi for 3.
+
+    Args:
+        size: psi, the bytes of all parameters that are sharded together, padding included.
+        zero: the stage. 2 and 3 reduce the gradients of each micro-batch, 3 gathers parameters twice for each.
+        micro_batches: how many a step has.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 7.1 and 7.2.
+    """
+    if zero not in range(4):
+        raise ValueError(f"ZeRO stage {zero} is none of 0, 1, 2, 3")
+    m = micro_batches
+    gathered, scattered = ((0, 0), (1, 1), (1, m), (2 * m, m))[zero]
+    each = {"all_reduce": 0 if zero else size, "all_gather": gathered * size, "reduce_scatter": scattered * size}
+    return {kind: total for kind, total in each.items() if total}
+
+
+def block_bytes(
+    size: int,
+    *,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    recompute: str = "none",
+    dropout: bool = False,
+    latents: int | None = None,
+) -> dict[str, int]:
+    """Bytes of each kind over tp of one transformer block and micro-batch, forward and backward.
+
+    Four all-reduces; with sequence parallel four all-gathers and four reduce-scatters, the same volume.
+
+    Args:
+        size: bytes of the block's whole input, batch x sequence x width.
+        sequence_parallel: activations between are cut along the sequence.
+        regather: its linears gather their input again in backward.
+        recompute: "full" runs the forward's collectives again, but for the last sum where no dropout follows it;
+            "selective" none.
+        dropout: there is some.
+        latents: bytes of what latent attention sends in the place of its input; None: it is of another kind.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    """
+    gathers = sums = 2 if recompute == "full" else 0
+    sums -= recompute == "full" and not dropout
+    less = 0 if latents is None else size - latents
+    if not sequence_parallel:
+        return {"all_reduce": (4 + sums) * size - less}
+    again = 2 if recompute == "full" else 1
+    gathered = (4 + gathers + 2 * regather) * size - again * less
+    return {"all_gather": gathered, "reduce_scatter": (4 + sums) * size - less}

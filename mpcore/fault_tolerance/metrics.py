@@ -1,0 +1,34 @@
+"""Write metrics, one line of JSON a step."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+class MetricsWriter:
+    """Appends lines of JSON to a file, whole ones alone; what can't be written waits for the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, b""
+
+    def add(self, entry: dict) -> None:
+        """Write it, and what waits.
+
+        Raises:
+            OSError: where they can't be written; the file is as it was.
+        """
+        self.waiting += (json.dumps(entry) + "\n").encode()
+        with open(self.path, "ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(self.waiting) < len(self.waiting):  # a part fitted on the disk
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):  # a device keeps what it took
+                    file.truncate(end)
+                raise
+        self.waiting = b""

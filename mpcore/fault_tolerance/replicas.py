@@ -1,0 +1,124 @@
+"""Compare replicas of parameters across ranks, to find silent corruption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.mesh.axis import Axis, Mesh
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import Shard
+from mpcore.sharding.local import is_dtensor, local_tensor
+
+
+@torch.no_grad()
+def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse to go on when ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
+
+    What is replicated follows from what layers declare: whole parameters over tp and data, replicated KV heads, tied
+    embeddings, and what `fully_shard` replicates. A hash of each is compared, one all-reduce an axis; only where some
+    differ is more sent.
+
+    Args:
+        model: the model, or this rank's stage of it, between two steps.
+        mesh: the mesh it lies on.
+
+    Raises:
+        ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, those that differ from
+            most.
+    """
+    found: list[str] = []
+    for axis, entries in _replicas(model, mesh):
+        absent = torch.tensor(torch.iinfo(torch.int64).min, device=mesh.device)
+        hashes = torch.stack([absent if x is None else cross_replica_hash(x).to(mesh.device) for _, x in entries])
+        held = torch.tensor([x is not None for _, x in entries], device=mesh.device)
+        both = torch.cat([hashes, torch.where(held, ~hashes, hashes)])
+        most, least = all_reduce(both, axis, "max").chunk(2)  # ~ turns the order around: the least is ~most of ~
+        differing = (most != ~least) & (most != absent)
+        if bool(differing.any()):
+            found += _name(axis, [name for name, _ in entries], differing.tolist(), hashes, held)
+    count = torch.tensor(len(found), device=mesh.device)
+    if int(all_reduce(count, mesh.world, "max")):
+        everywhere: list = [found]
+        if mesh.world.size > 1:
+            everywhere = [None] * mesh.world.size
+            dist.all_gather_object(everywhere, found, group=mesh.world.group)
+        messages = list(dict.fromkeys(message for part in everywhere for message in part))
+        more = f"; and {len(messages) - 8} more" if len(messages) > 8 else ""
+        raise ValueError(f"replicas differ, so a rank's memory is corrupt: {'; '.join(messages[:8])}{more}")
+
+
+def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:
+    """For each axis, in an order that all its ranks share: what is replicated over it, None where not on this rank."""
+    by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
+    for name, parameter, sharding in declarations(model):
+        local = local_tensor(parameter).detach()
+        axes = {axis.group: axis for axis in sharding.replica_axes(mesh)}
+        axes |= _data_replicas(parameter, sharding.data_axis(mesh))
+        for group, axis in axes.items():
+            if axis.size > 1:
+                by_axis.setdefault(group, (axis, []))[1].append((name, local))
+        for shard in sharding.shards:
+            if shard.replicated and not is_dtensor(parameter):
+                entries = by_axis.setdefault(shard.axis.group, (shard.axis, []))[1]
+                entries += [(f"{name}{where}", x) for where, x in _shared_runs(shard, local)]
+    return [(axis, entries) for axis, entries in sorted(by_axis.values(), key=lambda entry: entry[0].name)]
+
+
+def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
+    if not is_dtensor(parameter):
+        return {data.group: data}
+    at, found = parameter.device_mesh.get_coordinate(), {}
+    assert at is not None
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            group = parameter.device_mesh.get_group(dim)
+            found[group] = Axis(group.size(), at[dim], group, "data")
+    return found
+
+
+def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    """The runs of a dimension that several ranks hold: the same list on all ranks of the axis."""
+    holders = [{i for start, end in runs for i in range(start, end)} for runs in shard.runs]
+    place = {i: at for at, i in enumerate(i for start, end in shard.mine for i in range(start, end))}
+    runs: list[list[int]] = []
+    for i in shard.replicated:
+        same = runs and i == runs[-1][-1] + 1 and all((i in held) == (i - 1 in held) for held in holders)
+        runs[-1].append(i) if same else runs.append([i])
+    for run in runs:
+        part = None
+        if run[0] in place:
+            part = local.index_select(shard.dim, torch.tensor([place[i] for i in run], device=local.device))
+        yield f"[{run[0]}:{run[-1] + 1}]", part
+
+
+def _name(axis: Axis, names: Sequence[str], differing: Sequence[bool], hashes: Tensor, held: Tensor) -> list[str]:
+    assert axis.group is not None
+    mine = (hashes.tolist(), held.tolist())
+    every: list = [None] * axis.size
+    dist.all_gather_object(every, mine, group=axis.group)
+    world = dist.get_process_group_ranks(axis.group)
+    found = []
+    for i, name in enumerate(names):
+        if not differing[i]:
+            continue
+        by_hash: dict[int, list[int]] = {}
+        for rank, (values, present) in zip(world, every, strict=True):
+            if present[i]:
+                by_hash.setdefault(values[i], []).append(rank)
+        sets = sorted(by_hash.values(), key=len)
+        if len(sets[-1]) == len(sets[-2]):
+            found.append(f"{name} over {axis.name}, on ranks {' and '.join(_list(ranks) for ranks in sets)}")
+        else:
+            odd = sorted(rank for ranks in sets[:-1] for rank in ranks)
+            found.append(f"{name} over {axis.name}, on rank {_list(odd)}, while ranks {_list(sets[-1])} agree")
+    return found
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

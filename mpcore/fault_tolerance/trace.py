@@ -1,0 +1,304 @@
+"""Why ranks wait for each other. Their logs of collectives are matched, and the first mismatch is explained.
+
+    record()                              # before the first process group
+    mesh = build_mesh(tp=2)
+    with Watchdog(mesh, model, timeout=300) as watchdog:
+        for step in range(steps):
+            train(step)
+            watchdog.beat()
+
+The log is torch's flight recorder: a ring of the last collectives of each process with their call sites, one of gloo's
+and one of nccl's. It knows nothing of point-to-point messages on gloo; there the place where each rank stands tells.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpcore.mesh.axis import Mesh
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.join(os.path.dirname(__file__), "collectives.py")
+_EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that a rank entered.
+
+    Attributes:
+        group: name of its process group.
+        number: how many collectives the group had before, and this one.
+        kind: such as "all_reduce".
+        shape: of its input.
+        dtype: of its input, as torch names scalar types.
+        site: file and line that called it, outside of torch.
+        done: whether it came back.
+        time: when it began, in nanoseconds of the host's clock.
+        backend: which of the group's it went to; each counts for itself. On nccl it is the device that waits.
+    """
+
+    group: str
+    number: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    site: str
+    done: bool
+    time: int
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a rank tells of itself.
+
+    Attributes:
+        rank: of the job.
+        groups: by name of a process group its axis and its ranks.
+        calls: the last collectives, oldest first.
+        site: file and line where the main thread stands.
+        doing: the innermost module of the model, or the pipeline's action, that the main thread is in.
+        waiting: whether it stands in a call of torch.distributed.
+    """
+
+    rank: int
+    groups: dict[str, tuple[str, tuple[int, ...]]]
+    calls: list[Call] = field(default_factory=list)
+    site: str = "an unknown place"
+    doing: str = ""
+    waiting: bool = False
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Log:
+        """What `to_json` wrote."""
+        entry = json.loads(text)
+        entry["groups"] = {name: (axis, tuple(ranks)) for name, (axis, ranks) in entry["groups"].items()}
+        entry["calls"] = [Call(**{**call, "shape": tuple(call["shape"])}) for call in entry["calls"]]
+        return Log(**entry)
+
+
+def record(entries: int = 512) -> None:
+    """Log the last collectives of this process, in torch's flight recorder. Call it before any process group is made.
+
+    Args:
+        entries: how many are kept.
+
+    Raises:
+        ValueError: if there is a process group already, or entries isn't positive.
+    """
+    if entries < 1:
+        raise ValueError(f"entries {entries} is smaller than 1")
+    if dist.is_initialized():
+        raise ValueError("the first process group reads how much is logged: call record() before it is made")
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
+
+
+def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = None) -> Log:
+    """This rank's log, and where its main thread stands now. No communication; any thread may call it.
+
+    Args:
+        mesh: its axes give the process groups their names.
+        model: whose modules' names say where the rank is.
+        thread: the identifier of the thread to look at; None: the main thread.
+    """
+    groups = {}
+    for name, axis in mesh.axes.items():
+        if axis.group is not None and axis.group_name not in groups:
+            groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    site, doing, waiting = _where(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
+    return Log(mesh.job.rank, groups, _recorded(mesh.made_ns), site, doing, waiting)
+
+
+def _recorded(since_ns: int) -> list[Call]:
+    # A process group that is gone leaves its calls in the ring, under a name that the next one may have too.
+    # Written by this very process a moment ago: nothing that came from outside is unpickled.
+    module: Any = torch._C
+    dumps = [getattr(module._distributed_c10d, f"_dump_{name}_trace", None) for name in ("fr", "nccl")]
+    entries = [pickle.loads(dump(True, True, False)).get("entries", []) for dump in dumps if dump is not None]
+    return calls_of([e for part in entries for e in part], since_ns)
+
+
+def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
+    """The collectives among the entries of flight recorders from then on, oldest first: a pure function."""
+    calls = []
+    for e in entries:
+        if e["is_p2p"] or e["time_created_ns"] < since_ns:
+            continue
+        shape = tuple(e["input_sizes"][0]) if e["input_sizes"] else ()
+        dtype = e["input_dtypes"][0] if e["input_dtypes"] else ""
+        done = e["retired"] or e["state"] == "completed"
+        backend, _, kind = e["profiling_name"].rpartition(":")
+        site = next((s for f in e["frames"] if (s := _site(f["filename"], f["line"]))), "an unknown place")
+        group, number, time_ns = e["process_group"][0], e["collective_seq_id"], e["time_created_ns"]
+        calls.append(Call(group, number, kind, shape, dtype, site, done, time_ns, backend))
+    return sorted(calls, key=lambda call: call.time)
+
+
+def _site(file: str, line: int) -> str | None:
+    """`layers/linear.py:88`, or None where the file is torch's or what every collective passes through."""
+    if file.startswith((_TORCH, "<")) or file == _OURS or os.sep not in file:
+        return None
+    return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
+
+
+def _where(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
+    site, doing, waiting = "", "", False
+    while frame is not None:
+        file, held = frame.f_code.co_filename, frame.f_locals
+        if not site:
+            waiting |= file.startswith(os.path.join(_TORCH, "distributed")) or file == _OURS
+            site = _site(file, frame.f_lineno) or ""
+        if not doing:
+            if names.get(id(held.get("self"))):
+                doing = names[id(held["self"])]
+            elif frame.f_code.co_name == "_step_microbatches" and held.get("action") is not None:
+                doing = f"the pipeline's {held['action']}"
+        frame = frame.f_back
+    return site or "an unknown place", doing, waiting
+
+
+def explain(logs: Sequence[Log], size: int) -> str:
+    """Why the ranks don't go on: a pure function of their logs.
+
+    Args:
+        logs: of the ranks that answered.
+        size: of the job.
+
+    Returns:
+        A sentence that names the rank at fault and where it is, then a line for each rank.
+    """
+    by_rank = {log.rank: log for log in logs}
+    silent = [rank for rank in range(size) if rank not in by_rank]
+    verdict = _mismatch(by_rank) or _lag(by_rank, silent) or _idle(by_rank, silent)
+    lines = [f"  rank {log.rank}: {_stands(log)}" for _, log in sorted(by_rank.items())]
+    lines += [f"  rank {rank}: no answer" for rank in silent]
+    return "\n".join([verdict, *lines])
+
+
+def _mismatch(logs: dict[int, Log]) -> str | None:
+    """The first collective that the ranks of a group entered differently."""
+    entered: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
+    for rank, log in logs.items():
+        for call in log.calls:
+            entered[call.group, call.backend, call.number][rank] = call
+    found: list[tuple[int, str]] = []
+    for calls in entered.values():
+        (first, one), *others = sorted(calls.items())
+        for rank, other in others:
+            if _form(one) != _form(other):
+                who = f"rank {first} entered {_called(one, logs[first])}"
+                text = f"{who} while rank {rank} entered {_called(other, logs[rank])}"
+                found.append((min(one.time, other.time), f"the ranks disagree about call {one.number}: {text}"))
+                break
+    return min(found)[1] if found else None
+
+
+def _form(call: Call) -> tuple:
+    return (call.kind, call.dtype, call.shape if call.kind in _EQUAL_SHAPES else ())
+
+
+def _pending(log: Log) -> Call | None:
+    """The collective that a rank stands in; one that was only started, and not waited for, stops nobody.
+
+    On nccl the device stands in the first that isn't done, wherever the host is: it runs ahead, and waits for a number.
+    """
+    open_calls = [call for call in log.calls if not call.done]
+    on_host = [call for call in open_calls if call.backend != "nccl"][-1:] if log.waiting else []
+    on_device = [call for call in open_calls if call.backend == "nccl"][:1]
+    return min(on_host + on_device, key=lambda call: call.time, default=None)
+
+
+def _waits(log: Log) -> bool:
+    return log.waiting or _pending(log) is not None
+
+
+def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]:
+    """The ranks that a waiting rank waits for."""
+    call = _pending(log)
+    if call is None or call.group not in log.groups:
+        return []
+    behind = []
+    for rank in log.groups[call.group][1]:
+        if rank in logs:
+            where = call.group, call.backend
+            last = max((c.number for c in logs[rank].calls if (c.group, c.backend) == where), default=0)
+            if last < call.number:
+                behind.append(rank)
+        elif rank in silent:
+            behind.append(rank)
+    return behind
+
+
+def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
+    """From a rank that waits to the one it waits for, and on, until one waits for nobody or a circle closes."""
+    starts = [log for log in sorted(logs.values(), key=lambda log: log.rank) if _missing(log, logs, silent)]
+    for log in starts:
+        seen = [log.rank]
+        while True:
+            behind = _missing(logs[seen[-1]], logs, silent)
+            if not behind:
+                break
+            if behind[0] in seen:
+                circle = [*seen[seen.index(behind[0]) :], behind[0]]
+                waits = (
+                    f"rank {a} waits in {_called(_pending(logs[a]), logs[a])} for rank {b}"
+                    for a, b in itertools.pairwise(circle)
+                )
+                return "the ranks wait in a circle: " + ", ".join(waits)
+            seen.append(behind[0])
+            if seen[-1] in silent:
+                break
+        waiter, root = logs[seen[-2]], seen[-1]
+        entered = f"rank {waiter.rank} entered {_called(_pending(waiter), waiter)} while rank {root}"
+        if root in silent:
+            return f"{entered} gives no answer: it is stopped, dead or cut off"
+        return f"{entered} never did: it {_stands(logs[root])}"
+    return None
+
+
+def _idle(logs: dict[int, Log], silent: Sequence[int]) -> str:
+    if silent:
+        who = f"rank {silent[0]} gives" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} give"
+        return f"{who} no answer: stopped, dead or cut off"
+    apart = [log for log in logs.values() if not _waits(log)]
+    if apart and len(apart) < len(logs):
+        first = min(apart, key=lambda log: log.rank)
+        return f"rank {first.rank} waits for nobody while others wait: it {_stands(first)}"
+    if apart:
+        return "no rank waits for another: all are slow, or stuck at the same place"
+    return "all ranks wait, and their collectives match: messages between two of them don't, or the network is cut"
+
+
+def _stands(log: Log) -> str:
+    inside = f" in {log.doing}" if log.doing else ""
+    call = _pending(log)
+    if call is not None:
+        return f"waits in {_called(call, log)}{inside}"
+    return f"{'waits' if log.waiting else 'is'} at {log.site}{inside}"
+
+
+def _called(call: Call | None, log: Log) -> str:
+    assert call is not None
+    axis = log.groups.get(call.group, (call.group, ()))[0]
+    return f"{call.kind}({axis}) of {list(call.shape)} {call.dtype} at {call.site}"

@@ -1,0 +1,20 @@
+"""Gradients between backward and the optimizer step: accumulate, reduce, norm, clip, drop.
+
+Everything is derived from what layers declare of their parameters. Stands on `sharding` and `layers`; optimizers and
+data parallelism stand on it. Open `reduce.py` first.
+"""
+
+from mpcore.gradients.accumulate import gradient_of, main_gradients, zero_gradients
+from mpcore.gradients.drop import drop_gradients
+from mpcore.gradients.norm import clip_gradients, grad_norm
+from mpcore.gradients.reduce import reduce_gradients
+
+__all__ = [
+    "clip_gradients",
+    "drop_gradients",
+    "grad_norm",
+    "gradient_of",
+    "main_gradients",
+    "reduce_gradients",
+    "zero_gradients",
+]

@@ -1,0 +1,107 @@
+"""The norm of the whole model's gradient, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.kernels.adamw import sum_of_squares
+from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import check_lies_on
+from mpcore.sharding.local import data_run, is_dtensor, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+from mpcore.gradients.accumulate import gradient_of
+
+
+def _is_first_replica(x: DTensor) -> bool:
+    """Whether no lower rank holds the same shard: shards may be replicated over nodes."""
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(rank == 0 for place, rank in zip(x.placements, coordinate, strict=True) if place.is_replicate())
+
+
+@torch.no_grad()
+def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
+    """The p-norm of the whole model's gradient, every logical element counted once, the same on every rank.
+
+    Args:
+        model: the model, or this rank's stage of it, after `reduce_gradients`.
+        mesh: the mesh it lies on.
+        p: 1, 2, ... or `math.inf`.
+
+    Returns:
+        An fp64 scalar tensor.
+
+    Raises:
+        ValueError: if p isn't above 0, a parameter is cut over an axis of another mesh, or one is a DTensor that isn't
+            mpcore's.
+    """
+    return norm_of(model, mesh, gradient_of, p)
+
+
+@torch.no_grad()
+def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
+    """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
+    check_mesh(mesh)
+    if not p > 0:
+        raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
+    norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    each = torch.stack([zero, *norms])
+    if math.isinf(p):
+        each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
+        return all_reduce(each.max(), mesh.world, "max")
+    return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
+
+
+def _norm(grad: Tensor, p: float) -> Tensor:
+    if p == 2 and grad.is_cuda and grad.dtype != torch.float64:
+        return sum_of_squares(grad).sqrt()  # reads half precision as it is
+    return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
+
+
+def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
+    """This rank's tensors, without the elements that a lower rank holds as well."""
+    for name, parameter, sharding in declarations(model):
+        check_lies_on(name, parameter, sharding, mesh)
+        found = of(parameter)
+        if found is None:
+            continue
+        first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
+        if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
+            continue
+        grad = local_tensor(found)
+        for shard in sharding.shards:
+            if shard.replicated:
+                front = grad.movedim(shard.dim, 0)
+                begin = data_run(found)[0] if is_dtensor(found) and shard.dim == 0 else 0
+                runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
+                grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
+        yield grad
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> None:
+    """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        max_norm: the bound; 0 or less: no clipping.
+        norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
+    """
+    if max_norm <= 0:
+        return
+    norm = torch.as_tensor(norm, dtype=torch.float64)
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
+    grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
+    for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_mul_(alike, scale.to(alike[0].device, dtype))

@@ -1,0 +1,171 @@
+"""Sum the gradients that layers declare as pending."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.layers.moe.layer import check_experts, check_replicas
+from mpcore.mesh.axis import Axis, Mesh, check_axis
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import Shard
+from mpcore.sharding.local import data_run, is_dtensor, local_tensor
+
+if TYPE_CHECKING:
+    pass
+from mpcore.gradients.accumulate import gradient_of, zero_gradients
+from mpcore.gradients.drop import UNSUMMED, check_summed
+from mpcore.gradients.steps import check_steps
+
+# Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
+BUCKET = 2**26
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
+    """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
+
+    Once between two `zero_grad` of all trained parameters: a gradient kept from the step before would be summed again.
+
+    Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
+    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
+    axis and `BUCKET` elements, in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no
+    gradient on some rank counts as zero there; one that got none on any rank keeps None.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        over: axes over which every parameter is replicated with other data on each rank, and which nothing else
+            reduces; a mesh stands for each parameter's own (`Sharding.data_axis`): plain data parallelism, where
+            `shard_data_parallel` didn't do it.
+
+    Raises:
+        ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already, or a
+            trained parameter was added after it, is still gathered, or has a gradient that it didn't sum (the last
+            micro-batch had no backward, or one that raised: `drop_gradients`), or hooks that it never calls; or if
+            experts lie otherwise than the mesh says, or have replicas over tp that neither it nor a mesh speaks of.
+    """
+    check_steps()
+    for on in over:
+        if isinstance(on, Mesh):
+            check_experts(model, on)
+        else:
+            check_axis(on)
+    if not over:
+        check_replicas(model)
+    check_summed(model)
+    pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
+    declared = list(declarations(model))
+    laid = {x.data.group: x.data for _, _, x in declared if x.data is not None and x.data.size > 1}
+    for name, parameter, sharding in declared:
+        if not parameter.requires_grad:
+            continue
+        parameter.is_cut = any(shard.axis.size > 1 for shard in sharding.shards)  # type: ignore[attr-defined]
+        axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
+        for axis in axes:
+            _check_unsummed(name, parameter, axis)
+        once = {axis.group: axis for axis in (*sharding.partial, *axes) if axis.size > 1}
+        if sharding.data is None and laid and laid.keys().isdisjoint(once) and local_tensor(parameter) is parameter:
+            axis = next(iter(laid.values()))
+            raise ValueError(
+                f"{name} was added after shard_data_parallel, so nothing sums its gradient over the {axis.size} ranks "
+                f"of {axis.name}: add it before, join stages after, or freeze it"
+            )
+        cut = bool(is_dtensor(parameter))
+        if cut and parameter._backward_hooks:
+            raise ValueError(
+                f"{name} is sharded, and what register_hook was given is never called for its gradient: use "
+                f"register_post_accumulate_grad_hook, which sees this rank's shard of the sum"
+            )
+        data = sharding.data
+        if data is not None and data.size > 1 and data.group not in once and not cut:
+            raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {UNSUMMED}")
+        wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]
+        wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
+        for axis, shard in wanted:
+            pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
+    for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].name):  # the same order on every rank
+        wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
+        for bucket in _buckets(sorted(entries, key=lambda entry: entry[0])):
+            _reduce_pending(axis, bucket, wide)
+
+
+def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:
+    if axis.size > 1 and is_dtensor(parameter):
+        assert axis.group is not None
+        summed = {*parameter.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(axis.group)}
+        if len(summed) > 1:
+            raise ValueError(
+                f"{name} is sharded by shard_data_parallel, which sums its gradient over {len(summed)} of the "
+                f"{axis.size} ranks of {axis.name}: call reduce_gradients(model); reduce_gradients(model, mesh) is for "
+                f"plain data parallelism without it"
+            )
+
+
+def _buckets(
+    entries: list[tuple[str, nn.Parameter, Shard | None]],
+) -> Iterator[list[tuple[str, nn.Parameter, Shard | None]]]:
+    """Of at most `BUCKET` elements, or of one parameter: cut by what is sent, which is the same on every rank."""
+    bucket, size = [], 0
+    for name, parameter, shard in entries:
+        length = local_tensor(parameter).numel()
+        if shard is not None:  # of which ranks hold more or less
+            others = (*parameter.shape[: shard.dim], *parameter.shape[shard.dim + 1 :])
+            length = len(shard.replicated) * math.prod(others)
+        if bucket and size + length > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter, shard))
+        size += length
+    yield bucket
+
+
+def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]], wide: torch.dtype) -> None:
+    here = [gradient_of(p) is not None for _, p, _ in entries]
+    present, complete = torch.tensor(here, dtype=wide), all(here)
+    for (_, parameter, _), there in zip(entries, here, strict=True):
+        if not there:
+            parameter.grad = torch.zeros_like(parameter)
+    parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
+    flat = torch.cat([present.to(parts[0].device), *(part.reshape(-1) for part in parts)])
+    present, *sums = all_reduce(flat, axis).split([len(entries), *(part.numel() for part in parts)])
+    found = None if complete else present.tolist()  # waits for the device, so only where it matters
+    for i, ((_, parameter, shard), part, total) in enumerate(zip(entries, parts, sums, strict=True)):
+        if found is not None and found[i] == 0:
+            zero_gradients([parameter])
+        else:
+            _store_part(parameter, shard, total.view_as(part))
+
+
+def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
+    grad = gradient_of(parameter)
+    assert grad is not None
+    if shard is None:
+        return local_tensor(grad)
+    # Replicas may lie in different data shards on different ranks, so they are summed whole.
+    whole = grad.full_tensor() if is_dtensor(grad) else grad
+    front = whole.movedim(shard.dim, 0)
+    part = front.new_zeros(len(shard.replicated), *front.shape[1:])
+    for index, slot, length in shard.replica_runs:  # runs, not indices, for which a GPU would wait
+        part[slot : slot + length] = front[index : index + length]
+    return part
+
+
+def _store_part(parameter: nn.Parameter, shard: Shard | None, total: Tensor) -> None:
+    grad = gradient_of(parameter)
+    assert grad is not None
+    if shard is None:
+        local_tensor(grad).copy_(total)
+        return
+    whole = grad.full_tensor() if is_dtensor(grad) else grad
+    front = whole.movedim(shard.dim, 0)
+    for index, slot, length in shard.replica_runs:
+        front[index : index + length] = total[slot : slot + length]
+    if is_dtensor(grad):
+        start, end = data_run(grad)
+        grad.to_local().copy_(whole[start:end])

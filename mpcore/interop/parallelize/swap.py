@@ -1,0 +1,163 @@
+"""Make the parallel layers, and put them in the place of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.interop.parallelize.checks import check_plain, check_shared_parameters, unit_of
+from mpcore.interop.parallelize.layers import (
+    ColumnParallelConv1D,
+    FusedColumnParallelLinear,
+    RowParallelConv1D,
+    VocabShard,
+)
+from mpcore.interop.parallelize.plan import Colwise, Rowwise, Style, Target, Vocab
+from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import sharding_of
+from mpcore.sharding.declare import Sharding
+
+Swap = tuple[nn.Module, nn.Module]
+
+
+def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
+    """For each module to swap, by id: the module and its replacement, on the meta device."""
+    swaps: dict[int, Swap] = {}
+
+    def build(name: str, module: nn.Module, style: Style) -> None:
+        check_plain(name, module, style)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            raise ValueError(
+                f"{name} is part of an nn.MultiheadAttention, which reads its weight past the layer: leave it out of "
+                f"the plan, to run whole on every rank, or write the attention with nn.Linear or ParallelAttention"
+            )
+        try:
+            swaps[id(module)] = module, parallel_layer(name, parent, module, style, tp)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    for name, module, style in styles:
+        if isinstance(style, (Colwise, Rowwise, Vocab)):
+            build(name, module, style)
+    if tp.size > 1:
+        check_shared_parameters(model, styles)
+    named = {id(module) for _, module, _ in styles}
+    for ends in tied_names(model):
+        if any(id(module) in swaps for _, module, _ in ends):
+            for name, module, leaf in ends:
+                if id(module) not in named and leaf == "weight":
+                    build(name, module, Vocab() if isinstance(module, nn.Embedding) else Colwise(gather_output=True))
+        check_tie(ends, swaps)
+    return swaps
+
+
+def tied_names(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, str]]]:
+    """The places of each parameter that has several: module name, module and the parameter's name there."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((name, module, leaf))
+    return (ends for ends in places.values() if len(ends) > 1)
+
+
+def check_tie(ends: list[tuple[str, nn.Module, str]], swaps: dict[int, Swap]) -> None:
+    cuts = [sharding_of(swaps[id(m)][1] if id(m) in swaps else m, leaf, getattr(m, leaf)).shards for _, m, leaf in ends]
+    for (name, _, leaf), shards in zip(ends, cuts, strict=True):
+        if shards != cuts[0]:
+            raise ValueError(
+                f"{ends[0][0]}.{ends[0][2]} and {name}.{leaf} are one tied weight, but the plan cuts them differently"
+            )
+
+
+def parallel_layer(name: str, parent: nn.Module, module: nn.Module, style: Style, tp: Axis) -> nn.Module:
+    """The parallel layer for a module, on the meta device."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    like: dict[str, Any] = {"tp": tp, "device": "meta", "dtype": weight.dtype}
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding: leave it out")
+        if isinstance(style, Colwise):
+            if style.blocks != 1 or type(module).forward is not nn.Embedding.forward:
+                raise ValueError(
+                    "an embedding of several blocks, or with a forward of its own, is cut by 'vocab' alone"
+                )
+            like |= {"gather_output": style.gather_output, "unit": style.unit or 1}
+            return ColumnParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
+        return VocabParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
+    if isinstance(style, Vocab):
+        raise ValueError(f"'vocab' is for embeddings, and this is a {type(module).__name__}")
+    conv1d = not isinstance(module, nn.Linear)
+    n_out, n_in = weight.shape[::-1] if conv1d else weight.shape
+    bias = module.bias is not None
+    if isinstance(style, Rowwise):
+        row = RowParallelConv1D if conv1d else RowParallelLinear
+        return row(n_in, n_out, bias, input_is_parallel=not style.split_input, **like)
+    assert isinstance(style, Colwise)
+    blocks = style.blocks
+    if isinstance(blocks, int):
+        if n_out % blocks:
+            raise ValueError(f"{n_out} output features are not a multiple of {blocks} blocks")
+        blocks = (n_out // blocks,) * blocks
+    if sum(blocks) != n_out:
+        raise ValueError(f"blocks {blocks} have a sum of {sum(blocks)}, not of out_features {n_out}")
+    like |= {"gather_output": style.gather_output, "unit": unit_of(name, parent, style, blocks, tp)}
+    if conv1d or len(blocks) > 1:
+        column = ColumnParallelConv1D if conv1d else FusedColumnParallelLinear
+        return column(n_in, n_out, bias, blocks=blocks, **like)
+    return ColumnParallelLinear(n_in, n_out, bias, **like)
+
+
+@torch.no_grad()
+def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
+    """Cut the parameters, once each, and put the parallel layers in place."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and id(module) in swaps:
+            parent, _, child = name.rpartition(".")
+            places.setdefault(id(module), []).append((model.get_submodule(parent), child))
+    shards: dict[int, nn.Parameter] = {}
+    for key, (module, layer) in swaps.items():
+        for leaf, full in module.named_parameters(recurse=False):
+            shard = shards.setdefault(id(full), _shard(full, layer.shardings[leaf]))  # type: ignore[index]
+            layer.register_parameter(leaf, shard)
+        layer.train(module.training)
+        if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
+            shard_in_place(module, layer)
+            continue
+        for parent, child in places.get(key, []):
+            setattr(parent, child, layer)
+        if module is model:
+            return layer
+    swapped = {id(layer) for _, layer in swaps.values()}
+    for module in model.modules():  # in evaluation torch's encoders read their layers' weights, past the layers
+        if any(id(layer) in swapped for layer in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+    return model
+
+
+def _shard(full: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+    if not sharding.shards:
+        return full
+    shard = nn.Parameter(sharding.take(full.detach()), requires_grad=full.requires_grad)
+    for mark, value in vars(full).items():  # what users set on a parameter, such as no_weight_decay
+        setattr(shard, mark, value)
+    return shard
+
+
+def shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
+    """Keep an embedding's own forward, such as one that scales the rows, and have it look up this rank's rows."""
+    kind = type(module)
+    module.__class__ = type(f"VocabParallel{kind.__name__}", (VocabShard, kind), {})
+    module.register_parameter("weight", layer.weight)  # type: ignore[arg-type]
+    module.padding_idx = layer.local_padding_idx  # type: ignore[assignment]
+    for attribute in ("tp", "start", "end", "shardings"):
+        setattr(module, attribute, getattr(layer, attribute))

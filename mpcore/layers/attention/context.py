@@ -1,0 +1,252 @@
+"""Attention over a sequence that is cut over the context-parallel axis, and how the sequence is cut.
+
+    kind         a rank's tokens                   what travels
+    alltoall     one run                           q, k, v and the output change between token and head shards
+    ring         one run                           keys and values, from rank to rank
+    zigzag       a run in front, its mirror image  as ring; with a causal mask all ranks have the same work
+    allgather    as zigzag                         keys and values, to every rank at once
+    two-level    as zigzag, over the outer level   alltoall within the inner level, ring over the outer
+
+Each query sees one run of keys [low, high): causal and full masks, windows and packed documents are all of this kind.
+So a block of keys from another rank is met with these bounds in the block's own places, and a block of which no query
+sees a key is neither computed nor sent further than it is needed. That is decided on the host, from the mask and from
+`cu_seqlens` where those are in CPU memory; of `cu_seqlens` on a GPU nothing is read, and all that the mask alone
+allows is sent.
+
+Partial results are merged in fp32 by their log-sum-exp, in an order that the ranks' places give and no message's
+arrival; gradients of keys and values are summed in fp32 likewise.
+
+Source: Jacobs et al. 2023 (arXiv:2309.14509) for alltoall; Liu et al. 2023 (arXiv:2310.01889) for the ring; Brandon et
+al. 2023 (arXiv:2311.09431) for equal causal work; Llama 3 (arXiv:2407.21783), section 3.3.2, for allgather; Fang and
+Zhao 2024 (arXiv:2405.07719) for two levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from mpcore import collectives
+from mpcore.collectives import shard_sizes
+from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
+from mpcore.layers.attention.ring import _RingAttention, ring_attention
+from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs
+from mpcore.layers.module import refuse_second_derivative
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Run
+
+
+def check_heads(kind: str, cp: Axis, heads: int) -> None:
+    """Refuse fewer heads on this rank than all-to-all has to deal out."""
+    size = cp.size if kind == "alltoall" else cp.levels[1].size if kind == "two-level" and cp.levels else 1
+    if heads < size:
+        what = "cp size" if kind == "alltoall" else "cp_inner size"
+        raise ValueError(
+            f"context {kind!r} can't cut {heads} heads over the {what} {size}: 'zigzag', 'ring' and 'allgather' can"
+        )
+
+
+def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> None:
+    """Refuse a mask that isn't one of so many rows of a batch, with so many tokens here, or that `kind` can't serve.
+
+    Args:
+        mask: of the whole sequence.
+        rows, tokens: B, and T/cp.
+        kind, cp: as of `masked_attention`.
+
+    Raises:
+        ValueError: before anything is sent.
+    """
+    shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
+    if mask.dtype != torch.bool:
+        raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
+    if cp.size > 1 and kind not in ("alltoall", "allgather"):  # others meet keys in blocks
+        raise ValueError(
+            f"context {kind!r} can't serve a mask {shape} over {cp.size} ranks, only causal, full, window and "
+            f"documents: 'allgather' and 'alltoall' can"
+        )
+    fits = len(shape) > 1 and shape[-2] in (1, length) and shape[:-2] in ((), (1,), (rows,))
+    runs = sequence_runs(length, cp, kind)[cp.rank] if fits else ()
+    if not fits or tokens != sum(end - start for start, end in runs):
+        raise ValueError(
+            f"mask {shape} is none of [T, T], [B, T, T] and [B, 1, T] for {rows} rows with {tokens} tokens on each of "
+            f"{cp.size} ranks"
+        )
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: str,
+    cp: Axis,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    length: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of the whole sequence.
+
+    Args:
+        q: [B, T/cp, H, K], tokens as `shard_sequence` deals them out, already rotated.
+        k, v: [B, T/cp, Hkv, K] and [B, T/cp, Hkv, V]; H is a multiple of Hkv.
+        kind: one of `KINDS`.
+        cp: the axis.
+        causal, window, scale, softcap, impl: as of `mpcore.kernels.attention.attention`.
+        cu_seqlens: [n + 1] ends of packed documents in the whole sequence, the same on every rank, for B = 1.
+        length: T; None: all ranks have as many tokens as this one.
+
+    Returns:
+        [B, T/cp, H, V].
+
+    Raises:
+        ValueError: before anything is sent, if `kind` can't cut this sequence or these heads.
+    """
+    length = q.shape[1] * cp.size if length is None else length
+    runs = sequence_runs(length, cp, kind)
+    mine = sum(end - start for start, end in runs[cp.rank])
+    if q.shape[1] != mine:
+        raise ValueError(
+            f"this rank has {q.shape[1]} tokens, but rank {cp.rank} of the {cp.name} axis of size {cp.size} holds "
+            f"{mine} of {length}: give the length of the whole sequence"
+        )
+    check_heads(kind, cp, q.shape[2])
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+    documents = None
+    if cu_seqlens is not None:
+        if q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {q.shape[0]}")
+        check_documents(cu_seqlens, length)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            documents = cu_seqlens.tolist()
+        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
+    options = {"scale": scale, "softcap": softcap, "impl": impl}
+    if cp.size == 1 or kind == "alltoall":
+        heads = q.shape[2]
+        q, k, v = _to_heads(q, k, v, cp, length)
+        y, _ = attention(q, k, v, causal=causal, window=window, cu_seqlens=cu_seqlens, **options)
+        return collectives.all_to_all(y, cp, 1, 2, heads)
+
+    bounds = key_bounds(length, causal=causal, window=window, cu_seqlens=cu_seqlens, device=q.device)
+    if kind == "allgather":
+        return _AllGather.apply(q, k, v, *_at(bounds, runs[cp.rank]), cp, runs, options)
+    outer, inner, heads = cp, Axis(), q.shape[2]
+    if kind == "two-level":
+        assert cp.levels is not None
+        outer, inner = cp.levels
+        runs = tuple(_join(runs[i : i + inner.size]) for i in range(0, cp.size, inner.size))
+    block = sum(end - start for start, end in runs[outer.rank])
+    q, k, v = _to_heads(q, k, v, inner, block)
+    ring = ring_attention(outer, runs, causal, window, documents)
+    y = _RingAttention.apply(q, k, v, *_at(bounds, runs[outer.rank]), ring, options)
+    return collectives.all_to_all(y, inner, 1, 2, heads)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, scale: float | None = None
+) -> Tensor:
+    """Attention under any mask, by torch's own: for short sequences, as the mask is there whole.
+
+    Args:
+        q, k, v: as of `context_attention`.
+        mask: [T, T], [B, T, T] or [B, 1, T] booleans, as `check_mask` wants them: True where a query (row) sees a key.
+        kind, cp: "alltoall" or "allgather" over cp; any kind of an axis of size 1.
+        scale: of the scores; None: K^(-1/2).
+
+    Returns:
+        [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
+    """
+    length = mask.shape[-1]
+    runs = sequence_runs(length, cp, kind)
+    heads = q.shape[2]
+    if kind == "alltoall":
+        q, k, v = _to_heads(q, k, v, cp, length)
+    elif cp.size > 1:
+        k, v = _gather_keys(k, v, cp, runs)
+        if mask.shape[-2] > 1:
+            mask = mask.index_select(-2, index_of_runs(runs[cp.rank], mask.device))
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)  # the same of all heads
+    blind = ~mask.any(-1, keepdim=True)  # a softmax over no key may be NaN: they see all, and are struck out
+    grouped = q.shape[2] > k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale, enable_gqa=grouped)
+    y = y.masked_fill(blind, 0).transpose(1, 2)
+    return collectives.all_to_all(y, cp, 1, 2, heads) if kind == "alltoall" else y
+
+
+def _at(bounds: Bounds, runs: Runs) -> Bounds:
+    low, high = (torch.cat([bound[start:end] for start, end in runs]) for bound in bounds)
+    return low, high
+
+
+def _join(runs: Sequence[Runs]) -> Runs:
+    """The runs of several ranks as one rank's, those that touch as one."""
+    joined: list[Run] = []
+    for start, end in sorted(run for of_rank in runs for run in of_rank):
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return tuple(joined)
+
+
+def _to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token shards to head shards: [B, T/n, H, K] -> [B, T, H/n, K], KV heads replicated where they are too few.
+
+    A rank gets the KV heads that its query heads read; autograd sums what their replicas add to the gradient.
+    """
+    if axis.size == 1:
+        return q, k, v
+    group = q.shape[2] // k.shape[2]
+    sizes = shard_sizes(q.shape[2], axis.size)
+    reads = [list(range(a // group, (b - 1) // group + 1)) for a, b in pairwise([0, *accumulate(sizes)])]
+    regular = all(
+        size % len(heads) == 0 and (size // len(heads) == group or len(heads) == 1)
+        for size, heads in zip(sizes, reads, strict=True)
+    )
+    held = [head for heads in reads for head in heads]
+    if not regular or [len(heads) for heads in reads] != shard_sizes(len(held), axis.size):
+        held = [head // group for head in range(q.shape[2])]  # uneven shards of groups: one for each query head
+    if held != list(range(k.shape[2])):
+        k, v = (torch.cat([each[head] for head in held], 2) for each in (k.split(1, 2), v.split(1, 2)))
+    q, k, v = (collectives.all_to_all(t, axis, 2, 1, length) for t in (q, k, v))
+    return q, k, v
+
+
+class _AllGather(Function):
+    """Keys and values of all ranks at once; they are gathered anew in backward, so that only shards are kept."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):
+        output, lse = attention(q, *_gather_keys(k, v, cp, runs), bounds=(low, high), **options)
+        ctx.save_for_backward(q, k, v, output, lse, low, high)
+        ctx.cp, ctx.runs, ctx.options = cp, runs, options
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        refuse_second_derivative("context-parallel attention")
+        q, k, v, output, lse, low, high = ctx.saved_tensors
+        keys, values = _gather_keys(k, v, ctx.cp, ctx.runs)
+        order, wide = order_of_runs(ctx.runs, q.device), torch.promote_types(q.dtype, torch.float32)
+        options = {"bounds": (low, high), "out_dtype": wide, **ctx.options}
+        dq, *grads = attention_backward(grad, q, keys, values, output, lse, **options)
+        dk, dv = (collectives.reduce_scatter(t.index_select(1, order), ctx.cp, 1) for t in grads)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
+
+
+def _gather_keys(k: Tensor, v: Tensor, cp: Axis, runs: tuple[Runs, ...]) -> tuple[Tensor, Tensor]:
+    order = order_of_runs(runs, k.device)
+    place = order.argsort()
+    k, v = (collectives.all_gather(t, cp, 1, len(order)).index_select(1, place) for t in (k, v))
+    return k, v

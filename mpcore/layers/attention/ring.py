@@ -1,0 +1,201 @@
+"""Ring attention: keys and values travel from rank to rank, and partial results are merged."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpcore import collectives
+from mpcore.kernels.attention import Bounds, attention, attention_backward
+from mpcore.layers.attention.sequence import Runs
+from mpcore.layers.module import refuse_second_derivative
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Run
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Which block of keys is where at which step: rank r holds block r - step, of rank r - step, if it came so far.
+
+    Attributes:
+        axis: the axis.
+        blocks: for each rank the tokens of its block.
+        reads: for each rank the blocks of which its queries see a key; its own is one of them.
+        reach: for each block how far it travels.
+    """
+
+    axis: Axis
+    blocks: tuple[Runs, ...]
+    reads: tuple[frozenset[int], ...]
+    reach: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """How often blocks are passed on."""
+        return max(self.reach)
+
+    def block(self, rank: int, step: int) -> int:
+        """The block at `rank`, or the one that would be if it came so far."""
+        return (rank - step) % self.axis.size
+
+    def here(self, step: int) -> bool:
+        """Whether this rank holds a block at a step."""
+        return step <= self.reach[self.block(self.axis.rank, step)]
+
+    def to(self, rank: int, step: int, home: bool) -> int | None:
+        """Where `rank` sends what it holds after a step; `home`: from the end of its way a block returns."""
+        block = self.block(rank, step)
+        if step < self.reach[block]:
+            return (rank + 1) % self.axis.size
+        return block if home and 0 < step == self.reach[block] else None
+
+    def receipts(self, unit: int, step: int, home: bool) -> list[int]:
+        """How many elements each rank sends here after a step, `unit` a token."""
+        senders = (self.to(rank, step, home) == self.axis.rank for rank in range(self.axis.size))
+        return [unit * self.tokens(self.block(rank, step)) * here for rank, here in enumerate(senders)]
+
+    def pass_on(self, x: Tensor, unit: int, step: int, home: bool = False) -> Tensor:
+        """Begin to send what this rank holds after a step; `wait` gives what comes."""
+        to = self.to(self.axis.rank, step, home)
+        return collectives.start_send(x, self.axis, to, self.receipts(unit, step, home))
+
+    def returned(self, flying: Tensor, unit: int, step: int, mine: Tensor) -> tuple[Tensor, Tensor]:
+        """What was sent after a step: by the rank before, and from the end of its way this rank's own, if it came."""
+        parts = collectives.wait(flying).split(self.receipts(unit, step, True))
+        rank, far = self.axis.rank, self.reach[self.axis.rank]
+        return parts[rank - 1], parts[(rank + far) % self.axis.size] if step == far > 0 else mine
+
+    def tokens(self, block: int) -> int:
+        """How many a block has."""
+        return sum(end - start for start, end in self.blocks[block])
+
+    def bounds(self, low: Tensor, high: Tensor, block: int) -> Bounds:
+        """Bounds in the whole sequence -> in a block's own places."""
+
+        def place(bound: Tensor) -> Tensor:
+            """How many of the block's tokens lie before."""
+            return torch.stack([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]]).sum(0, dtype=bound.dtype)
+
+        return place(low), place(high)
+
+
+def ring_attention(
+    axis: Axis, blocks: tuple[Runs, ...], causal: bool, window: int | None, documents: list[int] | None
+) -> _Ring:
+    """What the mask needs, decided on the host."""
+
+    def seen(run: Run) -> Run:
+        """The keys that a run of queries sees: one run, as each sees itself."""
+        first, last = run[0], run[1] - 1
+        low, high = 0, blocks_end
+        if documents is not None:
+            low, high = documents[bisect_right(documents, first) - 1], documents[bisect_right(documents, last)]
+        if causal:
+            high = last + 1
+        if window is not None:
+            low = max(low, first + 1 - window)
+        return low, high
+
+    def meet(a: Run, b: Run) -> bool:
+        return max(a[0], b[0]) < min(a[1], b[1])
+
+    blocks_end = max(end for runs in blocks for _, end in runs)
+    needs = [[seen(run) for run in runs] for runs in blocks]
+    reads = tuple(
+        frozenset(j for j, keys in enumerate(blocks) if any(meet(a, b) for a in need for b in keys)) for need in needs
+    )
+    size = axis.size
+    reach = tuple(max((rank - block) % size for rank in range(size) if block in reads[rank]) for block in range(size))
+    return _Ring(axis, blocks, reads, reach)
+
+
+class _RingAttention(Function):
+    """Keys and values go round, a block further with each step; the next block travels while one is computed."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, low, high, ring: _Ring, options: dict):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        shapes, rank, merged = _Shapes(k, v), ring.axis.rank, None
+        held = shapes.pack(k, v)
+        for step in range(ring.steps + 1):
+            coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
+            block = ring.block(rank, step)
+            if ring.here(step) and block in ring.reads[rank]:
+                bounds = ring.bounds(low, high, block)
+                part = attention(q, *shapes.unpack(held), bounds=bounds, out_dtype=wide, **options)
+                merged = part if merged is None else merge(*merged, *part)
+            held = collectives.wait(coming) if step < ring.steps else held
+        assert merged is not None  # each query sees itself
+        # A cast that does nothing is an alias, whose gradient torch 2.11 loses when it is compiled.
+        output, lse = merged if wide == q.dtype else (merged[0].to(q.dtype), merged[1])
+        ctx.save_for_backward(q, k, v, output, lse, low, high)
+        ctx.ring, ctx.options = ring, options
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Gradients of a block travel with it, a step behind, and from the end of its way home to its rank."""
+        refuse_second_derivative("context-parallel attention")
+        q, k, v, output, lse, low, high = ctx.saved_tensors
+        ring, shapes, wide = ctx.ring, _Shapes(k, v), torch.promote_types(q.dtype, torch.float32)
+        rank, held, dq = ring.axis.rank, shapes.pack(k, v), torch.zeros_like(q, dtype=wide)
+        mine = flying = dq.new_empty(0)
+        for step in range(ring.steps + 1):
+            coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
+            block, part = ring.block(rank, step), dq.new_empty(0)
+            if ring.here(step) and block in ring.reads[rank]:
+                merged = {"output": output, "lse": lse, "bounds": ring.bounds(low, high, block), "out_dtype": wide}
+                dq_part, *grads = attention_backward(grad, q, *shapes.unpack(held), **merged, **ctx.options)
+                dq += dq_part
+                part = shapes.pack(*grads)
+            if step == 0:
+                mine = part
+            else:
+                before, mine = ring.returned(flying, shapes.unit, step - 1, mine)
+                if ring.here(step):
+                    part = before + part if part.numel() else before
+            if ring.steps:
+                flying = ring.pass_on(part, shapes.unit, step, home=True)
+            held = collectives.wait(coming) if step < ring.steps else held
+        if ring.steps:
+            _, mine = ring.returned(flying, shapes.unit, ring.steps, mine)
+        dk, dv = shapes.unpack(mine)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 4
+
+
+class _Shapes:
+    """Keys and values of any number of tokens as one flat tensor, and how many elements a token has."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        (self.B, _, self.heads, self.K), self.V = k.shape, v.shape[-1]
+        self.unit = self.B * self.heads * (self.K + self.V)
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """[B, T, Hkv, K] and [B, T, Hkv, V], side by side."""
+        return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+    def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `pack`, as views."""
+        tokens = x.numel() // max(self.unit, 1)
+        k, v = x.split([self.B * tokens * self.heads * d for d in (self.K, self.V)])
+        return k.view(self.B, tokens, self.heads, self.K), v.view(self.B, tokens, self.heads, self.V)
+
+
+def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys, from the attention to each.
+
+    Args:
+        output, other: [B, T, H, K] in fp32 or fp64.
+        lse, other_lse: [B, H, T] in the same; -inf where a query saw nothing.
+
+    Returns:
+        Output and log-sum-exp over both.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.masked_fill(total == -torch.inf, 0)
+    weight, other_weight = ((t - finite).exp().transpose(1, 2).unsqueeze(-1) for t in (lse, other_lse))
+    return output * weight + other * other_weight, total

@@ -1,0 +1,142 @@
+"""Shard a sequence over the context-parallel ranks, in the order that each kind of attention needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mpcore import collectives
+from mpcore.collectives import shard_sizes
+from mpcore.mesh.axis import Axis, check_axis
+from mpcore.sharding.declare import Run
+
+KINDS = ("alltoall", "ring", "zigzag", "allgather", "two-level")
+Runs = tuple[Run, ...]
+Batch = TypeVar("Batch", Tensor, Mapping[str, Tensor])
+
+
+def sequence_runs(length: int, cp: Axis, pattern: str) -> tuple[Runs, ...]:
+    """For each rank of cp the runs `(start, end)` of the sequence that it holds, in order.
+
+    Rank r holds `shard_sizes(length, cp.size)[r]` tokens under every pattern, so that lengths may be odd.
+
+    Args:
+        length: T, of the whole sequence.
+        cp: the axis.
+        pattern: one of `KINDS`.
+
+    Raises:
+        ValueError: for an unknown pattern, fewer tokens than ranks, or two levels of an axis that has one.
+    """
+    check_kind(pattern, cp)
+    if cp.size > 1 and length < cp.size:  # one rank may hold nothing
+        raise ValueError(
+            f"a sequence of {length} tokens is shorter than the {cp.name} size {cp.size}, which no pattern can cut: "
+            f"pad it to {cp.size} with ignored targets, or take {cp.name} {length}"
+        )
+    sizes = shard_sizes(length, cp.size)
+    if pattern in ("alltoall", "ring") or cp.size == 1:
+        return tuple((run,) for run in pairwise([0, *accumulate(sizes)]))
+    inner = cp.levels[1].size if pattern == "two-level" and cp.levels else 1
+    blocks = [sum(sizes[i : i + inner]) for i in range(0, cp.size, inner)]
+    halves = [(n + 1) // 2 for n in blocks] + [n // 2 for n in reversed(blocks)]  # chunk i, and its mirror image
+    chunks = list(pairwise([0, *accumulate(halves)]))
+    pairs = [(chunks[i], chunks[-1 - i]) for i in range(len(blocks))]
+    return tuple(runs for i, pair in enumerate(pairs) for runs in cut_runs(pair, sizes[i * inner : (i + 1) * inner]))
+
+
+def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
+    """The tokens of `runs`, dealt out in order."""
+    pieces: list[Runs] = []
+    for a, b in pairwise([0, *accumulate(sizes)]):
+        offset, mine = 0, []
+        for start, end in runs:
+            first, last = max(start, start + a - offset), min(end, start + b - offset)
+            offset += end - start
+            if first < last:
+                mine.append((first, last))
+        pieces.append(tuple(mine))
+    return pieces
+
+
+def sequence_index(length: int, cp: Axis, pattern: str, device: torch.device | None = None) -> Tensor:
+    """[T/cp] the place in the whole sequence of each token that this rank holds, rising.
+
+    It is what `RotaryEmbedding`, `PositionEmbedding` and `Dropout` need to know. Arguments as of `sequence_runs`.
+    """
+    return index_of_runs(sequence_runs(length, cp, pattern)[cp.rank], device)
+
+
+def index_of_runs(runs: Runs, device: torch.device | None) -> Tensor:
+    return torch.cat([torch.arange(start, end, device=device) for start, end in runs])
+
+
+def order_of_runs(runs: Sequence[Runs], device: torch.device | None) -> Tensor:
+    return index_of_runs(tuple(run for of_rank in runs for run in of_rank), device)
+
+
+def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch:
+    """This rank's tokens of whole sequences: tokens, targets, positions and masks are all cut by this one function.
+
+    Shift targets before: `tokens[:, :-1], tokens[:, 1:]`, then no token at a border is lost. I -> S(dim): the same on
+    every rank of cp, in backward the shards' gradients are gathered.
+
+    Not for what parameters made within the model, such as images merged into text: gradients of parameters are summed
+    over cp as over data, so each rank is to have its tokens' term alone, `x.index_select(dim, sequence_index(...))`.
+
+    Args:
+        batch: `[..., T]`, or a mapping of names to such tensors.
+        cp: the axis.
+        pattern: what the model's attention has as `context`.
+        dim: the dimension of each tensor that is the sequence.
+
+    Returns:
+        `[..., T/cp]`, or a dictionary; rank r has `shard_sizes(T, cp.size)[r]` tokens.
+
+    Raises:
+        ValueError: as `sequence_runs`, or for tensors of several lengths.
+    """
+    check_axis(cp)
+    tensors = {"": batch} if isinstance(batch, Tensor) else batch
+    lengths = {name: t.shape[dim] for name, t in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"one sequence can't have the lengths {lengths}")
+    runs = sequence_runs(max(lengths.values(), default=cp.size), cp, pattern)
+    if cp.size == 1:
+        return batch
+    cut = {}
+    for name, t in tensors.items():
+        cut[name] = collectives.split(t.index_select(dim, order_of_runs(runs, t.device)), cp, dim)
+    return cut[""] if isinstance(batch, Tensor) else cut  # type: ignore[return-value]
+
+
+def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: int | None = None) -> Tensor:
+    """The inverse of `shard_sequence`: S(dim) -> I, the whole on every rank; backward keeps the own shard.
+
+    Args:
+        x: this rank's tokens of a tensor.
+        cp, pattern, dim: as of `shard_sequence`.
+        length: T; None: all ranks have as many tokens as this one.
+    """
+    check_axis(cp)
+    length = x.shape[dim] * cp.size if length is None else length
+    runs = sequence_runs(length, cp, pattern)
+    if cp.size == 1:
+        return x
+    return collectives.gather(x, cp, dim, length).index_select(dim, order_of_runs(runs, x.device).argsort())
+
+
+def check_kind(kind: str, cp: Axis) -> None:
+    """Refuse a pattern that isn't there."""
+    check_axis(cp)
+    if kind not in KINDS:
+        raise ValueError(f"context {kind!r} is none of {', '.join(map(repr, KINDS))}")
+    if kind == "two-level" and cp.size > 1 and cp.levels is None:
+        raise ValueError(
+            f"context 'two-level' needs the {cp.name} axis of size {cp.size} as outer x inner: "
+            f"build_mesh(cp={cp.size}, cp_inner=...); 'zigzag' needs none"
+        )

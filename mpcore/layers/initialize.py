@@ -1,0 +1,118 @@
+"""A model's first parameters, from (seed, full name) alone, so that every layout begins bitwise equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.layers.dropout import seed_dropout
+from mpcore.random import generator, stream_key
+from mpcore.sharding.declarations import named_modules, owners, sharding_of
+from mpcore.sharding.local import is_dtensor
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+    """Give a model, on the meta device or not, its storage and its first values; seed its dropout.
+
+    Each parameter is drawn whole on the CPU, from a generator keyed by (seed, its full name), and this rank keeps its
+    shard. So neither tp, pp nor dp, neither the order of construction nor other modules change a value. Modules that
+    aren't mpcore's, and those with buffers on the meta device, are reset by their own `reset_parameters` (or
+    `_reset_parameters`, or `init_weights` where they have no submodules), under a seed from (seed, the module's full
+    name). Buffers elsewhere keep their values.
+
+    Args:
+        model: the model, changed in place. Its parameters must be plain tensors: shard over data afterwards.
+        seed: the run's seed.
+        device: where the storage is made.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if a parameter has neither a declared beginning nor an owner with `reset_parameters`, or is sharded
+            over data already; if nothing fills a buffer that is on the meta device.
+    """
+    draws, resets = [], {}
+    for name, module, leaf, parameter in owners(model):
+        if is_dtensor(parameter):
+            raise ValueError(f"{name} is sharded over data already: materialize first")
+        init = getattr(module, "inits", {}).get(leaf)
+        if init is not None:
+            draws.append((name, module, leaf, init))
+        elif _reset_of(module) is not None:
+            resets[id(module)] = (name.rpartition(".")[0], module)
+        else:
+            raise ValueError(f"nothing says how {name} of {type(module).__name__} begins: give it reset_parameters()")
+    buffers = [
+        (name, module, leaf)
+        for name, module in named_modules(model)
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta
+    ]
+    for name, module, leaf in buffers:
+        if _reset_of(module) is None:
+            raise _unfilled(name, module, leaf)
+    if buffers or any(p.is_meta for p in model.parameters()):
+        _to_empty(model, device)
+    else:
+        model.to(device)
+    emptied = [(*place, place[1]._buffers[place[2]]) for place in buffers]
+    versions = [buffer._version for *_, buffer in emptied]  # type: ignore[union-attr]
+    for name, module in {id(module): (name, module) for name, module, _ in buffers}.values():
+        if id(module) not in resets:  # before the parameters, which such a reset may touch
+            _reset(name, module, seed, device)
+    for name, module, leaf, init in draws:
+        parameter = getattr(module, leaf)
+        sharding = sharding_of(module, leaf, parameter)
+        full = torch.empty(sharding.shape, dtype=parameter.dtype, device="cpu")
+        parameter.copy_(sharding.take(init(full, generator=generator(seed, name))))
+    for name, module in sorted(resets.values(), key=lambda reset: not hasattr(reset[1], "reset_parameters")):
+        _reset(name, module, seed, device)  # torch's attention after its output projection, which it resets too
+    for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
+        now = module._buffers[leaf]
+        if now is buffer and buffer is not None and buffer._version == version and buffer.numel():
+            raise _unfilled(name, module, leaf)
+        module._buffers[leaf] = now if now is None else now.to(device)
+    seed_dropout(model, seed)
+    return model
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """What gives a module's own parameters and buffers their first values."""
+    names = ("reset_parameters", "_reset_parameters", *(() if any(module.children()) else ("init_weights",)))
+    return next((reset for name in names if callable(reset := getattr(module, name, None))), None)
+
+
+def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) -> None:
+    reset = _reset_of(module)
+    assert reset is not None
+    with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
+        torch.manual_seed(stream_key(seed, name))
+        reset()
+
+
+def _unfilled(name: str, module: nn.Module, leaf: str) -> ValueError:
+    buffer, kind = f"{name}.{leaf}".lstrip("."), type(module).__name__
+    return ValueError(
+        f"nothing says how buffer {buffer} of {kind} begins: make it outside the meta device, or give {kind} a "
+        f"reset_parameters() that fills it (not through .data)"
+    )
+
+
+def _to_empty(model: nn.Module, device: torch.device | str) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device=device) if x.is_meta or isinstance(x, nn.Parameter) else x.to(device)
+
+    for module in reversed(list(model.modules())):  # each once, though two stages may share it
+        module._apply(empty, recurse=False)  # makes a parameter for each name, so that tied ones come apart
+    for first, *others in names.values():
+        for name in others:
+            prefix, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(prefix), leaf, model.get_parameter(first))

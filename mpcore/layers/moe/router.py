@@ -1,0 +1,341 @@
+"""Which experts each token goes to, and what keeps their loads even.
+
+Everything here is in fp32 (fp64 for fp64). Of all there is to choose by, nothing depends on the layout: ties go to the
+lower expert, jitter to the token's global place, capacity to the sequence, and every balance loss is a sum over tokens.
+
+Balance losses. With p the router's probabilities and f_i = E / (K |S|) x (choices of expert i in a scope S), each token
+of S has the loss sum_i f_i p_i, whose mean over S is the usual E sum_i f_i P_i. It is summed over tokens and divided by
+the step's token count as the main loss is (`loss_scale`), so tp, cp, dp, ep, pp and padding change nothing. Counts have
+no gradient. The scope is
+
+    "sequence"     the token's sequence: exact for any layout and any micro-batches (Switch, a group a sequence)
+    "micro_batch"  the tokens that all ranks hold of one micro-batch: by definition another loss for other micro-batches
+    "global"       all tokens of the step before, so that f is known when the first micro-batch needs it: exact for any
+                   layout and any micro-batches, one step late; f is 1 in the first step, which has no gradient
+
+Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6; z-loss: Zoph et
+al. 2022 (arXiv:2202.08906), equation 5; bias: Wang et al. 2024 (arXiv:2408.15664), algorithm 1; groups and the scale of
+weights: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; counts of the whole batch: Qiu et al. 2025 (arXiv:2501.11873).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpcore.collectives import all_gather, all_reduce
+from mpcore.layers.module import Init, ParallelModule, constant, uniform
+from mpcore.mesh.axis import Axis, check_axis
+from mpcore.random import random_words
+
+AUX_LOSSES = ("sequence", "micro_batch", "global")
+_REST = 5  # of a tally, after the counts: tokens, dropped choices, sums of entropy, balance loss, z-loss
+
+
+class Places(NamedTuple):
+    """Where the tokens of a rank come from.
+
+    Attributes:
+        sequence: [N] int64, row of the batch.
+        position: [N] int64, global index in the sequence.
+        real: [N] bool, whether it is a token and not padding.
+        sequences: rows of the batch.
+        length: tokens of a whole sequence, padding too.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    real: Tensor
+    sequences: int
+    length: int
+
+
+class Routing(NamedTuple):
+    """What a router decided.
+
+    Attributes:
+        experts: [N, K] int64; E where a token goes nowhere.
+        weights: [N, K] what the experts' outputs are multiplied by.
+        loss: this rank's share of the step's balance losses; None where there is none.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    loss: Tensor | None
+
+
+class Router(ParallelModule):
+    """Scores, the best K experts of each token, their weights, and the balance losses.
+
+    Args:
+        dim: D.
+        num_experts, top_k: E and K.
+        score: "softmax" or "sigmoid", of the logits.
+        normalize: weights of a token sum to 1.
+        routed_scale: what the weights are multiplied by. K normalised weights make the output of K experts a mean; with
+            a scale of K it is as large as that of a dense layer of their joint width, from the first step on.
+        groups, top_groups: only experts of the best `top_groups` groups of equal size may be chosen; a group is as good
+            as the sum of its K / top_groups best experts.
+        aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no such loss.
+        aux_coefficient, z_loss: factors of the balance loss and of the squared log-sum-exp of the logits.
+        bias_rate: how far `update_routers` moves each expert's bias in selection.
+        bias: whether there is one; None: where the rate is not 0. With a rate of 0 it stays as it was loaded.
+        jitter: in training the input is multiplied by uniform values in [1 - jitter, 1 + jitter].
+        capacity_factor: an expert takes at most ceil(factor x tokens x K / E) of each sequence: first choices before
+            second ones, earlier tokens before later ones, what is over goes nowhere. None: all are taken.
+        tp, cp, data: the axes that tokens are cut over; each rank has other ones.
+        init: fills the weight; None: as `torch.nn.Linear`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        tally: sums over the tokens of the step so far, until `update_routers`; None before the first.
+        key: the stream of the jitter; None until it is seeded.
+
+    Raises:
+        ValueError: if K or the groups don't fit E, or a factor or name is none.
+    """
+
+    weight: Tensor
+    expert_bias: Tensor | None
+    fractions: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        routed_scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int | None = None,
+        aux_loss: str | None = None,
+        aux_coefficient: float = 0.01,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+        bias: bool | None = None,
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        tp: Axis = Axis(name="tp"),
+        cp: Axis = Axis(name="cp"),
+        data: Axis = Axis(name="data"),
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for axis in (tp, cp, data):
+            check_axis(axis)
+        self.num_experts, self.top_k, self.score, self.normalize = num_experts, top_k, score, normalize
+        self.routed_scale = routed_scale
+        self.groups, self.top_groups = groups, groups if top_groups is None else top_groups
+        self.aux_loss, self.aux_coefficient, self.z_loss = aux_loss, aux_coefficient, z_loss
+        self.bias_rate, self.jitter, self.capacity_factor = bias_rate, jitter, capacity_factor
+        self.tp, self.cp, self.data = tp, cp, data
+        self._check()
+        self.key: int | None = None
+        self.tally: Tensor | None = None
+        like = {"device": device, "dtype": dtype}
+        bound = 1 / math.sqrt(dim)
+        self.declare("weight", (num_experts, dim), init or uniform(bound), partial=(tp,), **like)
+        # Not trained, but parameters: they begin and are saved as all others are.
+        biased = bias_rate > 0 if bias is None else bias
+        for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, aux_loss == "global")):
+            if there:
+                wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+                self.declare(name, (num_experts,), constant(value), device=device, dtype=wide)
+                getattr(self, name).requires_grad_(False)
+            else:
+                self.register_parameter(name, None)
+
+    @property
+    def statistics(self) -> list[nn.Parameter]:
+        """What `update_routers` moves by small steps: in fp32 or fp64 and whole, whatever becomes of the model."""
+        found = (self._parameters[name] for name in ("expert_bias", "fractions"))
+        return [parameter for parameter in found if parameter is not None]
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+        """As torch, but what moves by small steps stays in fp32: in bfloat16 they would be lost."""
+        kept = [parameter.data for parameter in self.statistics]
+        super()._apply(fn, recurse)
+        for parameter, data in zip(self.statistics, kept, strict=True):
+            if parameter.dtype != torch.promote_types(parameter.dtype, torch.float32):
+                parameter.data = data.to(parameter.device)
+        return self
+
+    def _check(self) -> None:
+        E, K = self.num_experts, self.top_k
+        if not 1 <= K <= E:
+            raise ValueError(f"top_k {K} is not between 1 and the number of experts {E}")
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score {self.score!r} is neither 'softmax' nor 'sigmoid'")
+        if self.aux_loss not in (None, *AUX_LOSSES):
+            raise ValueError(f"aux_loss {self.aux_loss!r} is none of {AUX_LOSSES} and None")
+        if self.groups < 1 or E % self.groups:
+            raise ValueError(f"{E} experts are not a multiple of {self.groups} groups")
+        if not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"top_groups {self.top_groups} is not between 1 and the number of groups {self.groups}")
+        if self.top_groups * (E // self.groups) < K:
+            raise ValueError(
+                f"top_k {K} is more than the {self.top_groups * (E // self.groups)} experts of {self.top_groups} "
+                f"groups of {E // self.groups}"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor {self.capacity_factor} is not positive; None drops nothing")
+        if not self.routed_scale > 0:
+            raise ValueError(f"routed_scale {self.routed_scale} is not positive")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter {self.jitter} is not in [0, 1)")
+        for name in ("aux_coefficient", "z_loss", "bias_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} {getattr(self, name)} is negative")
+
+    def capacity(self, length: int) -> int | None:
+        """The most tokens that an expert takes of a sequence of `length`; None: all."""
+        if self.capacity_factor is None:
+            return None
+        return min(math.ceil(self.capacity_factor * length * self.top_k / self.num_experts), length)
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        samples: Tensor | None = None,
+        loss_scale: Tensor | float | None = None,
+    ) -> Routing:
+        """Choose experts for the tokens x [N, D], which no other rank of tp, cp and data holds.
+
+        Args:
+            places: where they come from.
+            samples: [B] global sample index of each row of the batch, for jitter.
+            loss_scale: what the main loss's sum over tokens is multiplied by, a number or [B].
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(self._jittered(x.to(wide), places, samples), self.weight.to(wide))
+            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+            chosen = self._choose(scores.detach())
+            weights = scores.gather(-1, chosen)
+            if self.normalize:
+                weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
+            wanted = torch.where(places.real[:, None], chosen, self.num_experts)
+            taken = self._within_capacity(wanted, places)
+            loss = self._balance(logits, scores, wanted, taken, places, loss_scale)
+        return Routing(taken, weights * self.routed_scale, loss)
+
+    def _jittered(self, x: Tensor, places: Places, samples: Tensor | None) -> Tensor:
+        if not self.training or self.jitter == 0:
+            return x
+        if self.key is None:
+            raise ValueError("jitter has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+        if samples is None:
+            raise ValueError(f"jitter {self.jitter} needs samples, the global index of each of {places.sequences} rows")
+        words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))
+        uniform = (words.view(x.shape).to(x.dtype) + 0.5) / 2**31 - 1
+        return x * (1 + self.jitter * uniform)
+
+    @torch.no_grad()
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[N, E] -> [N, K], the best first; of equals the lower expert."""
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias.to(scores.dtype)
+        if self.top_groups < self.groups:
+            grouped = scores.view(len(scores), self.groups, -1)
+            best = min(-(-self.top_k // self.top_groups), grouped.shape[-1])
+            merit = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
+            kept = _best(merit, self.top_groups)
+            open_ = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, kept, True)
+            scores = grouped.masked_fill(~open_[..., None], -math.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+    @torch.no_grad()
+    def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
+        """Send nowhere what an expert of full capacity can't take. Every rank of a sequence sees all its choices."""
+        if self.capacity_factor is None:
+            return experts
+        E, K, n = self.num_experts, self.top_k, len(experts)
+        known = torch.cat([experts, places.sequence[:, None], places.position[:, None], places.real[:, None]], 1)
+        known = all_gather(all_gather(known, self.tp, 0), self.cp, 0)
+        everyone, sequence, position, real = known[:, :K], known[:, K], known[:, K + 1], known[:, K + 2]
+        tokens = real.new_zeros(places.sequences).index_add_(0, sequence, real)
+        room = (self.capacity_factor * tokens.double() * K / E).ceil().long()
+        group = sequence[:, None] * (E + 1) + everyone
+        order = torch.arange(K, device=experts.device)
+        key = (group * K + order) * places.length + position[:, None]
+        ordered, by = key.flatten().sort(stable=True)
+        first = torch.searchsorted(ordered, group.flatten() * K * places.length)
+        place = torch.empty_like(by).scatter_(0, by, torch.arange(len(by), device=by.device)) - first
+        full = place.view_as(everyone) >= room[sequence][:, None]
+        start = (self.cp.rank * self.tp.size + self.tp.rank) * n
+        return torch.where(full[start : start + n], E, experts)
+
+    def _balance(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        wanted: Tensor,
+        taken: Tensor,
+        places: Places,
+        loss_scale: Tensor | float | None,
+    ) -> Tensor | None:
+        """This rank's share of the balance losses; notes what the step's statistics need."""
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        E, real = self.num_experts, places.real
+        p = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        z = logits.logsumexp(-1).square()
+        chosen = (wanted[..., None] == torch.arange(E, device=wanted.device)).sum(1)  # [N, E], all zero for padding
+        counts = chosen.new_zeros(places.sequences, E).index_add_(0, places.sequence, chosen)
+        aux = None
+        if self.aux_loss is not None:
+            aux = (self._fractions(counts, p.dtype)[places.sequence] * p).sum(-1)
+        with torch.no_grad():
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # not when recomputed
+                entropy = -torch.special.xlogy(p, p).sum(-1)
+                sums = [entropy, torch.zeros_like(z) if aux is None else aux, z]
+                rest = torch.stack([s.double().masked_fill(~real, 0).sum() for s in sums])
+                dropped = (wanted != taken).sum()
+                tally = torch.cat([counts.sum(0).double(), torch.stack([real.sum(), dropped]).double(), rest])
+                self.tally = tally if self.tally is None else self.tally + tally
+        if aux is None and self.z_loss == 0:
+            return None
+        if loss_scale is None:
+            raise ValueError(
+                "balance losses need loss_scale, the factor of the main loss's sum over tokens, such as 1 / (tokens of "
+                "the step): they are divided as it is"
+            )
+        loss = z * self.z_loss if aux is None else aux * self.aux_coefficient + z * self.z_loss
+        scale = torch.as_tensor(loss_scale, dtype=loss.dtype, device=loss.device).expand(places.sequences)
+        return (loss * scale[places.sequence]).masked_fill(~real, 0).sum()
+
+    @torch.no_grad()
+    def _fractions(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, E] choices of this rank -> [B, E] f of each sequence's tokens."""
+        if self.fractions is not None:
+            return self.fractions.to(dtype).expand(len(counts), -1)
+        if self.aux_loss == "sequence":
+            counts = all_reduce(all_reduce(counts, self.tp), self.cp)
+        else:
+            counts = all_reduce(all_reduce(counts.sum(0), self.tp), self.data).expand(len(counts), -1)
+        return _as_fractions(counts).to(dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes and balance, as users wrote them."""
+        return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}, aux_loss={self.aux_loss}"
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _as_fractions(counts: Tensor) -> Tensor:
+    """Choices of each expert over the mean of all experts; 1 where there are none."""
+    mean = counts.double().mean(-1, keepdim=True)
+    return torch.where(mean > 0, counts / mean, 1.0)

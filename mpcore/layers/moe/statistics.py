@@ -1,0 +1,76 @@
+"""Read the routers' statistics once a step, and move the biases that balance the experts' loads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.layers.moe.router import _REST, Router, _as_fractions
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import named_modules
+
+
+class RouterStatistics(NamedTuple):
+    """What a router did in a step, over all tokens of all ranks.
+
+    Attributes:
+        tokens_per_expert: [E], choices, dropped ones too.
+        entropy: of the probabilities, in nats, mean over tokens.
+        dropped: share of the choices that had no room.
+        max_violation: load of the fullest expert over the mean load, less 1.
+        aux_loss, z_loss: means over tokens, without their coefficients.
+    """
+
+    tokens_per_expert: Tensor
+    entropy: Tensor
+    dropped: Tensor
+    max_violation: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+
+
+@torch.no_grad()
+def update_routers(model: nn.Module, mesh: Mesh) -> dict[str, RouterStatistics]:
+    """After the step: move the biases that keep loads even, and begin to count anew. A collective over tp and data.
+
+    Nothing else moves a bias or the fractions of the "global" loss: no forward does, be it in evaluation or recomputed.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        mesh: the mesh it lies on.
+
+    Returns:
+        By name of each router what it did since the last call, on the device.
+
+    Raises:
+        ValueError: before anything is sent, naming a trained router that balances by its counts and has none.
+    """
+    routers = {name: module for name, module in named_modules(model) if isinstance(module, Router)}
+    if not routers:
+        return {}
+    for name, r in routers.items():
+        by_counts = r.bias_rate > 0 or r.fractions is not None
+        if by_counts and r.tally is None and r.training and r.weight.requires_grad:
+            raise ValueError(
+                f"{name or 'the router'} counted no token since the last update_routers: it ran without gradients, as "
+                f"within torch.utils.checkpoint(use_reentrant=True), or not at all: use "
+                f"mpcore.recompute or use_reentrant=False"
+            )
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    tallies = [zero.expand(r.num_experts + _REST) if r.tally is None else r.tally for r in routers.values()]
+    total = all_reduce(all_reduce(torch.cat(tallies), mesh.tp), mesh.data)
+    found = {}
+    for (name, router), tally in zip(routers.items(), total.split([len(t) for t in tallies]), strict=True):
+        counts, (tokens, dropped, *sums) = tally[:-_REST], tally[-_REST:]
+        if router.expert_bias is not None:
+            router.expert_bias.add_(router.bias_rate * (counts.mean() - counts).sign())
+        if router.fractions is not None:
+            router.fractions.copy_(_as_fractions(counts))
+        entropy, aux, z = (s / tokens.clamp(min=1) for s in sums)
+        violation = counts.max() / counts.mean().clamp(min=1e-30) - 1
+        found[name] = RouterStatistics(counts, entropy, dropped / counts.sum().clamp(min=1), violation, aux, z)
+        router.tally = None
+    return found

@@ -1,0 +1,131 @@
+"""One axis of the mesh, and the mesh of all axes, as one rank sees them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mpcore.mesh.layout import layout_table
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, as one rank sees it. `Axis()` is the axis of size 1: no group, no communication.
+
+    Args:
+        size: number of ranks along the axis.
+        rank: this process's place along the axis, `0 <= rank < size`.
+        group: the process group of the ranks along the axis; None is enough for size 1 and for planning.
+        name: how messages call the axis.
+        levels: the axis as outer x inner, its ranks numbered with inner fastest: cp with `build_mesh(cp_inner=...)`.
+
+    Raises:
+        ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    name: str = "axis"
+    levels: tuple[Axis, Axis] | None = None
+    group_name: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} lies outside the {self.name} axis of size {self.size}")
+        if self.group is not None:
+            if self.group.size() != self.size:
+                raise ValueError(
+                    f"the {self.name} axis has size {self.size}, but its process group has {self.group.size()} ranks"
+                )
+            # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
+            object.__setattr__(self, "group_name", self.group.group_name)
+
+    def __copy__(self) -> Axis:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Axis:
+        return self  # a process group can't be copied, and a copied layer talks to the same ranks
+
+    def __getstate__(self) -> dict:
+        if self.group is not None:
+            raise TypeError(
+                f"the {self.name} axis of size {self.size} belongs to running processes and can't be pickled: save "
+                f"full_state_dict(model) instead of the model, or use mpcore.checkpoint.save"
+            )
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of one rank. Make it with `build_mesh`; several may live in one process.
+
+    Attributes:
+        tp, cp, dp, pp: tensor, context, data and pipeline parallel.
+        ep, etp: experts, and tensor parallel inside each of them, over the ranks of a stage; `edp` is what they leave:
+            replicas of the same experts. etp x ep x edp = tp x cp x dp.
+        data: dp x cp, every rank that sees other tokens with the same weights.
+        ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
+        world: all ranks that train this model: of this worker.
+        workers: the ranks at the same place of each worker's world, which train models of their own and merge them.
+        job: all ranks of all workers; of one worker the world.
+        saves: with several workers the world once more, on the host, for saves in the background.
+        device_mesh: torch's mesh with dimensions pp, dp, cp, tp, behind workers where there are several; None where
+            torch.distributed isn't running.
+        made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
+    """
+
+    tp: Axis = Axis(name="tp")
+    cp: Axis = Axis(name="cp")
+    dp: Axis = Axis(name="dp")
+    pp: Axis = Axis(name="pp")
+    ep: Axis = Axis(name="ep")
+    etp: Axis = Axis(name="etp")
+    edp: Axis = Axis(name="edp")
+    data: Axis = Axis(name="data")
+    ends: Axis = Axis(name="ends")
+    world: Axis = Axis(name="world")
+    workers: Axis = Axis(name="workers")
+    job: Axis = Axis(name="job")
+    saves: Axis = Axis(name="saves")
+    device_type: str = "cpu"
+    device_mesh: DeviceMesh | None = None
+    made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
+        table = layout_table(**sizes, rank=self.world.rank, device_type=self.device_type)
+        return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """Every axis by its name; of two names for one group the more usual one comes first."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: axis for name, axis in found.items() if isinstance(axis, Axis)}
+
+    @property
+    def device(self) -> torch.device:
+        """The device this rank computes on."""
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type)
+
+
+def check_axis(axis: Axis) -> None:
+    """Refuse what is no axis, such as torch's DeviceMesh, a process group or a whole mesh."""
+    if not isinstance(axis, Axis):
+        kind, given = type(axis).__name__, f"{axis!r:.40}"
+        raise TypeError(
+            f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), or Axis(group.size(), group.rank(), group) of a "
+            f"process group, not {kind} {given}"
+        )
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Refuse what is no mesh of ours, such as torch's DeviceMesh or an axis."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")

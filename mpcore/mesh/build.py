@@ -1,0 +1,160 @@
+"""Build the mesh: choose the device, join the world, make the process groups of all axes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mpcore.mesh.agreement import check_same
+from mpcore.mesh.axis import Axis, Mesh
+from mpcore.mesh.layout import for_workers, level_ranks, mesh_ranks, mesh_shape, worker_size
+from mpcore.mesh.rendezvous import is_launched, start_world
+
+
+def build_mesh(
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int | None = None,
+    device_type: str | None = None,
+    cp_inner: int | None = None,
+    etp: int | None = None,
+    workers: int = 1,
+    timeout: float | None = None,
+) -> Mesh:
+    """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
+
+    Without `torch.distributed` all axes have size 1. Under torchrun the default process group is made where there is
+    none yet: gloo, and on CUDA nccl for what lies there.
+
+    Args:
+        tp, cp, pp, ep: sizes of the axes.
+        dp: size of the data-parallel axis; None takes what the others leave of the world.
+        device_type: "cuda" or "cpu"; None takes CUDA where each of torchrun's processes on this machine has a GPU, and
+            in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
+        cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
+        etp: tensor parallel inside each expert, of any size; None: as tp.
+        workers: consecutive ranks of the job, in so many equal parts, are worlds of their own with a mesh as above, for
+            `mpcore.parallel.local_updates.DiLoCo`.
+        timeout: seconds that ranks may take to arrive, and then a collective of the default process group made here;
+            None: torch's default.
+
+    Returns:
+        The mesh as this rank sees it.
+
+    Raises:
+        ValueError: on every rank and before any group is made, if the sizes don't fit the world (all of them are
+            named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time; on a rank
+            that "cuda" leaves without a GPU.
+    """
+    running = dist.is_initialized()
+    launched = dist.is_torchelastic_launched() if running else is_launched()
+    device_type = choose_device(
+        device_type,
+        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)) if launched else 0,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1,
+        backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
+    )
+    if launched and not running:
+        # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
+        start_world("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    problem, shape, ranks = None, None, {}
+    try:
+        shape = mesh_shape(worker_size(world_size, workers), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
+        ranks = mesh_ranks(**shape)
+        ranks |= {} if cp_inner is None else level_ranks(ranks["cp"], cp_inner)
+        ranks = for_workers(ranks, world_size, workers)
+    except ValueError as error:
+        if not dist.is_initialized():
+            raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun") from None
+        problem = str(error)
+    if not dist.is_initialized():
+        return Mesh(device_type=device_type)
+
+    if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
+    plan = problem or f"{device_type} {shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
+    check_same("mesh", plan)
+    if problem:
+        raise ValueError(problem)
+    assert shape is not None
+    names = ("pp", "dp", "cp", "tp")
+    sizes = {"workers": workers} if workers > 1 else {}
+    sizes |= {name: shape[name] for name in names}
+    device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    axes = {name: _torch_axis(device_mesh, name) for name in sizes}
+    same_as = {
+        "data": "dp" if shape["cp"] == 1 else None,
+        "etp": "tp" if shape["etp"] == shape["tp"] else None,
+        "edp": "data" if (shape["ep"], shape["etp"]) == (1, shape["tp"]) else None,
+    }
+    for name in ("data", "ep", "etp", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
+        twin = same_as.get(name)
+        if twin is not None:
+            axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, name)
+        else:
+            axes[name] = _new_axis(name, ranks[name])
+    if cp_inner is not None:
+        outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
+        axes["cp"] = replace(axes["cp"], levels=(outer, inner))
+    job = Axis(world_size, dist.get_rank(), dist.group.WORLD, "job")
+    world = replace(job, name="world") if workers == 1 else _new_axis("world", ranks["world"])
+    saves = Axis(name="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
+    return Mesh(
+        **axes,
+        world=world,
+        job=job,
+        saves=saves,
+        device_type=device_type,
+        device_mesh=device_mesh,
+    )
+
+
+def choose_device(
+    asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
+) -> str:
+    """The type of device that a rank computes on: a pure function.
+
+    Args:
+        asked: "cuda" or "cpu"; None: as the machine and the world are.
+        gpus: that this process sees.
+        local_rank, local_size: among the launcher's processes on this machine.
+        backends: by type of device, of a world that runs already.
+
+    Raises:
+        ValueError: for another type, or on a rank without a GPU; nccl takes one a rank.
+    """
+    if asked not in (None, "cuda", "cpu"):
+        raise ValueError(f"device_type {asked!r} is none of 'cuda', 'cpu' and None")
+    nccl = backends is None or backends.get("cuda") == "nccl"
+    if asked is None:
+        return "cuda" if nccl and gpus >= (local_size if backends is None else 1) else "cpu"
+    if asked == "cuda" and (local_rank >= gpus if nccl else gpus == 0):
+        needs = "Each needs one for nccl" if nccl else "They need one"
+        raise ValueError(f'GPUs here: {gpus}, processes: {local_size}. {needs}: start fewer, or take device_type="cpu"')
+    return asked
+
+
+def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
+    size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
+    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
+
+
+def _new_axis(name: str, groups: list[list[int]], backend: str | None = None) -> Axis:
+    mine = Axis(name=name)
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks, backend=backend)
+        if isinstance(group, dist.ProcessGroup):
+            mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, name)
+    return mine

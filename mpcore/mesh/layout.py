@@ -1,0 +1,165 @@
+"""Which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp, ep and etp.
+
+With `workers` there are several such worlds, one after the other, each training a model of its own
+(`mpcore.parallel.local_updates`).
+
+Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-parallel group lies inside a node:
+rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Experts cut the same ranks of a stage in their own way,
+etp fastest, then ep and edp: rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
+
+Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and its default order tp-cp-ep-dp-pp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def mesh_shape(
+    world_size: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int | None = None,
+    etp: int | None = None,
+) -> dict:
+    """Sizes of all axes; `dp` is inferred from the world size where it isn't given, and `etp` is tp.
+
+    Returns:
+        `{"tp": ..., "cp": ..., "pp": ..., "ep": ..., "dp": ..., "etp": ...}`.
+
+    Raises:
+        ValueError: if a size isn't a positive integer, the product isn't the world size, or etp x ep doesn't divide
+            tp x cp x dp.
+    """
+    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+    given |= {name: size for name, size in (("dp", dp), ("etp", etp)) if size is not None}
+    asked = " x ".join(f"{name} {size}" for name, size in given.items() if name not in ("ep", "etp"))
+    for name, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} {size!r} is not a positive integer ({asked}, world size {world_size})")
+    inner = tp * cp * pp
+    if dp is None:
+        if world_size % inner:
+            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ValueError(
+                f"{asked} = {inner} does not divide the world size {world_size}: choose sizes whose product is one "
+                f"of {fits}, or start a multiple of {inner} processes"
+            )
+        dp = world_size // inner
+    elif inner * dp != world_size:
+        raise ValueError(
+            f"{asked} = {inner * dp} is not the world size {world_size}: start {inner * dp} processes, "
+            f"or leave dp out to have it inferred"
+        )
+    if etp in (None, tp) and (dp * cp) % ep:
+        raise ValueError(
+            f"ep {ep} does not divide dp x cp = {dp} x {cp} = {dp * cp} (world size {world_size}): {divisors(dp * cp)}"
+        )
+    etp = tp if etp is None else etp
+    if (tp * cp * dp) % (etp * ep):
+        raise ValueError(
+            f"etp x ep = {etp} x {ep} = {etp * ep} does not divide tp x cp x dp = {tp} x {cp} x {dp} = {tp * cp * dp} "
+            f"(world size {world_size}): {divisors(tp * cp * dp)}"
+        )
+    return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, "etp": etp}
+
+
+def mesh_ranks(
+    *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None
+) -> dict[str, list[list[int]]]:
+    """Ranks of every group of every axis: a pure function, no process group needed.
+
+    Returns:
+        For each of tp, cp, dp, pp, ep, etp, edp, data and ends the list of its groups, each the list of its world ranks
+        in axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks.
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
+    etp = tp if etp is None else etp
+    expert = grid.view(pp, -1, ep, etp)
+    return {
+        "tp": grid.reshape(-1, tp).tolist(),
+        "cp": grid.transpose(2, 3).reshape(-1, cp).tolist(),
+        "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp).tolist(),
+        "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp).tolist(),
+        "data": data.reshape(-1, dp * cp).tolist(),
+        "ep": expert.transpose(2, 3).reshape(-1, ep).tolist(),
+        "etp": expert.reshape(-1, etp).tolist(),
+        "edp": expert.permute(0, 2, 3, 1).reshape(-1, expert.shape[1]).tolist(),
+        "ends": torch.stack([grid[0].flatten(), grid[-1].flatten()], dim=1).tolist() if pp > 1 else [],
+    }
+
+
+def layout_table(
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    etp: int | None = None,
+    rank: int | None = None,
+    device_type: str | None = None,
+) -> str:
+    """The mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
+
+    Args:
+        rank: the rank to mark with brackets; None marks none.
+        device_type: what the ranks compute on, where that is known.
+    """
+    world = tp * cp * pp * dp
+    experts = (f", ep {ep}" if ep > 1 else "") + (f", etp {etp}" if etp not in (None, tp) else "")
+    on = f" on {device_type}" if device_type else ""
+    lines = [f"mesh of {world} ranks{on}: pp {pp} x dp {dp} x cp {cp} x tp {tp}{experts}"]
+    groups = mesh_ranks(tp=tp, cp=cp, pp=pp, dp=dp)["tp"]
+    per_stage, most = dp * cp, 4
+
+    def short(items: list[str], gap: str) -> str:
+        return gap.join(items if len(items) <= most + 1 else [*items[: most - 1], "..", items[-1]])
+
+    rows = []
+    for stage in range(pp):
+        cells = []
+        for i, group in enumerate(groups[stage * per_stage : (stage + 1) * per_stage]):
+            where = f"dp {i // cp}" + (f" cp {i % cp}" if cp > 1 else "")
+            cells.append(f"{where}: " + short([f"[{r}]" if r == rank else str(r) for r in group], " "))
+        rows.append(f"  stage {stage} | " + short(cells, " | "))
+    lines += rows if len(rows) <= 2 * most else [*rows[:most], "  ..", rows[-1]]
+    return "\n".join(lines)
+
+
+def divisors(size: int) -> str:
+    """The way out of a size that doesn't divide another: those that do."""
+    return f"take one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+
+
+def worker_size(world_size: int, workers: int) -> int:
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1 or world_size % workers:
+        raise ValueError(
+            f"workers {workers!r} do not divide the world size {world_size} into equal parts: {divisors(world_size)}"
+        )
+    return world_size // workers
+
+
+def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int) -> dict[str, list[list[int]]]:
+    """The same groups in each worker's part of the job, and the parts themselves."""
+    each = world_size // workers
+    starts = range(0, world_size, each)
+    everywhere = {
+        name: [[start + rank for rank in group] for start in starts for group in groups]
+        for name, groups in ranks.items()
+    }
+    return everywhere | {"world": [list(range(start, start + each)) for start in starts]}
+
+
+def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
+    size = len(groups[0])
+    if inner < 1 or size % inner:
+        raise ValueError(f"cp_inner {inner} does not divide cp {size}: {divisors(size)}")
+    return {
+        "cp_outer": [group[i::inner] for group in groups for i in range(inner)],
+        "cp_inner": [group[i : i + inner] for group in groups for i in range(0, size, inner)],
+    }

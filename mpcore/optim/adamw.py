@@ -1,0 +1,229 @@
+"""Optimizers whose step no layout changes, groups for weight decay, learning rates as functions of the step.
+
+`AdamW` is torch's where that suffices, and adds float32 masters and bfloat16 moments. `Muon` orthogonalises whole
+logical matrices, however they are cut. Both take the model, and read from its declarations (`mpcore.sharding`) where
+each local tensor lies. Their state lies as the parameters do, so `mpcore.checkpoint` moves it to any layout.
+
+Sources: Loshchilov and Hutter 2019 (arXiv:1711.05101); Jordan et al. 2024, "Muon: an optimizer for hidden layers in
+neural networks"; Liu et al. 2025, "Muon is scalable for LLM training" (arXiv:2502.16982).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw as torch_adamw
+
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.gradients.drop import drop_gradients
+from mpcore.kernels.adamw import adamw, adamw_now
+from mpcore.optim.groups import check_model, decay_groups
+from mpcore.random import stream_key
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import data_run, is_dtensor, lies_as, local_tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with float32 masters of half-precision parameters and, by choice, bfloat16 moments.
+
+    Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`.
+    Otherwise `mpcore.kernels.adamw` does it: bfloat16 moments are rounded at random, by bits that depend on (seed, the
+    parameter's full name, its step, the element's logical index), so they are the same on every layout.
+
+    Args:
+        model: the model, or this rank's stage of it; sharded over data before.
+        lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
+        groups: parameter groups; None: `decay_groups(model, weight_decay)`.
+        state_dtype: of the moments; None: float32 (float64 for float64 parameters), or bfloat16.
+        masters: keep a float32 master of each bfloat16 or float16 parameter. Without, bfloat16 parameters are rounded
+            at random too; float16 ones need it.
+        seed: of the rounding.
+
+    Raises:
+        ValueError: for another state_dtype, or a float16 parameter without a master.
+    """
+
+    reads_main_gradients = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        groups: Iterable[dict[str, Any]] | None = None,
+        state_dtype: torch.dtype | None = None,
+        masters: bool = True,
+        seed: int = 0,
+    ) -> None:
+        check_model(model)
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype {state_dtype} is neither float32 nor bfloat16")
+        if min(*betas, eps, float(lr), weight_decay) < 0 or max(betas) >= 1:
+            raise ValueError(f"lr {lr}, betas {betas}, eps {eps} or weight_decay {weight_decay} is out of range")
+        self.model, self.state_dtype, self.masters, self.seed = model, state_dtype, masters, seed
+        self._whole_model = groups is None
+        groups = decay_groups(model, weight_decay) if groups is None else list(groups)
+        # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
+        self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._declared: dict[Tensor, tuple[str, Sharding]] = {}
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, of parameters that the model has by now, such as a layer that is thawed.
+
+        Raises:
+            ValueError: if one is none of the model's, or float16 without a master; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        if not all(p in self._declared for p in self.param_groups[-1]["params"]):
+            self._declared = {p: (name, sharding) for name, p, sharding in declarations(self.model)}
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if p not in self._declared:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} in the groups is none of the model's")
+            if p.dtype == torch.float16 and not self.masters:
+                raise ValueError(f"{self._declared[p][0]} is float16 and vanishes without a master: masters=True")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | float | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient, in `.grad` or in `.main_grad`.
+
+        Args:
+            closure: as of torch's optimizers.
+            scale: a number that gradients are multiplied by, to unscale and clip without another pass: a scalar on the
+                device, for which nobody waits, or a float.
+        """
+        if scale is not None and not isinstance(scale, Tensor):
+            device = next((p.device for group in self.param_groups for p in group["params"]), None)
+            scale = torch.full((), scale, dtype=torch.float64, device=device)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step(group, scale)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, main ones and those that data parallelism hasn't summed yet included.
+
+        Those of all of the model's parameters, also of what was frozen when the optimizer was made; with `groups` of
+        what is in them. They are None afterwards, whatever `set_to_none` says.
+        """
+        mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
+        drop_gradients(self.model, mine)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps its dtype, which torch would change to the parameter's.
+
+        Raises:
+            ValueError: with nothing changed, if a state doesn't lie as its parameter: another layout's, which
+                `mpcore.checkpoint` moves.
+        """
+        loaded = []
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):  # torch compares lengths
+            for index, p in zip(saved["params"], group["params"], strict=False):
+                of = state_dict["state"].get(index, {})
+                loaded += [(p, slot, value) for slot, value in of.items() if isinstance(value, Tensor)]
+        for p, slot, value in loaded:
+            if value.dim() and not lies_as(value, p):
+                raise ValueError(
+                    f"the {slot} of {self._declared[p][0]} has shape {tuple(local_tensor(value).shape)}, the parameter "
+                    f"{tuple(local_tensor(p).shape)} here: save and load of mpcore.checkpoint go to another layout"
+                )
+        super().load_state_dict(state_dict)
+        for p, slot, value in loaded:
+            self.state[p][slot] = value.to(p.device, copy=True)
+
+    def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
+        self._adamw(group, scale)
+
+    def _adamw(self, group: dict[str, Any], scale: Tensor | None) -> None:
+        plain: list[tuple[Tensor, ...]] = []
+        others: list[tuple[nn.Parameter, Tensor, dict[str, Tensor]]] = []
+        for p in group["params"]:
+            grad = gradient_of(p)
+            if grad is None:
+                continue
+            state = self._state(p, "exp_avg", "exp_avg_sq")
+            if local_tensor(p).numel() == 0:
+                state["step"] += 1  # as on the ranks that hold some of it
+            elif "master" not in state and p.dtype not in _HALF and state["exp_avg"].dtype == p.dtype:
+                held = (p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                plain.append(tuple(map(local_tensor, held)))
+            else:
+                state["step"] += 1
+                others.append((p, grad, state))
+        if plain:
+            params, grads, exp_avgs, exp_avg_sqs, steps = (list(column) for column in zip(*plain, strict=True))
+            if scale is not None:
+                grads = [grad * scale.to(grad.dtype) for grad in grads]
+            torch_adamw(
+                params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
+                beta1=group["betas"][0], beta2=group["betas"][1],
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            )  # fmt: skip
+        if others:
+            now = adamw_now(torch.stack([state["step"] for *_, state in others]), group["lr"], group["betas"])
+            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            for (p, grad, state), row in zip(others, now.unbind(), strict=True):
+                master = local_tensor(state["master"]) if "master" in state else None
+                rounded = {state["exp_avg"].dtype} | ({p.dtype} if master is None else set())
+                random = self._random(p) if torch.bfloat16 in rounded else {}
+                held, grad, m, v = map(local_tensor, (p.detach(), grad, state["exp_avg"], state["exp_avg_sq"]))
+                adamw(held, grad, m, v, row, master=master, scale=scale, **random, **options)
+
+    def _random(self, p: nn.Parameter) -> dict[str, Any]:
+        """What the random bits of a parameter's elements depend on, besides the step."""
+        name, sharding = self._declared[p]
+        if p not in self._places:
+            self._places[p] = logical_indices(p, sharding)
+        return {"key": stream_key(self.seed, name), "place": self._places[p]}
+
+    def _state(self, p: nn.Parameter, *slots: str) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            wide = torch.promote_types(p.dtype, torch.float32)
+            if self.masters and p.dtype in _HALF:
+                state["master"] = p.detach().to(wide)
+            for slot in slots:
+                moments = slot == "momentum_buffer" or self.state_dtype is None
+                state[slot] = torch.zeros_like(p, dtype=wide if moments else self.state_dtype)
+        return state
+
+
+def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
+    """Where the elements of a local tensor lie in the logical one, as int64 `[R]` and `[C]`, R C elements in all.
+
+    Local element i has the logical index `rows[i // C] + columns[i % C]`.
+    """
+    dims = [torch.arange(size, device=p.device) for size in sharding.shape]
+    for shard in sharding.shards:
+        dims[shard.dim] = torch.cat([dims[shard.dim][start:end] for start, end in shard.mine])
+    if is_dtensor(p):
+        start, end = data_run(p)
+        dims[0] = dims[0][start:end]
+    *outer, columns = dims or [torch.zeros(1, dtype=torch.int64, device=p.device)]
+    rows, stride = torch.zeros(1, dtype=torch.int64, device=p.device), math.prod(sharding.shape)
+    for index, size in zip(outer, sharding.shape, strict=False):
+        stride //= max(size, 1)
+        rows = (rows[:, None] + index * stride).flatten()
+    return rows, columns

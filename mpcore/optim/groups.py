@@ -1,0 +1,46 @@
+"""Parameter groups with and without weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, exclude: Iterable[nn.Parameter | nn.Module] = ()
+) -> list[dict[str, Any]]:
+    """Two parameter groups for any optimizer: matrices decay, vectors (biases, gains of norms) and scalars don't.
+
+    Both are there even if empty, so that all pipeline stages have the same groups.
+
+    Args:
+        model: the model, or this rank's stage of it; sharded over data before. Frozen parameters are in neither group:
+            thaw them before, or give them to `add_param_group` when they are.
+        weight_decay: of the matrices.
+        exclude: parameters, or modules with all of theirs, that belong to other groups.
+
+    Raises:
+        TypeError: if something else is excluded, such as a name.
+    """
+    left = parameter_ids(exclude)
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
+
+
+def parameter_ids(exclude: Iterable[nn.Parameter | nn.Module]) -> set[int]:
+    found = set()
+    for each in exclude:
+        if not isinstance(each, Tensor | nn.Module):
+            raise TypeError(f"exclude holds {each!r}, neither a parameter nor a module: model.get_submodule finds it")
+        found |= {id(p) for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+    return found

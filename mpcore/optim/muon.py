@@ -1,0 +1,194 @@
+"""Muon: orthogonalized momentum for matrices, on any layout the step of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from mpcore.collectives import all_reduce, start_all_gather, wait
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
+from mpcore.mesh.axis import Axis, Mesh, check_mesh
+from mpcore.optim.adamw import AdamW
+from mpcore.optim.groups import check_model, decay_groups, parameter_ids
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import data_run, is_dtensor, local_tensor
+from mpcore.sharding.state_dict import full_tensor
+
+
+class Muon(AdamW):
+    """Muon for the matrices of hidden layers, AdamW for all else; on any layout the step of the unsharded model.
+
+    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that it is declared to be cut over, and
+    over data where `fully_shard` cut it. Where several ranks then hold the same, each orthogonalises another matrix and
+    they exchange the results. What is one parameter but several matrices is done matrix by matrix: the blocks that a
+    layer declares (Q, K and V; gate and up), the last two dimensions of more than two.
+
+    Embeddings, convolutions, vectors and what `exclude` names are AdamW's: the head should be named there, and tables
+    that are bare parameters, such as a class token or positions.
+
+    Args:
+        model: the model, or this rank's stage of it; sharded over data before.
+        lr, weight_decay: of both kinds; with `adjust_lr_fn="match_rms_adamw"` those that suit AdamW suit Muon.
+        mesh: the mesh the model lies on; the work is shared over its tp and data axes.
+        exclude: modules whose parameters are AdamW's, or parameters.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as of `torch.optim.Muon`, but the last is
+            `"match_rms_adamw"` (Liu et al. 2025, section 2.2) unless it is said to be `"original"`.
+        ns_dtype: in which Newton-Schulz computes; None: float32 (float64 for float64), where layouts agree to rounding.
+            bfloat16 is fast on a GPU and, as Jordan et al. found, enough; but it turns a last bit into a third digit.
+        betas, eps, state_dtype, masters, seed: as of `AdamW`; state_dtype is not of the momentum, which is float32.
+
+    Raises:
+        ValueError: as `AdamW`, or for an unknown adjust_lr_fn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        mesh: Mesh = Mesh(),
+        exclude: Iterable[nn.Parameter | nn.Module] = (),
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        ns_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **others: Any,
+    ) -> None:
+        if adjust_lr_fn not in ("match_rms_adamw", "original"):
+            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
+        check_mesh(mesh)
+        check_model(model)
+        no_matrices = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding, _ConvNd)
+        named = parameter_ids([*(m for m in model.modules() if isinstance(m, no_matrices)), *exclude])
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
+        options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay, "muon": True, **options},
+            *({**group, "muon": False} for group in decay_groups(model, weight_decay, matrices)),
+        ]
+        self.mesh, self.ns_dtype, self.options = mesh, ns_dtype, options
+        super().__init__(model, lr, betas, eps, weight_decay, groups=groups, **others)
+        self._whole_model = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `AdamW`'s; `"muon": True` says that matrices are orthogonalised, False that AdamW steps them.
+
+        Raises:
+            ValueError: as `AdamW`'s, if the group doesn't say which, or Muon is to have a vector.
+        """
+        super().add_param_group({**self.options, **param_group} if param_group.get("muon") else param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if "muon" not in group:
+            raise ValueError(
+                "the parameter group doesn't say who steps it: give it 'muon': True (matrices of hidden layers), or "
+                "'muon': False (what AdamW has: tables, heads, vectors)"
+            )
+        for p in group["params"] if group["muon"] else ():
+            if p.dim() < 2:
+                raise ValueError(f"{self._declared[p][0]} has {p.dim()} dimensions, Muon takes matrices: 'muon': False")
+
+    def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
+        if not group["muon"]:
+            return self._adamw(group, scale)
+        axes = [axis for axis in (self.mesh.tp, self.mesh.data) if axis.size > 1]
+        parameters = self._with_gradient(group["params"], axes)
+        size = math.prod(axis.size for axis in axes)
+        for start in range(0, len(parameters), size):
+            self._orthogonal_step(group, parameters[start : start + size], axes, scale)
+        return None
+
+    def _with_gradient(self, parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[nn.Parameter]:
+        """Those that have a gradient on any rank: all of them take part in gathering it."""
+        grads = [gradient_of(p) for p in parameters]
+        if not axes or not parameters:
+            return [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+        found = torch.tensor([grad is not None for grad in grads], dtype=torch.int32).to(parameters[0].device)
+        for axis in axes:
+            found = all_reduce(found, axis, "max")
+        return [p for p, there in zip(parameters, found.tolist(), strict=True) if there]
+
+    def _orthogonal_step(
+        self, group: dict[str, Any], parameters: Sequence[nn.Parameter], axes: Sequence[Axis], scale: Tensor | None
+    ) -> None:
+        """A step of as many matrices as there are ranks to share the work, or fewer."""
+        rank = 0
+        for axis in axes:
+            rank = rank * axis.size + axis.rank
+        shapes = [self._declared[p][1].shape for p in parameters]
+        longest = max(map(math.prod, shapes))
+        mine = torch.zeros(longest, dtype=self._state(parameters[0], "momentum_buffer")["momentum_buffer"].dtype,
+                           device=parameters[0].device)  # fmt: skip
+        for i, p in enumerate(parameters):
+            sharding = self._declared[p][1]
+            whole = full_tensor(self._momentum(group, p, scale), sharding)
+            if i == rank:
+                adjusted = [self._direction(block, group) for block in _matrices(whole, sharding)]
+                mine[: whole.numel()] = torch.cat(adjusted, sharding.block_dim).flatten()
+        for axis in reversed(axes):
+            mine = wait(start_all_gather(mine, axis))
+        for p, shape, flat in zip(parameters, shapes, mine.split(longest), strict=False):
+            update = self._declared[p][1].take(flat[: math.prod(shape)].view(shape))
+            if is_dtensor(p):
+                start, end = data_run(p)
+                update = update[start:end]
+            state = self.state[p]
+            weight = local_tensor(state.get("master", p.detach()))
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weight.dtype) * group["lr"])
+            if "master" in state:
+                local_tensor(p.detach()).copy_(weight)
+
+    def _momentum(self, group: dict[str, Any], p: nn.Parameter, scale: Tensor | None) -> Tensor:
+        """The momentum that is to be orthogonalised, placed as the parameter."""
+        state, grad = self._state(p, "momentum_buffer"), gradient_of(p)
+        state["step"] += 1
+        buffer = local_tensor(state["momentum_buffer"])
+        g = torch.zeros_like(buffer) if grad is None else local_tensor(grad).to(buffer.dtype)
+        g = g if scale is None else g * scale.to(g.dtype)
+        buffer.lerp_(g, 1 - group["momentum"])
+        placed = torch.empty_like(state["momentum_buffer"])
+        local_tensor(placed).copy_(g.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer)
+        return placed
+
+    def _direction(self, block: Tensor, group: dict[str, Any]) -> Tensor:
+        *_, m, n = block.shape
+        direction = orthogonalize(block.to(self.ns_dtype or block.dtype), group["ns_coefficients"], group["ns_steps"])
+        factor = 0.2 * math.sqrt(max(m, n)) if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, m / n))
+        return direction.to(block.dtype) * factor
+
+
+def _matrices(whole: Tensor, sharding: Sharding) -> Sequence[Tensor]:
+    return whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+
+
+def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """About U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2], very small ones below.
+
+    Args:
+        x: [..., m, n].
+        coefficients: a, b, c of the polynomial a X + b (X X^T) X + c (X X^T)^2 X.
+        steps: how often it is applied.
+
+    Source: Jordan et al. 2024, "Muon", the function `zeropower_via_newtonschulz5`.
+    """
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x

@@ -1,0 +1,376 @@
+"""Local-update training. Workers train on their own for many steps, then merge: Local SGD, DiLoCo.
+
+`build_mesh(workers=4, ...)` cuts the job into four worlds, each with a mesh of its own for tp, pp, data and the rest.
+Between two merges no message passes from one worker to another; data parallelism sends one as long every step.
+
+    optimizer = DiLoCo(AdamW(model), model, mesh, every=100)
+    for step in range(steps):
+        ...  # forward, backward, reduce_gradients: of this worker alone
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.merge(step + 1)
+
+Sources: Stich 2018, arXiv:1805.09767 (Local SGD); Douillard et al. 2023, arXiv:2311.08105, algorithm 1 (DiLoCo);
+Douillard et al. 2025, arXiv:2501.18512, section 2.2 (fragments, in strides).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
+from mpcore.gradients.norm import norm_of
+from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import owners, persistent_buffers
+from mpcore.sharding.local import local_tensor, reshard
+
+OUTER_SLOTS = _ANCHOR, _MOMENTUM = "outer_anchor", "outer_momentum"
+_BUCKET = 2**25  # elements a message, so that a merge needs little memory beside what it merges
+
+
+class Merge(NamedTuple):
+    """What a merge did.
+
+    Attributes:
+        step: steps done.
+        fragment: which part of the parameters was merged.
+        norm: of the mean over workers of what they moved by, all of the fragment's elements counted once.
+        norms: of what each worker moved by.
+    """
+
+    step: int
+    fragment: int
+    norm: float
+    norms: tuple[float, ...]
+
+    @property
+    def agreement(self) -> float:
+        """How alike the workers moved: the mean inner product of two over the mean square. 1: all alike; 0: at right
+        angles; -1 / (workers - 1): they cancel."""
+        squares, size = sum(norm**2 for norm in self.norms), len(self.norms)
+        if size == 1 or squares == 0:
+            return 1.0
+        return (size**2 * self.norm**2 - squares) / ((size - 1) * squares)
+
+
+class DiLoCo(torch.optim.Optimizer):
+    """An optimizer whose workers merge every so many steps, by an outer step of SGD with Nesterov momentum.
+
+    The gradient of the outer step is the mean over workers of how far each has moved since the last merge. With `lr=1`
+    and `momentum=0` parameters are averaged, which is Local SGD (federated averaging). The inner optimizer's state is
+    never merged. It costs one more copy of the parameters, and one of momentum, in float32 (float64 for float64), cut
+    as they are, and during a merge one of what is merged. What isn't trained but differs between workers, such as the
+    biases of routers and persistent buffers in floating point, is averaged. Trained parameters that another optimizer
+    has are left alone.
+
+    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge` of any
+    step. A checkpoint of the inner optimizer alone can be loaded: then workers begin from there. Call `begin` after a
+    load. With `mpcore.parallel.offload.offload_parameters`, call `begin` before it, and `merge` within its `here()`.
+
+    Args:
+        optimizer: the inner one, made after the model is sharded. Its `param_groups` are this one's.
+        model: the model, or this rank's stage of it: the same parameters on all workers.
+        mesh: of `build_mesh(workers=...)`; one worker merges with itself, which with momentum 0 is the
+            Lookahead optimizer.
+        every: steps between two merges of a parameter.
+        lr, momentum, nesterov: of the outer step, as of `torch.optim.SGD`.
+        fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, so that less is sent
+            at once. Those of block i, the first number in their names, are in part i modulo `fragments`.
+
+    Raises:
+        ValueError: on every rank, if an argument is out of range, workers ask for different things, or begin with
+            different parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        mesh: Mesh,
+        every: int = 100,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        fragments: int = 1,
+    ) -> None:
+        self.optimizer, self.model, self.mesh = optimizer, model, mesh
+        self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
+        self.outer: dict[Tensor, dict[str, Tensor]] = {}
+        reshard(model)
+        self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in owners(model)}
+        error = None
+        try:
+            self._check()
+        except ValueError as problem:
+            error = problem
+        raise_together(error)
+        options = {"every": every, "lr": lr, "momentum": momentum, "nesterov": nesterov, "fragments": fragments}
+        check_same("local updates", options)
+        self._compare({name: parameter for parameter, name in self.names.items()})
+
+    def _check(self) -> None:
+        every, fragments = self.every, self.fragments
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every {every!r} is not at least one step")
+        if not isinstance(fragments, int) or not 1 <= fragments <= every:
+            raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
+        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"the outer lr {self.lr} is not above 0, or the momentum {self.momentum} not from 0 to below 1"
+            )
+        for parameter in self._parameters():
+            if parameter not in self.names:
+                raise ValueError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is none of the model's")
+
+    # --- as an optimizer ----------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's and the outer step's, by parameter."""
+        return _State(self.optimizer.state, self.outer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)  # hooks and defaults are the inner one's
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """A step of the inner optimizer. Call `merge` after it, and also where it is skipped."""
+        self._begin()
+        return self.optimizer.step(closure, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """`{"inner": the inner optimizer's, "outer": that of the outer step by the parameter's place}`."""
+        self._begin()
+        outer = {place: dict(self.outer[p]) for place, p in enumerate(self._grouped()) if p in self.outer}
+        return {"inner": self.optimizer.state_dict(), "outer": outer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self.optimizer.load_state_dict(state_dict["inner"])
+        places = list(self._grouped())
+        self.outer = {
+            places[place]: {slot: x.detach().to(places[place].device, copy=True) for slot, x in slots.items()}
+            for place, slots in state_dict["outer"].items()
+        }
+
+    # --- merges -------------------------------------------------------------------------------------------------------
+
+    def merges_until(self, step: int) -> int:
+        """How many merges `step` steps have had. Workers may go on from checkpoints of different steps where this is
+        the same."""
+        return sum((step - first) // self.every + 1 for first in self._first_merges() if step >= first)
+
+    def due(self, step: int) -> int | None:
+        """The fragment that is merged after `step` steps; None: none is."""
+        due = [i for i, first in enumerate(self._first_merges()) if step >= first and (step - first) % self.every == 0]
+        return due[0] if due else None
+
+    def begin(self) -> None:
+        """Take the parameters as they are for what workers have in common, where a checkpoint said nothing of it, and
+        see that it is: a collective on all ranks of all workers, after a load.
+
+        Raises:
+            ValueError: on every rank, if workers begin from different merges.
+        """
+        self._begin()
+        self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in self._parameters()})
+
+    @torch.no_grad()
+    def merge(self, step: int) -> Merge | None:
+        """Merge what is due: call it after every step, on all ranks of all workers.
+
+        Args:
+            step: steps done since training began, those that were skipped included. It alone says what is due.
+
+        Returns:
+            What was done, the same on all ranks; None where nothing was due: then nothing was sent.
+
+        Raises:
+            ValueError: on every rank, with nothing changed, if what a worker moved by is no number, or workers differ
+                in what they had in common after the last merge.
+        """
+        fragment = self.due(step)
+        if fragment is None:
+            return None
+        reshard(self.model)
+        self._begin()
+        mine = [p for p in self._parameters() if self._fragment(self.names[p]) == fragment]
+        moved = {p: self._moved(p) for p in mine}
+        self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in mine}, moved)
+        norms = self._gather(norm_of(self.model, self.mesh, moved.get))
+        self._average([*moved.values(), *self._differing(fragment)])
+        norm = float(norm_of(self.model, self.mesh, moved.get))
+        for p, gradient in moved.items():
+            self._outer_step(p, gradient)
+        return Merge(step, fragment, norm, tuple(norms.tolist()))
+
+    def _first_merges(self) -> list[int]:
+        return [(i + 1) * self.every // self.fragments for i in range(self.fragments)]
+
+    def _fragment(self, name: str) -> int:
+        number = re.search(r"\d+", name)
+        return int(number.group()) % self.fragments if number else 0
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for p in self._grouped() if p.requires_grad)
+
+    def _grouped(self) -> Iterator[Tensor]:
+        return itertools.chain(*(group["params"] for group in self.param_groups))
+
+    def _differing(self, fragment: int) -> list[Tensor]:
+        """What isn't trained and differs between workers: what is the same keeps its bits."""
+        found = [p for p in self.names if not p.requires_grad and self._fragment(self.names[p]) == fragment]
+        for name, _, leaf, buffer in persistent_buffers(self.model):
+            found += [buffer] if self._fragment(name.removesuffix(leaf)) == fragment else []
+        found = [x.detach() for x in found if x.is_floating_point()]
+        return [x for x, row in zip(found, self._hashes(found), strict=True) if len(set(row)) > 1]
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Take parameters that have no anchor, at first and where a checkpoint had none, as they are."""
+        for p in self._parameters():
+            state = self.outer.setdefault(p, {})
+            if _ANCHOR not in state:
+                state[_ANCHOR] = torch.empty_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32))
+                local_tensor(state[_ANCHOR]).copy_(self._now(p))
+            if self.momentum and _MOMENTUM not in state:
+                state[_MOMENTUM] = torch.zeros_like(state[_ANCHOR])
+
+    def _now(self, p: Tensor) -> Tensor:
+        """The local tensor of the parameter as the inner optimizer has it: its master, where there is one, which may be
+        the host's."""
+        return local_tensor(self.optimizer.state.get(p, {}).get("master", p).detach())
+
+    def _moved(self, p: Tensor) -> Tensor:
+        """What a parameter has moved by, in the anchor's dtype: from what the last merge gave out, which is the anchor
+        in the parameter's."""
+        moved, now = self.outer[p][_ANCHOR].clone(), self._now(p)
+        anchor = local_tensor(moved)
+        anchor.copy_(anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype))
+        return moved
+
+    def _outer_step(self, p: Tensor, gradient: Tensor) -> None:
+        state = self.outer[p]
+        if self.momentum:
+            momentum = state[_MOMENTUM].mul_(self.momentum).add_(gradient)
+            gradient = gradient.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+        state[_ANCHOR].sub_(gradient, alpha=self.lr)
+        for held in (self._now(p), local_tensor(p.detach())):
+            held.copy_(local_tensor(state[_ANCHOR]))
+
+    # --- messages between workers -------------------------------------------------------------------------------------
+
+    def _gather(self, value: Tensor) -> Tensor:
+        """Every worker's tensor: (workers, *shape), on the host."""
+        rows = torch.zeros(self.mesh.workers.size, *value.shape, dtype=value.dtype, device=value.device)
+        rows[self.mesh.workers.rank] = value
+        return all_reduce(rows, self.mesh.workers).cpu()
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        """Have each tensor hold the mean over workers, whose sum has one order wherever an element lies: so replicas on
+        several ranks of a worker, which may lie elsewhere in their messages, stay the same bits."""
+        axis, size = self.mesh.workers, self.mesh.workers.size
+        buckets: list[list[Tensor]] = []
+        for x in map(local_tensor, tensors):
+            fits = buckets and buckets[-1][0].dtype == x.dtype
+            if not fits or sum(y.numel() for y in buckets[-1]) + x.numel() > _BUCKET:
+                buckets.append([])
+            buckets[-1].append(x)
+        for bucket in buckets:
+            flat = torch.cat([x.reshape(-1) for x in bucket])
+            length, wide = flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+            flat = torch.nn.functional.pad(flat, (0, -length % size)).view(size, -1)
+            total = torch.zeros_like(flat[0], dtype=wide)
+            for row in all_to_all_rows(flat, axis):
+                total += row
+            mean = (total / size).to(flat.dtype)
+            mean = wait(start_all_gather(mean, axis)) if size > 1 else mean
+            for x, part in zip(bucket, mean[:length].split([x.numel() for x in bucket]), strict=True):
+                x.copy_(part.view_as(x))
+
+    def _hashes(self, tensors: list[Tensor]) -> list[list[int]]:
+        """Of each tensor a hash on every worker."""
+        if not tensors:
+            return []
+        hashes = torch.stack([cross_replica_hash(local_tensor(x).detach()) for x in tensors])
+        return self._gather(hashes.to(self.mesh.device)).T.tolist()
+
+    def _compare(self, tensors: dict[str, Tensor], moved: dict[Tensor, Tensor] | None = None) -> None:
+        """Refuse to go on, on all ranks, where a tensor is not the same on all workers, or what one moved by is no
+        number."""
+        error = None
+        try:
+            if moved is None:
+                shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+                check_same("model of each worker", shapes, self.mesh.workers)
+            for name, row in zip(tensors, self._hashes(list(tensors.values())), strict=True):
+                odd = [worker for worker, value in enumerate(row) if value != row[0]]
+                if odd:
+                    raise ValueError(
+                        f"{name} differs between workers 0 and {odd[0]} of {len(row)}: begin all with one seed or one "
+                        f"checkpoint"
+                    )
+            finite = [local_tensor(x).isfinite().all() for x in (moved or {}).values()]
+            for p, good in zip(moved or {}, torch.stack(finite).tolist() if finite else [], strict=True):
+                if not good:
+                    worker, size = self.mesh.workers.rank, self.mesh.workers.size
+                    raise ValueError(f"{self.names[p]} of worker {worker} of {size} is not finite: nothing was merged")
+        except ValueError as problem:
+            error = problem
+        raise_together(error)
+
+
+class _State(MutableMapping):
+    """Two optimizers' state as one: entries of the outer step have names of their own."""
+
+    def __init__(self, inner: MutableMapping, outer: dict[Tensor, dict[str, Tensor]]) -> None:
+        self.inner, self.outer = inner, outer
+
+    def __getitem__(self, p: Tensor) -> dict[str, Any]:
+        if p not in self.inner and p not in self.outer:
+            raise KeyError(p)
+        inner = self.inner.get(p, {})
+        if not inner and any(self.inner.values()):
+            return {}  # never stepped, so it is where it was: no checkpoint needs to say so
+        return {**inner, **self.outer.get(p, {})}
+
+    def __setitem__(self, p: Tensor, slots: dict[str, Any]) -> None:
+        ours = {name: value for name, value in slots.items() if name in OUTER_SLOTS}
+        self.outer.pop(p, None)
+        if ours:
+            self.outer[p] = ours
+        self.inner[p] = {name: value for name, value in slots.items() if name not in ours}
+
+    def __delitem__(self, p: Tensor) -> None:
+        self.outer.pop(p, None)
+        self.inner.pop(p, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(dict.fromkeys([*self.inner, *self.outer]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))

@@ -1,0 +1,479 @@
+"""What is not needed at once lies in the host's memory: optimizer states, saved activations, parameters.
+
+    offload_optimizer(optimizer)    states and step on the host; gradients go there and parameters come back in buckets,
+                                    so that copies of one run beside the step of another
+    offload_activations()           a context around forward and backward: what autograd saves is copied to the host,
+                                    and back a little before backward asks for it
+    offload_parameters(blocks)      a block's parameters come while the block before it runs, and leave when the next
+                                    one begins
+
+On CUDA copies run on a stream of their own, from and to pinned memory, beside what is computed. On a CPU the same code
+copies within its memory, and results are bitwise those without, as on a GPU those of one optimizer implementation are.
+
+Source: Ren et al. 2021, arXiv:2101.06840, section 4; Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.gradients.steps import OF_WHOLE_TENSORS
+from mpcore.layers.module import listed, recomputing, refuse_second_derivative
+from mpcore.layers.moe.router import Router
+from mpcore.optim.adamw import AdamW
+from mpcore.optim.muon import Muon
+from mpcore.parallel.sync import hides_tensors, trained_tensors
+from mpcore.sharding.local import is_dtensor, local_tensor
+
+_uncompiled: Any = torch.compiler.disable  # what it decorates runs between graphs
+
+
+class _Copies:
+    """Copies between a device and the host, beside what the device computes."""
+
+    def __init__(self, pin_memory: bool | None) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True, but pinned memory needs a GPU and there is none: leave it out")
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def host(self, like: Tensor) -> Tensor:
+        """Memory of the host, pinned where the tensor is on a GPU and pinning is on."""
+        return torch.empty_like(like, device="cpu", pin_memory=self.pin_memory and like.is_cuda)
+
+    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Begin to copy; where a GPU is involved, after what its current stream holds now. Wait for the event."""
+        device = next((x.device for x in (to, source) if x.is_cuda), None)
+        if device is None:
+            to.copy_(source)
+            return None
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            for x in (to, source):
+                if x.is_cuda:
+                    x.record_stream(stream)  # else its memory may be given away before the copy has run
+            return stream.record_event()  # type: ignore[return-value]
+
+    def wait(self, event: torch.cuda.Event | None, device: torch.device) -> None:
+        """Have what the device computes from now on see what a copy brought. The host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer, *, pin_memory: bool | None = None, bucket_bytes: int = 2**26
+) -> torch.optim.Optimizer:
+    """Have an optimizer keep its states on the host, and step there.
+
+    Its groups, settings and `state` stay where they are for schedules and checkpoints; only the state's tensors, and a
+    copy of each parameter, are the host's. For optimizers that work on each element alone, such as AdamW.
+
+    Args:
+        optimizer: changed in place, before its first step.
+        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
+        bucket_bytes: parameters that are copied and stepped together.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if it has states already, steps whole tensors as Muon does, or memory can't be pinned.
+    """
+    if isinstance(optimizer, (Muon, *OF_WHOLE_TENSORS)):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes each element from its whole tensor, of which the host would have "
+            f"this rank's part: offload AdamW, or what steps each element by itself"
+        )
+    if optimizer.state:
+        raise ValueError(
+            f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"
+        )
+    stepped = _Step(_Copies(pin_memory), bucket_bytes)
+
+    def step(optimizer: torch.optim.Optimizer, closure: None = None, **options: Any) -> None:
+        stepped(optimizer, closure, options)  # schedules wrap a plain function alone
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+class _Step:
+    """The step of an offloaded optimizer."""
+
+    def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
+        self.copies, self.bucket_bytes = copies, bucket_bytes
+        self.twins: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
+        if closure is not None:
+            raise ValueError("an offloaded optimizer takes no closure")
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        with torch.no_grad():
+            buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
+            options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+            arrived = [[event for p in bucket for event in self._fetch(p)] for _, bucket in buckets]
+            left = []
+            for (group, bucket), events in zip(buckets, arrived, strict=True):
+                for event in events:
+                    event.synchronize()
+                self._step(optimizer, group, bucket, options)
+                for p in bucket:
+                    left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
+            for event, device in left:
+                self.copies.wait(event, device)
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+
+    def _buckets(self, group: dict[str, Any]) -> Iterator[list[nn.Parameter]]:
+        bucket, size = [], 0
+        for p in group["params"]:
+            if gradient_of(p) is None:
+                continue
+            if bucket and size + local_tensor(p.data).nbytes > self.bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(p)
+            size += local_tensor(p.data).nbytes
+        if bucket:
+            yield bucket
+
+    def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
+        """Begin to copy the gradient, and the parameter: a checkpoint or a merge may have written to it, and no version
+        of a DTensor tells of every write."""
+        mine = local_tensor(p.data)
+        if p not in self.twins:
+            self.twins[p] = nn.Parameter(self.copies.host(mine))
+        twin = self.twins[p]
+        grad = local_tensor(gradient_of(p))  # type: ignore[arg-type]
+        slot = "grad" if getattr(p, "main_grad", None) is None else "main_grad"
+        if getattr(twin, slot, None) is None:
+            setattr(twin, slot, self.copies.host(grad))
+        twin.grad_added_to_main_grad = slot == "main_grad"  # type: ignore[attr-defined]
+        events = [self.copies.copy(getattr(twin, slot), grad), self.copies.copy(twin.data, mine)]
+        yield from (event for event in events if event is not None)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        bucket: list[nn.Parameter],
+        options: dict[str, Any],
+    ) -> None:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        inner: Any = type(optimizer).__new__(type(optimizer))
+        theirs = {
+            name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")
+        }
+        inner.__dict__.update(theirs)
+        inner.param_groups, inner.state = [{"params": [self.twins[p] for p in bucket], **settings}], defaultdict(dict)
+        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = {}, {}
+        if isinstance(optimizer, AdamW):
+            of = {self.twins[p]: p for p in bucket}
+
+            def random(twin: nn.Parameter) -> dict[str, Any]:
+                bits = optimizer._random(of[twin])
+                return bits | {"place": tuple(index.cpu() for index in bits["place"])}
+
+            inner._random = random
+        for p in bucket:
+            if p in optimizer.state:  # what a checkpoint loaded may lie with the parameter
+                state = optimizer.state[p]
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = local_tensor(value).to("cpu")
+                inner.state[self.twins[p]] = state
+        type(optimizer).step(inner, **options)
+        for p in bucket:
+            optimizer.state[p] = inner.state[self.twins[p]]
+
+
+class _Moved:
+    """A storage that autograd saved, on the host, and on the device again while somebody looks at it."""
+
+    def __init__(self, x: Tensor, copies: _Copies) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        self.copies, self.device, self.version = copies, x.device, x._version
+        self.host = copies.host(flat)
+        copies.copy(self.host, flat)  # nobody waits for it: one stream has both ways
+        self.writes = x.detach()  # counts what is written to x, and holds none of its memory
+        self.writes.data = x.new_empty(0)
+        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self.back: weakref.ref[Tensor] | None = None
+
+    def call(self) -> None:
+        """Begin to bring the bytes back, if they are neither here nor on their way."""
+        if self.coming is None and (self.back is None or self.back() is None):
+            flat = torch.empty_like(self.host, device=self.device)
+            self.coming = flat, self.copies.copy(flat, self.host)
+
+    def flat(self) -> Tensor:
+        """The bytes on the device.
+
+        Raises:
+            RuntimeError: if they were written to since: the copy may have read one or the other.
+        """
+        if self.writes._version != self.version:
+            raise RuntimeError(
+                f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
+                f"offload_activations began to copy it: write to a clone"
+            )
+        self.call()
+        if self.coming is None:
+            assert self.back is not None
+            flat = self.back()
+            assert flat is not None
+        else:
+            (flat, event), self.coming = self.coming, None
+            self.copies.wait(event, self.device)
+            self.back = weakref.ref(flat)
+        return flat
+
+
+@contextmanager
+def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12, ahead: int = 4) -> Iterator[None]:
+    """What autograd saves in here is copied to the host, and back before backward asks for it.
+
+    Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
+    recomputation only what that keeps is copied. What was saved must not be written to in place; backward raises as
+    torch's does, but for results of an operation that saves its own, such as `exp`, whose writes nobody counts.
+
+    Args:
+        pin_memory: None: where there is a GPU. False works too; then forward waits for each copy.
+        min_bytes: smaller tensors stay.
+        ahead: how many tensors saved before the one that backward asks for are brought beside its work. 0: none, which
+            takes the least memory, and each copy is waited for.
+
+    Raises:
+        ValueError: if memory can't be pinned, or `ahead` is negative.
+    """
+    if ahead < 0:
+        raise ValueError(f"ahead {ahead} is negative: 0 brings back nothing before it is asked for")
+    copies = _Copies(pin_memory)
+    moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
+    sources: dict[int, Any] = {}
+    saved: list[weakref.ref[_Moved]] = []  # in the order of forward, which backward goes the other way
+
+    @_uncompiled
+    def pack(x: Tensor) -> Any:
+        stays = type(x) is not Tensor or x.layout != torch.strided or isinstance(x._base, nn.Parameter)
+        if stays or x.nbytes < min_bytes:
+            return x
+        storage = x.untyped_storage()
+        held, source = moved.get(storage._cdata), sources.get(storage._cdata)
+        if held is None or source is None or source() is not storage or held.version != x._version:
+            held = moved[storage._cdata] = _Moved(x, copies)
+            sources[storage._cdata] = weakref.ref(storage)
+        saved.append(weakref.ref(held))
+        return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
+
+    @_uncompiled
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        held, place, dtype, offset, size, stride = packed
+        flat = held.flat()
+        for before in reversed(saved[max(0, place - ahead) : place]):
+            if (earlier := before()) is not None:
+                earlier.call()
+        out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
+        out.flat_bytes = flat  # type: ignore[attr-defined]  # so that other views find it
+        return out
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Swap:
+    """The parameters of a block, whose memory on the device comes and goes."""
+
+    def __init__(self, block: nn.Module, copies: _Copies) -> None:
+        self.copies, self.here = copies, True
+        self.homes = {p: copies.host(p.data) for p in _movable(block)}
+        self.coming: list[tuple[torch.cuda.Event | None, torch.device]] = []
+        self.store()
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Keep the values at home."""
+        for event in [self.copies.copy(home, p.data) for p, home in self.homes.items()]:
+            if event is not None:
+                event.synchronize()
+
+    @torch.no_grad()
+    def call(self) -> None:
+        """Begin to bring the parameters here."""
+        if self.here:
+            return
+        for p, home in self.homes.items():
+            p.data.untyped_storage().resize_(home.nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(p):
+                self.coming.append((self.copies.copy(p.data, home), p.device))
+        self.here = True
+
+    def fill(self) -> None:
+        """Bring the parameters here, for what is computed from now on."""
+        self.call()
+        for event, device in self.coming:
+            self.copies.wait(event, device)
+        self.coming = []
+
+    def release(self) -> None:
+        """Free their memory where nobody else looks at it, as NumPy may since a checkpoint."""
+        for p in self.homes:
+            if not p.data.untyped_storage().resizable():
+                p.data = torch.empty_like(p.data)
+        self.drop()
+
+    def drop(self) -> None:
+        """Free their memory here."""
+        if self.here:
+            for p in self.homes:
+                p.data.untyped_storage().resize_(0)
+            self.here, self.coming = False, []
+
+
+def _movable(block: nn.Module) -> dict[nn.Parameter, None]:
+    """A block's parameters, in order, but for those that `update_routers` reads and writes between steps."""
+    routers = [module for module in block.modules() if isinstance(module, Router)]
+    stay = {id(p) for router in routers for p in router.statistics}
+    return dict.fromkeys(p for p in block.parameters() if id(p) not in stay)
+
+
+class ParameterOffload:
+    """What `offload_parameters` returns. `with offload.here():` has all parameters here, to read and to write."""
+
+    def __init__(self, swaps: list[_Swap], keep: int) -> None:
+        self.swaps, self.keep = swaps, keep
+        self.used: list[int] = []  # places in `swaps`
+        self.depth = 0  # of `here`
+
+    def use(self, place: int, step: int) -> None:
+        """Bring a block's parameters here and begin with those of the one `step` after it; let go of those used longest
+        ago."""
+        if self.depth:
+            return
+        after = place + step
+        wanted = [i for i in (after, place) if 0 <= i < len(self.swaps)][-self.keep :]
+        self.used = [*(i for i in self.used if i not in wanted), *wanted]
+        while len(self.used) > self.keep:
+            self.swaps[self.used.pop(0)].drop()
+        self.swaps[place].fill()
+        for i in wanted:
+            self.swaps[i].call()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """For initialisation, checkpoints and optimizer steps; after the outermost the values are stored again."""
+        for swap in self.swaps:
+            swap.call()
+        for swap in self.swaps:
+            swap.fill()
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if self.depth == 0:
+                for swap in self.swaps:
+                    swap.store()
+                    swap.release()
+                self.used = []
+
+
+def offload_parameters(
+    blocks: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    keep: int = 2,
+    pin_memory: bool | None = None,
+) -> ParameterOffload:
+    """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once: those of the
+    block at work, and of the next, which come meanwhile.
+
+    Gradients stay here, and so do the biases and fractions of routers. In between a parameter has a shape and no
+    memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces
+    itself to no block, and without a second derivative.
+
+    Args:
+        blocks: modules called one after the other, with plain parameters that no other block shares, which return
+            tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them.
+        optimizer: has all parameters here during its step.
+        keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
+        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
+
+    Returns:
+        What brings all parameters here at once.
+
+    Raises:
+        ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned; from a block, if
+            what it returns hides its tensors.
+    """
+    blocks, copies = listed(blocks), _Copies(pin_memory)
+    if keep < 1:
+        raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
+    seen: set[nn.Parameter] = set()
+    for i, block in enumerate(blocks):
+        mine = set(_movable(block))
+        if any(is_dtensor(p) for p in mine):
+            raise ValueError(
+                f"block {i} is sharded over data: zero=0 leaves parameters whole, which can be offloaded; zero=3 holds "
+                f"each once among the data ranks"
+            )
+        if mine & seen:
+            raise ValueError(f"block {i} shares {len(mine & seen)} parameters with one before: they have one home")
+        seen |= mine
+    swaps = [_Swap(block, copies) for block in blocks]
+    offload = ParameterOffload(swaps, keep)
+
+    def backward(place: int, grad: Tensor) -> None:
+        refuse_second_derivative("a block whose parameters are offloaded")
+        offload.use(place, -1)
+
+    for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
+
+        @_uncompiled
+        def before(module: nn.Module, args: tuple, place: int = place) -> None:
+            offload.use(place, -1 if recomputing() else 1)
+
+        @_uncompiled
+        def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
+            trained = trained_tensors(out)
+            if not trained and torch.is_grad_enabled() and hides_tensors(out):
+                raise ValueError(
+                    f"block {place} returns a {type(out).__name__}, in which no tensor is found whose backward would "
+                    f"bring its parameters back: return tensors, or dicts, lists, tuples or dataclasses of them"
+                )
+            for x in trained:
+                x.register_hook(partial(backward, place))
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+        swap.drop()
+    if optimizer is not None:
+        contexts: list[Any] = []
+
+        def enter(*_: Any) -> None:
+            while contexts:  # of a step that an exception ended
+                contexts.pop().__exit__(None, None, None)
+            contexts.append(offload.here())
+            contexts[-1].__enter__()
+
+        optimizer.register_step_pre_hook(enter)
+        optimizer.register_step_post_hook(lambda *_: contexts.pop().__exit__(None, None, None))
+    return offload

@@ -1,0 +1,68 @@
+"""Where data parallelism puts each parameter, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+from mpcore.mesh.axis import Axis, Mesh
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import is_dtensor, reshard
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
+    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # before torch 2.13 it looks into no dataclass
+    collect_grad_tensors = None
+from mpcore.parallel.shared import DataParallel
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies over data.
+
+    Attributes:
+        axis: the axis that its gradient is summed over.
+        parameter, gradient, state: in how many shards it, its gradient between micro-batches, and its optimizer state
+            lie; 1: whole on each rank of the axis.
+    """
+
+    axis: Axis
+    parameter: int
+    gradient: int
+    state: int
+
+
+def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter, its gradient and its optimizer state lie over data, by name.
+
+    Args:
+        stages: what `shard_data_parallel` was given, or a model that it didn't see.
+        mesh: the mesh it lies on.
+    """
+    found = {}
+    for stage in [stages] if isinstance(stages, nn.Module) else stages:
+        reshard(stage)
+        state = getattr(stage, "data_parallel", DataParallel(0))
+        shared = {p for unit in state.shared for p in unit.shared}
+        for name, parameter, sharding in declarations(stage):
+            cut = data_shards(parameter)
+            zero = 1 if parameter in shared else state.zero
+            axis = sharding.data_axis(mesh)
+            found[name] = Placement(axis, cut if zero == 3 else 1, cut if zero > 1 else 1, cut)
+    return found
+
+
+def data_shards(x: Tensor) -> int:
+    """In how many shards data parallelism cut a tensor; 1: it is whole."""
+    if not is_dtensor(x):
+        return 1
+    sizes = [x.device_mesh.size(i) for i, place in enumerate(x.placements) if not isinstance(place, Replicate)]
+    return torch.Size(sizes).numel()

@@ -1,0 +1,307 @@
+"""Activations that are computed again in backward instead of being kept.
+
+    kind        kept of a block                                  computed again, once a backward
+    full        its input                                        the block up to the last tensor that backward needs
+    selective   its input, results of matrix products            norms, activations, rotations, the attention core
+                and of collectives
+
+Dropout masks are functions of (seed, site, sample, token, feature), so there is no generator to restore for our layers.
+Routing is a function of its input; what counts calls asks `mpcore.layers.module.recomputing`. Losses and gradients are
+bitwise those without recomputation.
+
+Collectives: full recomputation runs those of the block's forward once more, but for the last sum over tp, whose result
+backward doesn't need: 1 all-reduce a block more where there were 2 + 2. Selective recomputation runs none again. The
+pipeline's split backward runs two backwards, each of which recomputes.
+
+Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mpcore.kernels.fp8_matmul  # both define operators
+import mpcore.kernels.grouped_linear  # noqa: F401
+from mpcore.collectives import all_reduce
+from mpcore.layers.module import listed
+from mpcore.memory_footprint import StorageTracker, tensors_in
+from mpcore.mesh.axis import Axis
+
+KINDS = ("none", "selective", "full")
+Example = tuple[Sequence[Any], Mapping[str, Any]]
+_aten = torch.ops.aten
+# Batched products are left out: they are an attention core of whoever has no fused one.
+_LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # at values, as saving and sending do
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten._grouped_mm, _aten._scaled_mm}
+_PRODUCTS |= {torch.ops.mpcore.grouped_linear_forward, torch.ops.mpcore.fp8_matmul}
+
+
+def recompute(
+    blocks: Iterable[nn.Module],
+    kind: str = "full",
+    *,
+    every: int = 1,
+    budget: float | None = None,
+    example: Example | Callable[[nn.Module], Example] | None = None,
+    axes: Sequence[Axis] = (),
+    preserve_rng_state: bool = True,
+) -> list[str]:
+    """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
+
+    Call it again to change the kind. Works before and after `shard_data_parallel`, under any pipeline schedule, with
+    inputs that need no gradient, under autocast, under torch.compile (which decides by itself what else it keeps). A
+    `forward` that was set on a block itself is the one called, and comes back with "none".
+
+    Args:
+        blocks: modules called one after the other; those of one pipeline rank.
+        kind: "full", "selective" or "none".
+        every: of the blocks only each n-th, from the first; the others keep everything.
+        budget: instead of `kind`: the share of what the blocks would keep that they may keep, in (0, 1]. First blocks
+            become selective, one after the other, then full, until the counted bytes are in the budget.
+        example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them; only
+            shapes and dtypes matter, "meta" will do.
+        axes: with `budget`, those that the blocks' collectives run over, such as `(mesh.tp, mesh.data)`. Their ranks
+            decide alike, by the most that one of them keeps: who computes a block again sends again, and uneven heads
+            or causal blocks keep unequal bytes.
+        preserve_rng_state: of torch's generators, for blocks that draw from them. Layers of mpcore don't.
+
+    Returns:
+        The kind of each block.
+
+    Raises:
+        ValueError: if the kind is unknown, or the budget is out of reach, with the least share that can be had.
+    """
+    blocks = listed(blocks)
+    if kind not in KINDS:
+        raise ValueError(f"recompute kind {kind!r} is none of {', '.join(KINDS)}")
+    if every < 1:
+        raise ValueError(f"every {every} is smaller than 1: 1 recomputes each block, 2 every second")
+    if budget is None:
+        kinds = [kind if i % every == 0 else "none" for i in range(len(blocks))]
+    elif example is None:
+        raise ValueError(f"budget {budget} needs an example, (args, kwargs) of a block's call, to count bytes with")
+    else:
+        kinds = _within(budget, blocks, example, axes)
+    for block, kind in zip(blocks, kinds, strict=True):
+        _apply(block, kind, preserve_rng_state)
+    return kinds
+
+
+def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None:
+    block.__dict__["recompute"] = (kind, preserve_rng_state)
+    held = block.__dict__.pop("forward", None)
+    own = held.args[1] if isinstance(held, partial) and held.func is _forward else held
+    if kind != "none":
+        # A partial, so that a deep copy of the block calls its own forward, and one that was pickled finds it.
+        block.__dict__["forward"] = partial(_forward, block, own)
+    elif own is not None:
+        block.__dict__["forward"] = own
+
+
+def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward: `own`, which somebody set on the block alone, or that of its class."""
+    forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
+    kind, preserve_rng_state = block.__dict__["recompute"]
+    if kind == "none" or not torch.is_grad_enabled():  # "none" comes here from what was set on top of this
+        return forward(*args)
+    forward = partial(_in_modes, [(module, module.training) for module in block.modules()], forward)
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = _selective_compiled if torch.compiler.is_compiling() else _selective
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
+
+
+def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], *args: Any) -> Any:
+    """Call `forward` with modules in training or evaluation as they were, whatever was switched before backward."""
+    switched = [module for module, training in modes if module.training != training]
+    for module in switched:
+        module.training = not module.training
+    try:
+        return forward(*args)
+    finally:
+        for module in switched:
+            module.training = not module.training
+
+
+def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> int:
+    """Bytes that a call of the block leaves for backward, its output counted and its input not. Computes nothing.
+
+    Args:
+        block: the block, on any device.
+        example: `(args, kwargs)` of the call; only shapes, dtypes and what needs a gradient matter.
+        kind: of recomputation; None: as the block is.
+    """
+    before = [(module, dict(module.__dict__)) for module in block.modules()]  # such as what routers count
+    device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+
+        def fake(x: Tensor) -> Tensor:
+            return torch.empty_like(x, device=device).requires_grad_(x.requires_grad)
+
+        args, kwargs = tree_map_only(Tensor, fake, (list(example[0]), dict(example[1])))
+        parameters = {name: fake(p) for name, p in block.named_parameters()}
+        try:
+            if kind is not None:
+                _apply(block, kind, False)
+            with StorageTracker() as storages, torch.enable_grad():
+                out = torch.func.functional_call(block, parameters, tuple(args), kwargs)
+            total = storages.held()
+            del out
+        finally:
+            for module, held in before:
+                module.__dict__.clear()
+                module.__dict__.update(held)
+    return total
+
+
+def _within(
+    budget: float,
+    blocks: list[nn.Module],
+    example: Example | Callable[[nn.Module], Example],
+    axes: Sequence[Axis],
+) -> list[str]:
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget {budget} is not in (0, 1]: it is the share of the blocks' activations to keep")
+    calls = [example(block) if callable(example) else example for block in blocks]
+    counted = [[kept_bytes(*call, kind) for kind in KINDS] for call in zip(blocks, calls, strict=True)]
+    most = torch.tensor(counted, device=next((p.device for b in blocks for p in b.parameters() if not p.is_meta), None))
+    for axis in axes:
+        most = all_reduce(most, axis, "max")
+    bytes_of: list[dict[str, int]] = [dict(zip(KINDS, each, strict=True)) for each in most.tolist()]
+    kinds = ["none"] * len(blocks)
+    limit = budget * sum(each["none"] for each in bytes_of)
+
+    def total() -> int:
+        return sum(each[kind] for each, kind in zip(bytes_of, kinds, strict=True))
+
+    for kind in ("selective", "full"):
+        for i, each in enumerate(bytes_of):
+            if total() > limit and each[kind] < each[kinds[i]]:
+                kinds[i] = kind
+    if total() > limit:
+        least = math.ceil(1000 * total() / sum(each["none"] for each in bytes_of)) / 1000  # one that can be asked for
+        raise ValueError(f"budget {budget} is out of reach: with all blocks recomputed in full {least:.3f} is kept")
+    return kinds
+
+
+def _is_kept(func: Any) -> bool:
+    return func.overloadpacket in _PRODUCTS or func.namespace == "_c10d_functional"
+
+
+def _selective() -> tuple[AbstractContextManager, AbstractContextManager]:
+    kept: list = []
+    return _remember(kept), _Replay(kept)
+
+
+def _selective_compiled() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The compiler decides from tags that torch's own modes put on operators, and takes no others."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _remember(kept: list) -> Iterator[None]:
+    """Run a block's forward, and put into `kept` what its products and collectives give to recomputation."""
+    log = _Log()
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+    def noted(x: Tensor) -> Any:
+        log.saved(x)
+        return pack(x)
+
+    with saved_tensors_hooks(noted, unpack), log:
+        yield
+    kept.extend(log.kept())
+    log.entries.clear()  # autograd keeps the hook that knows it
+
+
+class _Log(TorchDispatchMode):
+    """Notes what each operator of a forward reads and makes, and what autograd saves, as storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weak: dict[int, StorageWeakRef] = {}  # so that no address is used twice
+        self.entries: list[tuple[frozenset[int], frozenset[int], Any, bool]] = []
+        self.written: set[int] = set()
+        self.end = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            given = [*zip(func._schema.arguments, args, strict=False)]
+            given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+            self.written |= self._ids([x for a, x in given if a.alias_info is not None and a.alias_info.is_write])
+        result = tree_map_only(Tensor, Tensor.detach, out) if _is_kept(func) else None
+        looks = bool(_LOOKS & set(func.tags)) or func.namespace == "c10d"
+        self.entries.append((self._ids((args, kwargs)), self._ids(out), result, looks))
+        return out
+
+    def saved(self, x: Tensor) -> None:
+        """Autograd saves `x`: in backward the value is needed, and recomputation stops at the last of these."""
+        self.entries.append((self._ids(x), frozenset(), None, True))
+        self.end = len(self.entries)
+
+    def kept(self) -> list:
+        """For each product and collective: its result, where recomputation needs it; a shell of it, where it doesn't;
+        None where the result was written to since, so that it must be computed again."""
+        needed: set[int] = set()
+        values = []
+        for i, (reads, makes, result, looks) in reversed([*enumerate(self.entries)]):
+            if result is not None and not makes & self.written:
+                values.append(result if makes & needed else tree_map_only(Tensor, _shell, result))
+                continue
+            if result is not None:
+                values.append(None)
+            if i < self.end and (looks or makes & needed):
+                needed |= reads
+        return values[::-1]
+
+    def _ids(self, tree: Any) -> frozenset[int]:
+        ids = []
+        for x in tensors_in(tree):
+            storage = x.untyped_storage()
+            self.weak.setdefault(storage._cdata, StorageWeakRef(storage))
+            ids.append(storage._cdata)
+        return frozenset(ids)
+
+
+def _shell(x: Tensor) -> Tensor:
+    """Of the same shape and no memory."""
+    return x.new_empty(()).expand(x.shape)
+
+
+class _Replay(TorchDispatchMode):
+    """Gives products and collectives of a recomputation their results of the forward."""
+
+    def __init__(self, kept: list) -> None:
+        super().__init__()
+        self.results, self.next = kept, 0
+
+    def __enter__(self):
+        self.next = 0  # split backward recomputes twice
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if _is_kept(func):
+            result = self.results[self.next]
+            self.next += 1
+            if result is not None:
+                return tree_map_only(Tensor, Tensor.detach, result)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,190 @@
+"""When data parallelism gathers parameters and sums gradients: between micro-batches, and around forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from mpcore.gradients.drop import check_backward, drop_gradients
+from mpcore.layers.module import refuse_second_derivative
+from mpcore.sharding.local import param_groups, reshard
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
+    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # before torch 2.13 it looks into no dataclass
+    collect_grad_tensors = None
+from mpcore.parallel.shared import DataParallel, shared_units
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete.
+
+    A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)` or `model.zero_grad()`:
+    what isn't summed yet would be part of the next, as the `zero_grad` of torch's optimizers doesn't see it.
+    """
+    state = getattr(model, "data_parallel", None)
+    if state is None or not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(last or state.zero > 1)
+    model.set_requires_all_reduce(last)  # replicas of shards are summed once a step
+    model.set_reshard_after_backward(last or state.zero == 3)
+
+
+def finish_gradients(stages: Iterable[nn.Module]) -> None:
+    """After a step's last backward: sum the gradients of what this rank's stages share."""
+    for unit in shared_units(stages):
+        unit.finish()
+
+
+def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
+    """Forget the gradients, as the `zero_grad` of a model, and those that nothing has summed: they are None."""
+    drop_gradients(stage)
+
+
+@torch._disable_dynamo
+def before_forward(stage: Any, unit: Any, args: Any) -> None:
+    stage._get_fsdp_state()._lazy_init()  # a block that is called before its model is not a model of its own
+    if unit is stage and torch.is_grad_enabled():
+        check_backward(stage)
+    if torch.is_inference_mode_enabled():
+        held = [p for group in param_groups(unit._get_fsdp_state()) for p in group.fsdp_params]
+        if not all(hasattr(p, "_unsharded_param") for p in held):
+            raise ValueError(
+                f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters "
+                f"are gathered in could never be trained: use torch.no_grad()"
+            )
+
+
+@torch._disable_dynamo
+def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
+    """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
+    state: Any = stage.data_parallel
+    trained = trained_tensors(out) if unit is stage else ()
+    hidden = unit is stage and not trained and hides_tensors(out)
+    evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
+    if evaluated and not state.gathered:
+        reshard(unit)
+    if hidden and not evaluated and any(p.requires_grad for p in stage.parameters()):
+        reshard(stage)
+        raise ValueError(
+            f"{_name(stage)} returns a {type(out).__name__}, in which no tensor is found whose backward would "
+            f"sum the gradients: return tensors, or dicts, lists, tuples or dataclasses of them; where nothing is to "
+            f"be trained, call it under torch.no_grad()"
+        )
+    for x in trained:  # its backward frees what the graph of a second one holds
+        x.register_hook(lambda _: refuse_second_derivative(f"a model sharded over data (zero {state.zero})"))
+
+
+def _name(unit: nn.Module) -> str:
+    return type(unit).__name__.removeprefix("FSDP")
+
+
+def trained_tensors(out: Any) -> Sequence[Tensor]:
+    """The tensors of an output that need a gradient, where `fully_shard` looks for them."""
+    if collect_grad_tensors is not None:
+        return collect_grad_tensors(out)
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def hides_tensors(out: Any) -> bool:
+    """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
+    leaves = [x for x in tree_leaves(out) if x is not None]
+    plain = (Tensor, int, float, complex, str)
+    looked_into = (x for x in leaves if not (collect_grad_tensors is not None and is_dataclass(x)))
+    return not leaves or any(not isinstance(x, plain) or getattr(x, "requires_grad", False) for x in looked_into)
+
+
+@contextmanager
+def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
+    """Forwards without gradients in here gather parameters once, not each anew; sharded again at the end.
+
+    With 3 too, where the whole model has to fit in memory meanwhile. Ranks may run different numbers of forwards, as
+    when samples of different lengths are generated, but for the first: that one gathers.
+
+    Args:
+        model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
+    """
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    held: list[tuple[nn.Module, Any]] = [
+        (stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")
+    ]
+    for stage, state in held:
+        _keep_gathered(stage, replace(state, gathered=True))
+    try:
+        yield
+    finally:
+        for stage, state in held:
+            _keep_gathered(stage, state)
+            if not state.gathered:
+                reshard(stage)
+
+
+def _keep_gathered(stage: Any, state: DataParallel) -> None:
+    stage.data_parallel = state
+    if state.zero == 3:
+        stage.set_reshard_after_forward(not state.gathered)
+
+
+def drops_parameters(model: nn.Module) -> bool:
+    """Whether no rank holds its whole stage at any time, so that an evaluation that gathered it might not fit."""
+    return getattr(model, "data_parallel", DataParallel(0)).zero == 3
+
+
+def gather(model: nn.Module) -> None:
+    """Have the modules hold whole parameters: what a backward that is split in two needs."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def hold_gradients(model: nn.Module) -> None:
+    """Have a backward leave gradients unsummed, and parameters whole: the first half of a split one."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+
+
+def reduce_held(model: nn.Module, last: bool) -> None:
+    """After the second half of a split backward, which runs no hooks: what `sync_gradients` says is to be done."""
+    if getattr(model, "data_parallel", None) is None or not isinstance(model, FSDPModule):
+        return
+    if reduces_each_micro_batch(model):
+        sync_gradients(model, last)
+    else:  # `reduce_once` sums at the end; here sums of half precision move to float32
+        hold_gradients(model)
+    run_hooks(model)
+
+
+def reduce_once(model: nn.Module) -> None:
+    """After a pipeline's last backward: sum gradients that aren't summed each micro-batch."""
+    if isinstance(model, FSDPModule) and not reduces_each_micro_batch(model):
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        run_hooks(model)
+
+
+def run_hooks(model: FSDPModule) -> None:
+    """What `fully_shard` does after a backward, as torch's `PipelineStage.perform_reduce_grad` does it."""
+    root: Any = model._get_fsdp_state()  # type: ignore[attr-defined]
+    for unit in root._state_ctx.all_states:
+        for group in param_groups(unit):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def reduces_each_micro_batch(model: nn.Module) -> bool:
+    """Whether gradients are sharded."""
+    return isinstance(model, FSDPModule) and getattr(model, "data_parallel", DataParallel(0)).zero > 1

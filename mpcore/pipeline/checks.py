@@ -1,0 +1,76 @@
+"""Check a schedule and the stages before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.mesh.agreement import check_same
+from mpcore.mesh.axis import Axis, Mesh
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import MESSAGES, Schedule, find_schedule
+from mpcore.sharding.declarations import declarations
+
+
+def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
+    """Tell the linears of stages whether gradients of inputs and of weights are asked for apart."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.split_backward = plan.splits_backward
+
+
+def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse tied parameters whose gradients some ranks would sum over an axis on which others hold none."""
+    for axis in (mesh.pp, mesh.ends):
+        shapes = Counter(
+            f"of shape {tuple(p.shape)}"
+            for p, sharding in {p: sharding for stage in stages for _, p, sharding in declarations(stage)}.items()
+            if any(pending.group is axis.group for pending in sharding.partial)
+        )
+        check_same(f"number of parameters pending over {axis.name}, which all its ranks must hold", shapes, axis)
+
+
+def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
+    """The schedule, proved, and the same on all ranks; what is wrong with it is raised on all of them."""
+    problem, plan = None, None
+    try:
+        plan = _check_plan(schedule, pp, micro_batches, stages)
+    except ValueError as error:
+        problem = str(error)
+    check_same("pipeline", problem or hashlib.sha256(repr(plan).encode()).hexdigest(), pp)
+    if problem or plan is None:
+        raise ValueError(problem)
+    return plan
+
+
+def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        plan = schedule
+    else:
+        plan = find_schedule(schedule, pp.size, micro_batches, None if schedule.endswith(".csv") else stages)
+    if (len(plan.ranks), plan.micro_batches) != (pp.size, micro_batches):
+        raise ValueError(
+            f"the schedule {plan.name} is for {len(plan.ranks)} ranks and {plan.micro_batches} micro-batches, the "
+            f"pipeline has {pp.size} and {micro_batches}"
+        )
+    prove(plan)
+    named = [action for actions in plan.ranks for action in actions if action.kind in MESSAGES]
+    if named:
+        raise ValueError(
+            f"the schedule {plan.name} names messages, such as {named[0]}: leave them out, they are posted here"
+        )
+    order = [a for a in plan.ranks[plan.rank_of[plan.stages - 1]] if (a.kind, a.stage) == ("F", plan.stages - 1)]
+    for m, action in enumerate(order):
+        if action.micro_batch != m:
+            raise ValueError(
+                f"{action} must not run before {action._replace(micro_batch=m)}: losses are kept in that order"
+            )
+    mine = plan.stages_of(pp.rank)
+    if len(mine) != stages:
+        raise ValueError(f"the schedule {plan.name} lays {len(mine)} stages on rank {pp.rank}, which holds {stages}")
+    return plan

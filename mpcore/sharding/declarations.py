@@ -1,0 +1,147 @@
+"""What the modules of a whole model declare of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from mpcore.mesh.axis import Axis
+
+if TYPE_CHECKING:
+    pass
+from mpcore.sharding.declare import Sharding, axis_key
+
+
+class Place(NamedTuple):
+    """Where a parameter is held: its full name, the module, its name there, and what the module declares of it."""
+
+    name: str
+    module: nn.Module
+    leaf: str
+    declared: Sharding | None
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """For each parameter, tied ones once: its first full name, a module that holds it, its name there, the parameter.
+
+    Of several modules it is the first that declares the parameter, or the first.
+
+    Raises:
+        ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
+    """
+    for parameter, places in _places(model):
+        owner = next((place for place in places if place.declared is not None), places[0])
+        yield places[0].name, owner.module, owner.leaf, parameter
+
+
+def declarations(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    """For each parameter, tied ones once: its first full name, itself, what all modules that hold it declare of it.
+
+    Raises:
+        ValueError: as `owners`, and if two modules declare one parameter differently.
+    """
+    for parameter, places in _places(model):
+        said = [place for place in places if place.declared is not None]
+        yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once under its full name without wrappers, which are left out: none has anything of its own."""
+    for name, module in model.named_modules():
+        if not any(wrapper in module._modules for wrapper in WRAPPERS):
+            yield plain_name(name), module
+
+
+def plain_name(name: str) -> str:
+    """A name of torch's without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+    """Each parameter with all places that hold it, the first one first."""
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    for prefix, module in named_modules(model):
+        declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+        for leaf in declared:
+            if leaf not in module._parameters:
+                raise ValueError(
+                    f"{prefix}.{leaf} is no parameter any more, and {type(module).__name__} declares how it is cut and "
+                    f"summed: in place of parametrize or weight_norm write a ParallelModule that declares the factors, "
+                    f"or merge them (remove_parametrizations)".lstrip(".")
+                )
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                place = Place(f"{prefix}.{leaf}" if prefix else leaf, module, leaf, declared.get(leaf))
+                found.setdefault(id(parameter), (parameter, []))[1].append(place)
+    yield from found.values()
+
+
+def _joined(places: list[Place]) -> Sharding:
+    """One declaration of several of one parameter: it lies in one way, and its gradient is all pending sums of all."""
+    first = places[0].declared
+    assert first is not None
+    if len(places) == 1:
+        return first
+    said = [(place.name, place.declared) for place in places if place.declared is not None]
+    pending = [{axis_key(axis): axis for axis in sharding.partial} for _, sharding in said]
+    added = {axis_key(axis): axis for _, sharding in said for axis in sharding.added}
+    for (name, other), axes in zip(said, pending, strict=True):
+        if _lies(other) != _lies(first):
+            raise ValueError(
+                f"{places[0].name} and {name} are one parameter, declared as {_words(first)} and as {_words(other)}: "
+                f"tie modules that cut it alike, or make it a parameter of each"
+            )
+        for key in axes.keys() ^ pending[0].keys():
+            if key not in added:
+                axis = {**axes, **pending[0]}[key]
+                raise ValueError(
+                    f"{places[0].name} and {name} are one parameter, whose gradient is a pending sum over {axis.name} "
+                    f"({axis.size} ranks) in one of them and whole in the other: give both the same sequence_parallel, "
+                    f"or if it is pending in both declare that with add_partial"
+                )
+    data = next((sharding.data for _, sharding in said if sharding.data is not None), None)
+    union = {key: axis for axes in pending for key, axis in axes.items()}
+    return replace(first, partial=tuple(union.values()), added=tuple(added.values()), data=data)
+
+
+def _lies(sharding: Sharding) -> tuple[object, ...]:
+    return sharding.shape, [(axis_key(s.axis), s.dim, s.runs) for s in sharding.shards if s.axis.size > 1]
+
+
+def _words(sharding: Sharding) -> str:
+    cuts = [f"dimension {s.dim} cut over {s.axis.name}" for s in sharding.shards if s.axis.size > 1]
+    return f"{sharding.shape} with {' and '.join(cuts) or 'nothing cut'}, here {sharding.local_shape}"
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """For each buffer in the state dict: its full name, the module that holds it, its name there, the buffer."""
+    for prefix, module in named_modules(model):
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}".lstrip("."), module, leaf, buffer
+
+
+def shardings(model: nn.Module) -> dict[str, Sharding]:
+    """The declaration of every parameter by full name; a parameter that nobody declares is replicated."""
+    return {name: sharding for name, _, sharding in declarations(model)}
+
+
+def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
+    """What `module` declares of its parameter `leaf`."""
+    declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+    return declared.get(leaf) or Sharding(tuple(parameter.shape))
+
+
+def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
+    """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`."""
+    if axis.size > 1:
+        old = sharding_of(module, leaf, getattr(module, leaf))
+        declared = {**getattr(module, "shardings", {})}
+        declared[leaf] = replace(old, partial=(*old.partial, axis), added=(*old.added, axis))
+        module.shardings = declared  # type: ignore[assignment]

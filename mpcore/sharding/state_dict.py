@@ -1,0 +1,108 @@
+"""Gather the state dict of the unsharded model, and load one into any layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    pass
+from mpcore.sharding.declarations import declarations, persistent_buffers, plain_name
+from mpcore.sharding.declare import Sharding, axis_key
+from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
+
+
+def check_present(name: str, x: Tensor) -> None:
+    """Refuse a parameter without memory here: torch would read and write past the end of what there is.
+
+    Raises:
+        ValueError: naming it, and the way out.
+    """
+    x = local_tensor(x)
+    if x.numel() and not x.untyped_storage().nbytes():
+        raise ValueError(
+            f"{name} has {x.numel()} elements and 0 bytes of memory here: its block is offloaded; do this within "
+            f"`with offload.here():`, of what offload_parameters returned"
+        )
+
+
+def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
+    """The logical tensor of a parameter or gradient, also where data parallelism shards it: a collective."""
+    x = x.full_tensor() if is_dtensor(x) else x
+    return sharding.assemble(x.detach())
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the model that isn't sharded, gathered to every rank: a collective on all ranks.
+
+    Every parameter in its logical shape, tied ones under all their names, and persistent buffers, which are this
+    rank's. A model cut in pipeline stages gives its own stage's. All are copies. What `torch.compile` and
+    `checkpoint_wrapper` put into names is left out.
+
+    Raises:
+        ValueError: before anything is sent, naming a parameter that is offloaded.
+    """
+    held = list(declarations(model))
+    for name, parameter, _ in held:
+        check_present(name, parameter)
+    state = {}
+    for name, parameter, sharding in held:
+        full = full_tensor(parameter, sharding)
+        own = full.data_ptr() == local_tensor(parameter).data_ptr()  # what no other rank holds a part of
+        state[name] = full.clone() if own else full
+    state |= {name: buffer.detach().clone() for name, _, _, buffer in persistent_buffers(model)}
+    return state | {name: state[first] for first, *others in _names(model) for name in others}
+
+
+def _names(model: nn.Module) -> Iterable[list[str]]:
+    """All names of each tensor in the state dict, the first one first."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, x in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if x is not None and leaf not in module._non_persistent_buffers_set:
+                names.setdefault(id(x), []).append(plain_name(f"{prefix}.{leaf}".lstrip(".")))
+    return names.values()
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy a logical state dict into the model: each parameter's part, and persistent buffers. No communication.
+
+    Args:
+        model: the model, or this rank's stage of it, sharded over data or not. Gathered parameters are shards again.
+        state: logical tensors by full name, of a tied parameter by one of its names; may hold more than this model's
+            stage needs.
+
+    Raises:
+        ValueError: before anything changes, naming what is missing, has another shape, is offloaded, or is still
+            gathered by a stage that the model joins.
+    """
+    reshard(model)  # what is gathered is a copy, dropped before the next step
+    held, buffers = list(declarations(model)), {}
+    for name, _, _, buffer in persistent_buffers(model):
+        buffers.setdefault(id(buffer), (name, buffer))
+    for name, parameter, sharding in held:
+        check_present(name, parameter)
+        over = sharding.data
+        pending = [axis_key(axis) for axis in sharding.partial]
+        if over is not None and over.size > 1 and not is_dtensor(parameter) and axis_key(over) not in pending:
+            raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
+    given = {name: state[one] for name, *others in _names(model) for one in (*others, name) if one in state}
+    shapes = {name: sharding.shape for name, _, sharding in held}
+    for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.values()}).items():
+        if name not in given:
+            raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")
+        if tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
+    for name, parameter, sharding in held:
+        part = sharding.take(given[name])
+        if is_dtensor(parameter):
+            start, end = data_run(parameter)
+            part = part[start:end]
+        local_tensor(parameter).copy_(part)
+    for name, buffer in buffers.values():
+        buffer.copy_(given[name])
