@@ -47,14 +47,12 @@ def train(sizes: dict[str, int], flags: list[str], out: str) -> dict[str, Any]:
         return records[-1]
 
     t.step = noted
-    t.run()
+    t.train()
     numbers = {name: [r[name] for r in records] for name in ("loss", "grad_norm")}
     assert graphs[-1] == counters["stats"]["unique_graphs"]  # none for evaluations and the sample
     torch._dynamo.reset()
-    if t.parameters_elsewhere:
-        with t.parameters_elsewhere.here():
-            return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
-    return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
+    with t.run.parameters():
+        return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
 
 
 def check_layout(ranks, name: str, out: str, backend: str = "aot_eager", tolerance: float = 0.0) -> list[int]:

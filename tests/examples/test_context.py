@@ -119,7 +119,7 @@ def test_pitfall_24_25_the_whole_model_has_the_dense_models_gradients(ranks, cas
 def check_masked(sizes, kind):
     """A step whose batch has one valid token in all."""
     t = trainer("--dtype", "float64", "--cp-kind", kind, "--micro-batch", "2", **sizes)
-    whole = t.train.batch
+    whole = t.train_samples.batch
 
     def batch(indices):
         tokens, targets = whole(indices)
@@ -128,8 +128,8 @@ def check_masked(sizes, kind):
             masked[0, 5] = targets[0, 5]
         return tokens, masked
 
-    t.train.batch = batch
-    return t.step(0)
+    t.train_samples.batch = batch
+    return t.step()
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp": 2}], ids=str)
@@ -157,4 +157,4 @@ def test_sequences_of_512_tokens_have_the_losses_of_one_process(ranks):
 
 def check_long(sizes, flags):
     t = trainer(*flags, "--dropout", "0.1", **sizes)
-    return [t.step(i)["loss"] for i in range(2)]
+    return [t.step()["loss"] for i in range(2)]

@@ -771,9 +771,9 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
     t = trainer("--init-from-hf", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
-    losses = [t.step(i)["loss"] for i in range(2)]
+    losses = [t.step()["loss"] for i in range(2)]
     if not sizes:
-        t.save(2)
+        t.checkpoints.save()
     return value, losses
 
 
@@ -892,7 +892,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
     older = run("ab.json")
     older.about = lambda about=older.about: {k: v for k, v in about().items() if k != "tokenizer"}
     older.save(2)
-    assert run("cd.json", "--resume", "auto").first_step == 2
+    assert run("cd.json", "--resume", "auto").run.step == 2
 
 
 def check_carried(folder: str, data: str, out: str) -> None:
@@ -905,9 +905,10 @@ def check_carried(folder: str, data: str, out: str) -> None:
     for i, begin in enumerate(begins):
         flags = [*begin, "--data", data, "--seq-len", "8", "--out", out]
         t = Trainer(parse(flags), mesh())
-        t.save(i + 1)
-        if t.saving is not None:
-            t.saving.wait()
+        t.run.step = i + 1
+        t.checkpoints.save()
+        if t.checkpoints.saving is not None:
+            t.checkpoints.saving.wait()
 
 
 def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_path, capsys):
@@ -964,16 +965,16 @@ def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, ca
     prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=(flags or [None])[-1])
     flags += ["--tokenizer", named]
     t = trainer("--data", str(tmp_path / "corpus"), *flags, "--out", str(tmp_path / "out"))
-    end = t.tokenizer.end_of_document
+    end = t.setup.tokenizer.end_of_document
     for parameter in t.model.parameters():
         parameter.zero_()
     stage = t.stages[0]
     for parameter in (stage.embedding.weight, stage.norm.weight, stage.head.weight[end]):
         parameter.fill_(1.0)  # whatever there is, a document ends
-    t.save(1)
-    back = export_hf(step_path(t.checkpoints, 1), tmp_path / "back")
+    t.checkpoints.save()
+    back = export_hf(step_path(t.checkpoints.path, 1), tmp_path / "back")
     assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
-    assert generate_main(["--checkpoint", str(t.checkpoints / "step-00000001"), "--prompt", "d", *flags]) == 0
+    assert generate_main(["--checkpoint", str(t.checkpoints.path / "step-00000001"), "--prompt", "d", *flags]) == 0
     assert capsys.readouterr().out == "d\n"
     if kind != "byte":
         tokenizer = AutoTokenizer.from_pretrained(back)

@@ -99,7 +99,7 @@ def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
 
 def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(*flags, "--out", out, **sizes).run()
+        trainer(*flags, "--out", out, **sizes).train()
     assert not Path(out).exists()
 
 
@@ -329,7 +329,7 @@ def test_a_fault_on_one_rank_stops_all(ranks, tmp_path):
 
 def check_out_is_a_file(out: str) -> None:
     with pytest.raises(ValueError, match="can't be written"):
-        trainer("--out", out, tp=2).run()
+        trainer("--out", out, tp=2).train()
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
@@ -398,7 +398,7 @@ def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
 def check_half(dtype: str) -> list[float]:
     t = trainer("--dtype", dtype, "--sequence-parallel", "--lr", "1e-2", tp=2, pp=2)
     assert {p.dtype for p in t.model.parameters()} == {torch.float32}
-    return [t.step(i)["loss"] for i in range(8)]
+    return [t.step()["loss"] for i in range(8)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -418,9 +418,9 @@ def check_skipped_step() -> None:
             output.register_hook(lambda g: torch.full_like(g, math.inf))
 
         t.model.norm.register_forward_hook(poison)
-    record = t.step(0)
+    record = t.step()
     assert not math.isfinite(record["grad_norm"])
-    assert t.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
+    assert t.run.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
     for p, old in zip(t.model.parameters(), before, strict=True):
         assert torch.equal(p.detach().to_local(), old)  # type: ignore[attr-defined]
 
@@ -433,7 +433,7 @@ def check_generation(sizes: dict, flags: list[str]) -> str:
     from examples.gpt.generate import generate
 
     t = trainer("--dtype", "float64", *flags, **sizes)
-    return generate(t.model, t.pipeline, mesh(**sizes), t.tokenizer, "import ", new_tokens=20, seed=3)
+    return generate(t.model, t.run.pipeline, mesh(**sizes), t.setup.tokenizer, "import ", new_tokens=20, seed=3)
 
 
 def test_every_layout_writes_the_same_text(ranks):
