@@ -4,8 +4,6 @@
 runs on tp 2 x dp 2.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -15,18 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import trange
 
-from mpcore import (
-    Axis,
-    ColumnParallelLinear,
-    LayerNorm,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    Zero,
-    build_mesh,
-    prepare,
-    vocab_parallel_cross_entropy,
-)
+import mpcore as mp
 
 V, D, H, LAYERS, T = 256, 64, 4, 2, 64  # vocabulary (bytes), width, heads, blocks, tokens a sample
 SAMPLES, MICRO_BATCHES = 8, 2  # of a step
@@ -35,13 +22,13 @@ SAMPLES, MICRO_BATCHES = 8, 2  # of a step
 class Block(nn.Module):
     """Attention and MLP side by side under one norm: x + attention(norm(x)) + mlp(norm(x))."""
 
-    def __init__(self, tp: Axis) -> None:
+    def __init__(self, tp: mp.Axis) -> None:
         super().__init__()
-        self.norm = LayerNorm(D)  # was nn.LayerNorm(D)
-        self.qkv = QKVParallelLinear(D, H, H, D // H, tp=tp)  # was nn.Linear(D, 3 * D)
-        self.up = ColumnParallelLinear(D, 4 * D, tp=tp)  # was nn.Linear(D, 4 * D)
-        self.mix = RowParallelLinear(D, D, tp=tp, unit=D // H)  # was nn.Linear(D, D); sharded between heads
-        self.down = RowParallelLinear(4 * D, D, tp=tp)  # was nn.Linear(4 * D, D)
+        self.norm = mp.LayerNorm(D)  # was nn.LayerNorm(D)
+        self.qkv = mp.QKVParallelLinear(D, H, H, D // H, tp=tp)  # was nn.Linear(D, 3 * D)
+        self.up = mp.ColumnParallelLinear(D, 4 * D, tp=tp)  # was nn.Linear(D, 4 * D)
+        self.mix = mp.RowParallelLinear(D, D, tp=tp, unit=D // H)  # was nn.Linear(D, D); sharded between heads
+        self.down = mp.RowParallelLinear(4 * D, D, tp=tp)  # was nn.Linear(4 * D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]; in between H/tp heads and 4D/tp features."""
@@ -52,15 +39,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, this rank's columns of the logits out: [B, T] -> [B, T, V/tp]."""
+    """Bytes in, this rank's columns of the logits out."""
 
-    def __init__(self, tp: Axis) -> None:
+    def __init__(self, tp: mp.Axis) -> None:
         super().__init__()
-        self.embedding = VocabParallelEmbedding(V, D, tp=tp)  # was nn.Embedding(V, D)
+        self.embedding = mp.VocabParallelEmbedding(V, D, tp=tp)  # was nn.Embedding(V, D)
         self.position = nn.Embedding(T, D)  # modules that you don't swap are replicated
         self.blocks = nn.ModuleList(Block(tp) for _ in range(LAYERS))
-        self.norm = LayerNorm(D)
-        self.head = ColumnParallelLinear(D, V, bias=False, tp=tp)  # was nn.Linear(D, V, bias=False)
+        self.norm = mp.LayerNorm(D)
+        self.head = mp.ColumnParallelLinear(D, V, bias=False, tp=tp)  # was nn.Linear(D, V, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, V/tp]."""
@@ -71,49 +58,39 @@ class Transformer(nn.Module):
 
 
 def samples(step: int, share: range) -> Tensor:
-    """This rank's samples of a step, [B, T + 1] bytes of this file: each depends on its global index alone."""
+    """Of a step's samples those in `share`: [.., T + 1] bytes of this file."""
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     first = torch.randint(len(text) - T, (SAMPLES, 1), generator=torch.Generator().manual_seed(step))
     return text[first + torch.arange(T + 1)][share.start : share.stop]
 
 
-def train(tp: int = 1, zero: int = 0, steps: int = 30, save: str | None = None) -> list[float]:
+def train(tp: int = 1, zero: int = 0, steps: int = 30) -> list[float]:
     """Train, and return the loss before each step: the same on every mesh."""
-    mesh = build_mesh(tp=tp)  # dp is what tp leaves of the world
+    mesh = mp.build_mesh(tp=tp)  # dp is what tp leaves of the world
     model = Transformer(mesh.tp)
 
-    def loss(logits: Tensor, target: Tensor) -> Tensor:  # a sum: the run divides it once, by the tokens of the step
-        return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
+    def loss(logits: Tensor, target: Tensor) -> Tensor:  # a sum; the run divides it once, by the step's tokens
+        return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:  # called when the parameters are sharded
-        return torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    run = prepare(
-        model, mesh, blocks=model.blocks, loss=loss, optimizer=optimizer, data=Zero(zero), micro_batches=MICRO_BATCHES
-    )
+    run = mp.prepare(
+        model, mesh, blocks=model.blocks, data=mp.Zero(zero), micro_batches=MICRO_BATCHES, loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),  # called once the model is sharded
+    )  # fmt: skip
     losses = []
     for step in (bar := trange(steps, disable=mesh.world.rank != 0)):
         batch = samples(step, run.share(SAMPLES)).to(mesh.device)
         run.forward_backward(batch[:, :-1], batch[:, 1:])
-        run.clip_gradients(1.0)
+        run.clip_gradients(1.0)  # by the norm of the whole model
         losses.append(run.optimizer_step().loss)
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
-    if save:
-        run.save(save)  # any other layout loads it: run.load(path)
     if mesh.world.rank == 0:
         print(f"loss {losses[0]:.5f} -> {losses[-1]:.5f}")
-    return losses
+    return losses  # run.save("checkpoints") writes what any other layout goes on from: run.load(path)
 
 
-def main() -> None:
-    """Run the command."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO over the data ranks")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint there at the end")
     train(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,8 @@ The order, and why each step comes where it does:
  3. recompute      wraps the forward of blocks, inside the hooks of data parallelism
  4. data parallel  replaces parameters by shards; whatever holds parameters comes afterwards
  5. compile        makes the forward of blocks, with recompute inside and the hooks of data parallelism outside
- 6. main gradients accumulate in float32 where data parallelism doesn't
- 7. optimizer      holds the parameters that are stepped
+ 6. optimizer      holds the parameters that are stepped
+ 7. main gradients accumulate in float32 where data parallelism doesn't, for optimizers that read them
  8. guard, offload of its state, local updates: each wraps the optimizer
  9. pipeline       reads which linear layers must split their backward
 10. load           fills parameters and state (`Run.load`)
@@ -29,6 +29,7 @@ from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.optim.adamw import AdamW
 from mpcore.parallel.compile import compile_blocks
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.local_updates import DiLoCo
@@ -140,9 +141,9 @@ def prepare(
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
     lay_out(stages, mesh, whole=whole, blocks=blocks, seed=seed, initialize=initialize, data=data,
             precision=precision, recompute=recompute, compile=compile)  # fmt: skip
-    if precision.autocast is not None and not any(map(is_dtensor, whole.parameters())):
-        main_gradients(whole)  # data parallelism accumulates in float32 by itself
     made = optimizer(whole)
+    if precision.autocast is not None and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
+        main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
     if offload.optimizer:
         offload_optimizer(made)
     if local_updates is not None:
