@@ -45,7 +45,19 @@ from mpcore import (
     shardings,
 )
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
-from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, prune, save, save_async, step_path, verify
+from mpcore.checkpoint import (
+    checkpoints,
+    diff,
+    inspect,
+    latest,
+    load,
+    prune,
+    save,
+    save_async,
+    step_path,
+    tensor_file,
+    verify,
+)
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.__main__ import main
@@ -381,7 +393,7 @@ def first_chunk(path: Path, name: str):
 def flip_bit(path: Path) -> str:
     _, chunk = first_chunk(path, "model/blocks.1.mlp.down.weight")
     with safe_open(path / chunk.file, "pt") as file:
-        payload = checkpoint_format.raw(file.get_tensor(chunk.key))
+        payload = tensor_file.raw(file.get_tensor(chunk.key))
     data = bytearray((path / chunk.file).read_bytes())
     data[data.index(payload) + 3] ^= 4
     (path / chunk.file).write_bytes(data)
@@ -854,9 +866,9 @@ def test_what_fails_in_a_thread_fails_here(threads):
             raise OSError("the third")
         return -number
 
-    assert checkpoint_format.in_threads(work, [5, 4, 3, 1], threads) == [-5, -4, -3, -1]
+    assert tensor_file.in_threads(work, [5, 4, 3, 1], threads) == [-5, -4, -3, -1]
     with pytest.raises(OSError, match="the third"):
-        checkpoint_format.in_threads(work, range(5), threads)
+        tensor_file.in_threads(work, range(5), threads)
 
 
 # --- crashes and full disks ---------------------------------------------------------------------------------------

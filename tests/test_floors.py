@@ -91,6 +91,33 @@ def floors():
     return {at: sorted(name for name in height if height[name] == at) for at in range(max(height.values()) + 1)}
 
 
+PICTURE = ROOT / "docs" / "floors.svg"
+WIDTH, ROW, BOX = 860, 58, 34
+
+
+def draw_floors():
+    """The rooms of each floor as an SVG, the highest floor on top."""
+    found, boxes = floors(), []
+    height = ROW * len(found) + 16
+    for at, names in found.items():
+        y = height - ROW * (at + 1)
+        boxes.append(f'<text x="8" y="{y + 22}" fill="#777">{at}</text>')
+        wide = (WIDTH - 40) / len(names)
+        for i, name in enumerate(names):
+            x = 32 + i * wide
+            boxes.append(
+                f'<rect x="{x:.0f}" y="{y}" width="{wide - 8:.0f}" height="{BOX}" rx="4" fill="#eef3fa" '
+                f'stroke="#4a6fa5"/><text x="{x + wide / 2 - 4:.0f}" y="{y + 22}" text-anchor="middle">{name}</text>'
+            )
+    font = 'font-family="sans-serif" font-size="13"'
+    body = "\n".join(boxes)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {font}>\n{body}\n</svg>\n'
+
+
+def test_the_picture_of_the_floors_is_made_from_the_imports():
+    assert PICTURE.read_text() == draw_floors(), "python -m tests.test_floors draws it anew"
+
+
 def test_the_reader_of_imports_sees_what_is_there():
     assert set(imports("mpcore.layers.linear")) >= {"torch", "mpcore.collectives", "mpcore.mesh.axis"}
     assert "mpcore.kernels._dispatch" in set(imports("mpcore.kernels.rms_norm"))
@@ -233,3 +260,7 @@ def test_importing_layers_leaves_triton_alone():
         "print(sum('mpcore' in str(op) for op in flop_registry))"
     )
     assert int(python(code).stdout) >= 4
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw_floors())

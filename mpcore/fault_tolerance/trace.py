@@ -33,7 +33,7 @@ from torch import nn
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.join(os.path.dirname(__file__), "collectives.py")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collectives.py")
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 
 

@@ -166,8 +166,8 @@ def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, 
     trainer(*flags, "--eval-every", "0", "--steps", "1", "--save-every", "1", "--out", out).train()
     again = ["--steps", "2", "--eval-every", "0", "--resume", "auto", "--out", out]
     resumed = trainer(*flags, *again)
-    assert resumed.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-    resumed.run()
+    assert resumed.run.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    resumed.train()
     with pytest.raises(ValueError, match=r"is of another run: .*blend"):
         trainer("--data", "0.6", web, "0.4", code, *again)
 

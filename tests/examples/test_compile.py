@@ -41,8 +41,8 @@ def train(sizes: dict[str, int], flags: list[str], out: str) -> dict[str, Any]:
     t = Trainer(parse([*FLAGS, *flags, "--out", out]), mesh(**sizes))
     take, records, graphs = t.step, [], []
 
-    def noted(step: int) -> dict[str, Any]:
-        records.append(take(step))
+    def noted() -> dict[str, Any]:
+        records.append(take())
         graphs.append(counters["stats"]["unique_graphs"])
         return records[-1]
 

@@ -33,7 +33,7 @@ from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
-from tests.examples.test_pretrain import trainer
+from tests.examples.test_pretrain import save_as, trainer
 from tests.pool import mesh
 
 SIZES = {
@@ -861,12 +861,12 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
     for begin, files in ((["--init-from-hf", str(folder)], folder), (["--init-from", str(first)], first)):
         here = [*flags, "--out", str(tmp_path / "out" / files.name)]
         begun = Trainer(parse([*here, *begin]), mesh())
-        begun.step(0)
-        begun.save(1)
+        begun.step()
+        begun.checkpoints.save()
         (weights,) = files.glob("*.safetensors")
         weights.write_bytes(bytes(weights.stat().st_size))
         went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
-        assert went_on.first_step == 1
+        assert went_on.run.step == 1
         for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
             assert torch.equal(p, q)
         with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from-hf or --init-from, give tha"):
@@ -885,13 +885,13 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
         flags = ("--data", str(tmp_path / "corpus"), "--tokenizer", str(tmp_path / name), *flags)
         return trainer(*flags, "--out", str(tmp_path / "out"))
 
-    run("ab.json").save(1)
-    assert run("ab.json", "--resume", "auto").first_step == 1
+    save_as(1, run("ab.json"))
+    assert run("ab.json", "--resume", "auto").run.step == 1
     with pytest.raises(ValueError, match=r"another run: tokenizer is '\w+-0' there, '\w+-0' here\. --init-from"):
         run("cd.json", "--resume", "auto")
     older = run("ab.json")
-    older.about = lambda about=older.about: {k: v for k, v in about().items() if k != "tokenizer"}
-    older.save(2)
+    del older.checkpoints.about["tokenizer"]
+    save_as(2, older)
     assert run("cd.json", "--resume", "auto").run.step == 2
 
 
@@ -905,8 +905,7 @@ def check_carried(folder: str, data: str, out: str) -> None:
     for i, begin in enumerate(begins):
         flags = [*begin, "--data", data, "--seq-len", "8", "--out", out]
         t = Trainer(parse(flags), mesh())
-        t.run.step = i + 1
-        t.checkpoints.save()
+        save_as(i + 1, t)
         if t.checkpoints.saving is not None:
             t.checkpoints.saving.wait()
 

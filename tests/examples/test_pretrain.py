@@ -51,6 +51,12 @@ def trainer(*flags: str, **sizes: int):
     return Trainer(parse([*TINY, "--steps", str(STEPS), "--warmup", "2", *flags]), mesh(**sizes))
 
 
+def save_as(step: int, t) -> None:
+    """Save a checkpoint of so many steps."""
+    t.run.step = step
+    t.checkpoints.save()
+
+
 def run(sizes: dict, *flags: str) -> dict:
     """Losses and norms of all steps, and a hash of each parameter before the first."""
     micro_batch = 4 // (sizes.get("dp", 1) * sizes.get("pp", 1)) if sizes else 1
