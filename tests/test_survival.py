@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.model import GPT
 from mpcore import Mesh, materialize
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.mesh import check_same, meet

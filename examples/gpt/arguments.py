@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import (
     LENGTH,
     Carried,
@@ -23,7 +24,8 @@ from examples.gpt.hf import (
     tokenizer_of_checkpoint,
     tokenizer_of_hf,
 )
-from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
 from mpcore.layers.context import KINDS, check_heads, check_kind

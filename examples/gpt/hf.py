@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.model import GPT
 from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect

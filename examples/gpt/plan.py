@@ -22,8 +22,11 @@ from examples.gpt.arguments import (
     plan_stages,
     recompute_kind,
 )
-from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
-from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
+from examples.gpt.stages import build_stages
+from mpcore import Mesh, seed_dropout
 from mpcore.data_parallel import shard_data_parallel
 from mpcore.dry_run import Work
 from mpcore.ledger import block_bytes
@@ -103,8 +106,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return (x,), keywords(stages[i], args)
 
     def loss(logits: Tensor) -> Tensor:
-        target = torch.empty(ids, dtype=torch.int64)
-        return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
+        return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(parameters, fused=False, foreach=False)

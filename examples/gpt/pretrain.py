@@ -35,20 +35,17 @@ from examples.gpt.arguments import (
     plan_stages,
 )
 from examples.gpt.blend import Corpora, parse_sources
-from examples.gpt.data import Samples, default_corpus
+from examples.gpt.compilation import compile_blocks
+from examples.gpt.config import GPTConfig
+from examples.gpt.default_corpus import default_corpus
 from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
+from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import generate
 from examples.gpt.hf import ROUTER_BIAS, ROUTER_STATISTICS, load_hf
-from examples.gpt.model import (
-    GPTConfig,
-    build_stages,
-    compile_blocks,
-    count_active_parameters,
-    count_parameters,
-    flops_of_token,
-)
 from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
+from examples.gpt.samples import Samples
+from examples.gpt.stages import build_stages
 from mpcore import (
     Mesh,
     build_mesh,
@@ -64,7 +61,6 @@ from mpcore.checkpoint import Saving, checkpoints, inspect, latest, load, save, 
 from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
-from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.local_updates import OUTER_SLOTS, DiLoCo, Merge
 from mpcore.mesh import check_same, raise_together
 from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters
@@ -178,9 +174,7 @@ class Trainer:
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """The micro-batch's share of the step's loss: its sum over tokens, divided once by the global count."""
-        total = vocab_parallel_cross_entropy(
-            logits, target, tp=self.mesh.tp, vocab_size=self.config.vocab_size, reduction="sum"
-        )
+        total = self.stages[-1].loss(logits, target)
         return total * (self.scale / self.tokens_of_step).to(total.dtype)
 
     @property

@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.gpt import hf
+from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
 from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf, read_json
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer

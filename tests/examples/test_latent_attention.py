@@ -9,8 +9,11 @@ import math
 import pytest
 import torch
 
+from examples.gpt.config import GPTConfig, LatentConfig
+from examples.gpt.flops import count_parameters
 from examples.gpt.hf import family_of
-from examples.gpt.model import GPT, PRESETS, GPTConfig, LatentConfig, count_parameters
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from mpcore import full_state_dict
 from tests.pool import mesh
 
