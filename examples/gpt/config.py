@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpcore import Axis, Mesh
+from mpcore import Mesh
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,3 @@ class Layout:
     sequence_parallel: bool = False
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
-
-    @property
-    def tp(self) -> Axis:
-        """The tensor-parallel axis."""
-        return self.mesh.tp
-
-    @property
-    def cp(self) -> Axis:
-        """The context-parallel axis."""
-        return self.mesh.cp

@@ -34,7 +34,7 @@ def build_norm(c: GPTConfig, layout: Layout) -> nn.Module:
     """Build a norm of the residual stream."""
     kind = RMSNorm if c.norm == "rms" else LayerNorm
     sharded, device, dtype = layout.sequence_parallel, layout.device, layout.dtype
-    return kind(c.d_model, c.eps, tp=layout.tp, sequence_parallel=sharded, device=device, dtype=dtype)
+    return kind(c.d_model, c.eps, tp=layout.mesh.tp, sequence_parallel=sharded, device=device, dtype=dtype)
 
 
 def build_attention(c: GPTConfig, layout: Layout, rope: RotaryEmbedding | None) -> nn.Module:
@@ -44,9 +44,9 @@ def build_attention(c: GPTConfig, layout: Layout, rope: RotaryEmbedding | None) 
     qkv_bias, output_bias, _ = c.biases
     return ParallelAttention(
         c.d_model, c.heads, c.kv_heads, c.head_dim, bias=qkv_bias, output_bias=output_bias, rope=rope,
-        qk_norm=c.qk_norm, norm_eps=c.eps, window=c.window, tp=layout.tp, context=layout.context, cp=layout.cp,
-        sequence_parallel=layout.sequence_parallel, init=normal(c.init_std), output_init=normal(c.output_std),
-        device=layout.device, dtype=layout.dtype,
+        qk_norm=c.qk_norm, norm_eps=c.eps, window=c.window, tp=layout.mesh.tp, cp=layout.mesh.cp,
+        context=layout.context, sequence_parallel=layout.sequence_parallel, init=normal(c.init_std),
+        output_init=normal(c.output_std), device=layout.device, dtype=layout.dtype,
     )  # fmt: skip
 
 
@@ -55,8 +55,9 @@ def build_mlp(c: GPTConfig, i: int, layout: Layout) -> nn.Module:
     if c.moe is not None and c.has_experts(i):
         return mixture_of_experts(c, c.moe, layout)
     return ParallelMLP(
-        c.d_model, c.hidden, c.activation, bias=c.biases[2], tp=layout.tp, sequence_parallel=layout.sequence_parallel,
-        init=normal(c.init_std), output_init=normal(c.output_std), device=layout.device, dtype=layout.dtype,
+        c.d_model, c.hidden, c.activation, bias=c.biases[2], tp=layout.mesh.tp,
+        sequence_parallel=layout.sequence_parallel, init=normal(c.init_std), output_init=normal(c.output_std),
+        device=layout.device, dtype=layout.dtype,
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def build_block(c: GPTConfig, i: int, layout: Layout, rope: RotaryEmbedding | No
     """Build block i: x + attention(norm(x)), then x + mlp(norm(x))."""
     attention, mlp = build_attention(c, layout, rope), build_mlp(c, i, layout)
     norms = build_norm(c, layout), build_norm(c, layout)
-    tp, sharded = layout.tp, layout.sequence_parallel
+    tp, sharded = layout.mesh.tp, layout.sequence_parallel
     return TransformerBlock(attention, mlp, *norms, dropout=c.dropout, tp=tp, sequence_parallel=sharded)
 
 

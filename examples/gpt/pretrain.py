@@ -41,7 +41,7 @@ from examples.gpt.default_corpus import default_corpus
 from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import generate
-from examples.gpt.hf import ROUTER_BIAS, ROUTER_STATISTICS, load_hf
+from examples.gpt.hf import load_hf
 from examples.gpt.plan import recompute_blocks
 from examples.gpt.records import LOCK, draw_trace, locked, plot_losses, read_records, write_whole
 from examples.gpt.samples import Samples
@@ -61,6 +61,7 @@ from mpcore.checkpoint import Saving, checkpoints, inspect, latest, load, save, 
 from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.data_parallel import reshard, shard_data_parallel
+from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.local_updates import OUTER_SLOTS, DiLoCo, Merge
 from mpcore.mesh import check_same, raise_together
 from mpcore.offload import ParameterOffload, offload_activations, offload_optimizer, offload_parameters

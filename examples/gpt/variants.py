@@ -15,7 +15,7 @@ def latent_attention(
     """Build DeepSeek's multi-head latent attention."""
     return MultiLatentAttention(
         c.d_model, c.heads, **dataclasses.asdict(latent), bias=c.biases[0], rope=rope, norm_eps=c.eps,
-        window=c.window, tp=layout.tp, context=layout.context, cp=layout.cp,
+        window=c.window, tp=layout.mesh.tp, context=layout.context, cp=layout.mesh.cp,
         sequence_parallel=layout.sequence_parallel, init=normal(c.init_std), output_init=normal(c.output_std),
         device=layout.device, dtype=layout.dtype,
     )  # fmt: skip
