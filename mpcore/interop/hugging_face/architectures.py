@@ -30,12 +30,14 @@ class Architecture:
     fields: dict[str, Field]  # by their name, what maps one to one
     rules: tuple[str, ...] = ()  # what maps otherwise, read after the fields: names of `config.RULES`
     ours: Mapping[str, Any] = field(default_factory=dict)  # our fields that config.json does not say
-    only: Mapping[str, Any] = field(default_factory=dict)  # their fields of which one value is supported
+    only: Mapping[str, Any] = field(default_factory=dict)  # their fields with the one value that is supported
     ignored: frozenset[str] = frozenset()  # their fields that do not change the numbers of a trained model
     forgotten: frozenset[str] = frozenset()  # our fields that an export loses: only training reads them
     layers: str = "model.layers"  # where their layers are
     ends: Mapping[str, str] = field(default_factory=dict)  # modules outside the layers, theirs by ours
-    block: Mapping[str, str] = field(default_factory=dict)  # in a layer; several: rows in turn; {}: an expert's number
+    # Modules of a layer, theirs by ours. Ours holds the rows of several of theirs, one after the other. {} is the
+    # number of an expert, which has its own matrices there.
+    block: Mapping[str, str] = field(default_factory=dict)
     leaves: Mapping[str, str] = field(default_factory=dict)  # parameters with another name there
     transposed: tuple[str, ...] = ()  # our modules whose weights are [in, out] there
 
