@@ -32,7 +32,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
     ColumnParallelLinear,

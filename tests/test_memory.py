@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt.model import GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
+from examples.gpt.stages import build_stages
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear, build_mesh, vocab_parallel_cross_entropy
 from mpcore.analysis.dry_run import Work, dry_run, pretend
 from mpcore.analysis.memory import layer_activation_bytes, main

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
 from mpcore.checkpoint import diff, save, step_path

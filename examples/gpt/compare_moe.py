@@ -16,7 +16,7 @@ import matplotlib
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.model import count_active_parameters, count_parameters
+from examples.gpt.flops import count_active_parameters, count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
 

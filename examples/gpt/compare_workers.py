@@ -17,7 +17,7 @@ import matplotlib
 import torch.distributed as dist
 
 from examples.gpt.arguments import parse
-from examples.gpt.model import count_parameters
+from examples.gpt.flops import count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
 from mpcore.checkpoint import step_path

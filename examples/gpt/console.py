@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from examples.gpt.model import count_active_parameters, count_parameters, flops_of_token
+from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
 from mpcore.fault_tolerance.metrics import MetricsWriter

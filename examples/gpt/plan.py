@@ -22,9 +22,12 @@ from examples.gpt.arguments import (
     plan_stages,
     recompute_kind,
 )
-from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.policies import hidden, keywords, policies
-from mpcore import Mesh, vocab_parallel_cross_entropy
+from examples.gpt.presets import PRESETS
+from examples.gpt.stages import build_stages
+from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
 from mpcore.analysis.dry_run import Work
 from mpcore.parallel.local_updates import OUTER_SLOTS
@@ -70,8 +73,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return (x,), keywords(stages[i], args)
 
     def loss(logits: Tensor) -> Tensor:
-        target = torch.empty(ids, dtype=torch.int64)
-        return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
+        return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(parameters, fused=False, foreach=False)

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from examples.gpt.hf import ROUTER_BIAS, ROUTER_STATISTICS
-from examples.gpt.model import GPTConfig
+from examples.gpt.config import GPTConfig
 from mpcore import Mesh
 from mpcore.checkpoint import Manifest, inspect, load
 from mpcore.checkpoint.format import read_manifest
+from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 
 
 def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun_elsewhere: bool) -> ValueError | None:

@@ -10,14 +10,15 @@ from typing import Any
 
 from examples.gpt.arguments import check, find_carried, find_tokenizer, flag, model_config, plan_stages
 from examples.gpt.blend import Corpora, parse_sources
-from examples.gpt.data import Samples, default_corpus
-from examples.gpt.hf import Carried
-from examples.gpt.model import GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.default_corpus import default_corpus
 from examples.gpt.resume import other_dtype
+from examples.gpt.samples import Samples
 from examples.gpt.tokenizer import Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.fault_tolerance.versions import code_versions
+from mpcore.interop.hugging_face import Carried
 from mpcore.mesh import check_same, raise_together
 from mpcore.pipeline.schedules import Schedule
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from examples.gpt.arguments import build_optimizer, learning_rate
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.console import Console
-from examples.gpt.data import Samples
 from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, is_timed
 from examples.gpt.generate import generate
-from examples.gpt.model import GPT, build_stages
+from examples.gpt.model import GPT
 from examples.gpt.policies import policies
+from examples.gpt.samples import Samples
 from examples.gpt.setup import set_up
+from examples.gpt.stages import build_stages
 from examples.gpt.stop import Stop
 from mpcore import Mesh, prepare, shard_sequence
 from mpcore.fault_tolerance.stragglers import Stragglers
-from mpcore.layers import vocab_parallel_cross_entropy
 
 
 class Trainer:
@@ -45,8 +45,8 @@ class Trainer:
         heads = [stage.head for stage in self.stages if stage.last]
         self.run = prepare(
             self.stages, mesh, blocks=[block for stage in self.stages for block in stage.blocks.values()],
-            loss=self.loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads), seed=args.seed,
-            micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace, **policies(args, self.stages),
+            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
+            seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace, **policies(args, self.stages),
         )  # fmt: skip
         self.model = self.run.model
         self.console = Console(mesh, self.out)
@@ -54,11 +54,6 @@ class Trainer:
         self.checkpoints.begin()  # from a checkpoint, from other weights, or from the first values
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
-
-    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The cross-entropy of a micro-batch, summed over its tokens."""
-        vocabulary = {"tp": self.mesh.tp, "vocab_size": self.config.vocab_size}
-        return vocab_parallel_cross_entropy(logits, target, **vocabulary, reduction="sum")
 
     def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, Tensor]:
         """These samples' tokens, targets and global indices; of each sequence this rank's part over cp."""

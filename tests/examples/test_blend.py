@@ -11,8 +11,9 @@ import pytest
 
 from examples.gpt.arguments import learning_rate
 from examples.gpt.blend import PERIOD, Blend, Corpora, counts_of_period, parse_sources
-from examples.gpt.data import IndexedDataset, IndexedDatasetWriter, TokenSamples
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.pretrain import parse
+from examples.gpt.samples import TokenSamples
 from mpcore.optim.schedules import SCHEDULES
 from tests.examples.test_pretrain import trainer
 from tests.examples.test_pretrain_command import check_refused

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from examples.gpt.arguments import check, parse
-from examples.gpt.model import GPT, GPTConfig, compile_blocks
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from mpcore import Mesh, full_state_dict, seed_dropout
+from mpcore.parallel.compile import compile_blocks
 from tests.pool import mesh
 
 FLAGS = [

@@ -56,7 +56,8 @@ def test_every_kind_writes_the_same_text(ranks):
 
 def check_gradients(sizes, kind, changes, options, zero=None):
     """Loss, every gradient and their norm, where most targets are masked and ranks have unequal shares of the rest."""
-    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.config import GPTConfig
+    from examples.gpt.model import GPT
     from mpcore.parallel.data import shard_data_parallel
 
     axes = mesh(**sizes)

@@ -138,7 +138,8 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
 def check_text(sizes: dict, **options) -> torch.Tensor:
     """The logits of each token of a text."""
     from examples.gpt import generate as command
-    from examples.gpt.model import GPT, GPTConfig, MoEConfig
+    from examples.gpt.config import GPTConfig, MoEConfig
+    from examples.gpt.model import GPT
     from examples.gpt.tokenizer import load_tokenizer
 
     m, seen = mesh(**sizes), []

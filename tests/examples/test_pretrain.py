@@ -14,7 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.gpt.model import GPT, GPTConfig, LatentConfig, flops_of_token
+from examples.gpt.config import GPTConfig, LatentConfig
+from examples.gpt.flops import flops_of_token
+from examples.gpt.model import GPT
 from mpcore import full_state_dict, shardings
 from mpcore.sharding.local import reshard
 from tests.pool import mesh

@@ -88,7 +88,7 @@ def test_a_mesh_that_does_not_fit_stops_every_rank_within_seconds(tmp_path):
 
 
 def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
-    from examples.gpt.data import IndexedDatasetWriter
+    from examples.gpt.indexed_dataset import IndexedDatasetWriter
 
     with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
         for _ in range(documents):
@@ -450,8 +450,9 @@ def check_padded_vocabulary(sizes: dict) -> str:
     """Half of the table's rows are of no byte, and as likely as the others."""
     from dataclasses import replace
 
+    from examples.gpt.config import GPTConfig
     from examples.gpt.generate import generate
-    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.model import GPT
     from examples.gpt.tokenizer import ByteTokenizer
     from mpcore import materialize
     from mpcore.pipeline import Pipeline
