@@ -7,7 +7,7 @@ TESTS = "tests/kernels/"
 
 MUTATIONS = [
     Mutation("what a kernel writes over keeps its version", "kernels/_dispatch.py",
-             "launch_and_count if written else launch", "launch", INTERPRET + "test_adamw.py"),
+             "launch_and_count if mutated else launch", "launch", INTERPRET + "test_adamw.py"),
     Mutation("statistics are differentiated on a CPU alone", "kernels/cross_entropy.py",
              "    logits = logits.detach()\n", "", TESTS + "test_cross_entropy.py"),
     Mutation("an ignored row's NaN is passed on", "kernels/cross_entropy.py",
@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation("places are read as if contiguous", "kernels/adamw.py",
              "None if index is None else index.contiguous()", "index", INTERPRET + "test_adamw.py"),
     Mutation("targets outside the vocabulary are taken", "kernels/linear_cross_entropy.py",
-             "wrong = outside(target, vocab_size, ignore_index)", "wrong = None",
+             'wrong = outside(target, vocab_size, loss["ignore_index"])', "wrong = None",
              TESTS + "test_linear_cross_entropy.py"),
     Mutation("a position below zero counts from the table's end", "kernels/rope.py",
              "outside(positions, cos.shape[0])", "outside(positions.abs(), cos.shape[0])", TESTS + "test_rope.py"),

@@ -48,6 +48,6 @@ MUTATIONS = [
              "(x.view(torch.int32) + bits.to(torch.int32))", "x.view(torch.int32)", KERNEL),
     Mutation("the three roundings share their bits", "kernels/adamw.py",
              "return first & 0xFFFF, first >> 16, second & 0xFFFF", "return (first & 0xFFFF,) * 3", KERNEL),
-    Mutation("a launch forgets how wide its integers are", "kernels/_launch.py",
+    Mutation("a launch forgets how wide its integers are", "kernels/_triton.py",
              ", -(2**31) <= s < 2**31)", ", True)", KERNEL),
 ]  # fmt: skip

@@ -38,7 +38,7 @@ FILES = {
     "mpcore/optim.py": "it steps with plain SGD",
     "mpcore/precision.py": "it scales no loss, and converts no layer",
     "tests/": "what tests run on",
-    "kernels/_launch.py": "nothing is launched without a GPU",
+    "kernels/_triton.py": "nothing is launched without a GPU",
     "kernels/_main_grad.py": "it keeps no main gradients",
     "kernels/": "an operator, computed alike on one process",
 }
