@@ -69,6 +69,13 @@ def cross_entropy_stats(
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
+
+    Example:
+        >>> logits, target = torch.randn(6, 10), torch.arange(6)
+        >>> stats = torch.stack([cross_entropy_stats(logits[:, i : i + 5], target, start=i) for i in (0, 5)])
+        >>> loss = loss_of_stats(combine_stats(stats), target, vocab_size=10)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target, reduction="none"), atol=1e-5)
+        True
     """
     _check(logits, target, softcap)
     logits = logits.detach()
@@ -199,6 +206,13 @@ def cross_entropy_backward(
 
     Note:
         - Fourteen parameters: the rows, and by keyword the options of the forward pass and the other two gradients.
+
+    Example:
+        >>> logits, target = torch.randn(6, 10), torch.arange(6)
+        >>> stats = cross_entropy_stats(logits, target)
+        >>> dlogits = cross_entropy_backward(logits, target, stats, torch.ones(6), vocab_size=10)
+        >>> bool(dlogits.sum(-1).abs().max() < 1e-5)
+        True
     """
     if stats.dim() == 0 or stats.shape[0] not in (4, 5):
         raise ValueError(f"stats have shape {tuple(stats.shape)}; they are 4 or 5 numbers for each row")

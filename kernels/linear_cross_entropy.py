@@ -74,6 +74,13 @@ def linear_cross_entropy(
 
     Note:
         - Thirteen parameters: four tensors, and by keyword the options of `cross_entropy.py` and of the chunks.
+
+    Example:
+        >>> x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
+        >>> loss = linear_cross_entropy(x, weight, torch.arange(6), torch.full((6,), 1 / 6), chunk_rows=2)
+        >>> loss.backward()
+        >>> tuple(x.grad.shape), tuple(weight.grad.shape)
+        ((6, 4), (10, 4))
     """
     columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
     loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}

@@ -67,6 +67,12 @@ def rope(
 
     Note:
         - Eleven parameters: q, k and the tables, and the options of the norm and of the pairs by keyword.
+
+    Example:
+        >>> angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(4) / 4))
+        >>> q, k = rope(torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), angles.cos(), angles.sin())
+        >>> tuple(q.shape), tuple(k.shape)
+        ((1, 6, 4, 8), (1, 6, 2, 8))
     """
     _check(q, k, cos, sin, positions, q_weight, k_weight)
     tensors, options = (cos, sin, positions, q_weight, k_weight), (eps, zero_centered, interleaved)
@@ -107,6 +113,12 @@ def rope_qkv(
 
     Note:
         - Twelve parameters: the projection, its heads and the tables, and the options of `rope` by keyword.
+
+    Example:
+        >>> angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(4) / 4))
+        >>> q, k, v = rope_qkv(torch.randn(1, 6, 8 * 8), 4, 2, angles.cos(), angles.sin())
+        >>> tuple(q.shape), tuple(k.shape), tuple(v.shape)
+        ((1, 6, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8))
     """
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 3 or min(num_heads, num_kv_heads) < 1 or qkv.shape[2] % heads:

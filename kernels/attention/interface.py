@@ -55,6 +55,12 @@ def attention(
     Note:
         - Eleven parameters: three tensors, and the options of the mask and of the scores by keyword.
         - With `impl=None`, what the kernels can't compute runs on the reference: thousands of small operators a layer.
+
+    Example:
+        >>> query, key = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+        >>> output, lse = attention(query, key, key, window=3)
+        >>> tuple(output.shape), tuple(lse.shape)
+        ((1, 5, 4, 8), (1, 4, 5))
     """
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # as torch's own attention does
@@ -102,6 +108,13 @@ def attention_backward(
 
     Note:
         - Fifteen parameters: six tensors of the forward pass, and the options of `attention` by keyword.
+
+    Example:
+        >>> query, key = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+        >>> output, lse = attention(query, key, key)
+        >>> dq, dk, dv = attention_backward(torch.ones_like(output), query, key, key, output, lse)
+        >>> tuple(dq.shape), tuple(dk.shape)
+        ((1, 5, 4, 8), (1, 5, 2, 8))
     """
     scale, cap = _check(query, key, value, scale, softcap)
     B, T, H, _ = query.shape
