@@ -46,7 +46,8 @@ class Trainer:
         self.run = prepare(
             self.stages, mesh, blocks=[block for stage in self.stages for block in stage.blocks.values()],
             loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
-            seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace, **policies(args, self.stages),
+            seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
+            **policies(args, self.stages),
         )  # fmt: skip
         self.model = self.run.model
         self.console = Console(mesh, self.out)
