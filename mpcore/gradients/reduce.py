@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
@@ -77,7 +78,7 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
                 f"of {axis.name}: add it before, join stages after, or freeze it"
             )
         cut = bool(is_dtensor(parameter))
-        if cut and parameter._backward_hooks:
+        if cut and has_gradient_hooks(parameter):
             raise ValueError(
                 f"{name} is sharded, and what register_hook was given is never called for its gradient: use "
                 f"register_post_accumulate_grad_hook, which sees this rank's shard of the sum"

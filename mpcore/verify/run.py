@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from mpcore._torch import pytree
+from mpcore._torch.compile import eagerly
 from mpcore.collectives import all_reduce
 from mpcore.gradients.norm import grad_norm
 from mpcore.gradients.reduce import reduce_gradients
@@ -21,7 +22,6 @@ from mpcore.layers.initialize import materialize
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.engine import Pipeline
-from mpcore.pipeline.runtime import uncompiled
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
@@ -162,7 +162,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     target = batch.pop("target", batch["x"])
     pipeline = Pipeline(model, mesh, layout.micro_batches, loss)
     x = batch.pop("x")
-    with uncompiled():  # or what listens to modules is compiled with them, anew for each call
+    with eagerly():  # or what listens to modules is compiled with them, anew for each call
         total = pipeline.forward_backward(x, target, **batch)
     seen.loss = float(all_reduce(total, mesh.data))
     seen.output = _joined(returned) if returned else None
@@ -179,7 +179,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     seen.updated = _full(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
     model.eval()
-    with uncompiled():
+    with eagerly():
         (output,) = pipeline.forward([x], **batch)
     seen.evaluated = _leaves(output) if returned else None
     return seen
@@ -210,7 +210,7 @@ def _leaves(output: Any, where: str = "") -> dict[str, Tensor]:
     if isinstance(output, Mapping):
         inner: Sequence[tuple[Any, Any]] = list(output.items())
     else:
-        leaves = output if isinstance(output, tuple | list) else tree_leaves(output)
+        leaves = output if isinstance(output, tuple | list) else pytree.leaves(output)
         inner = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not output]
     return {name: leaf for key, value in inner for name, leaf in _leaves(value, f"{where}[{key!r}]").items()}
 
@@ -242,7 +242,7 @@ def _listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal inside
-            tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor))
+            tensors = (x for x in pytree.leaves(output) if isinstance(x, Tensor))
             first = next((x for x in tensors if x.is_floating_point() and x.dim() and not x.is_meta), None)
             if inside and first is not None:
                 call = next(i for i in itertools.count() if (name, i) not in forwards[-1])

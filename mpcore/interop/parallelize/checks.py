@@ -6,8 +6,8 @@ import hashlib
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from mpcore._torch.fake import is_fake
 from mpcore.interop.parallelize.layers import VocabShard
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, Target
 from mpcore.layers.module import ParallelModule
@@ -19,7 +19,7 @@ def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     """Hashes of what must be the same on all ranks. Reads each weight once."""
     named = dict(model.named_parameters())
     held = [p.detach() for p in named.values() if not p.is_meta and not is_dtensor(p)]
-    sums = [x.cpu() for p in held if not isinstance(x := p.sum(dtype=torch.float64), FakeTensor)]
+    sums = [x.cpu() for p in held if not is_fake(x := p.sum(dtype=torch.float64))]
     told = {
         "plan": plan if plan is None or isinstance(plan, str) else sorted((key, repr(plan[key])) for key in plan),
         "shapes": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()],
