@@ -151,9 +151,9 @@ class Stage(PipelineStage):
         """Run the second half of a backward of a micro-batch, the step's last or not."""
         raise NotImplementedError
 
-    def promised_outputs(self) -> tuple[Any, ...]:
-        """Return the shape, dtype and need of a gradient of what the next stage expects, from the dry run."""
-        return self._stage_meta.outputs  # type: ignore[return-value]
+    def promised_outputs(self) -> tuple[Any, ...] | None:
+        """Return shapes, dtypes and need of gradients that the dry run found; None before torch 2.13."""
+        return self._stage_meta.outputs if RENEWS_BUFFERS else None
 
     def keep_outputs(self, micro_batch: int, outputs: tuple[Tensor, ...]) -> None:
         """Send these outputs of a forward that has just run, and begin its backward at them."""

@@ -58,13 +58,13 @@ class Stage(pipelining.Stage):
             self.keep_outputs(fwd_chunk_id, ())
             return out
         when = f"micro-batch {fwd_chunk_id}"
-        out = self._as_promised(out, when) if pipelining.RENEWS_BUFFERS else sent_on(out, self.stage_index, when)
+        promised = self.promised_outputs()
+        out = sent_on(out, self.stage_index, when) if promised is None else self._as_promised(out, promised, when)
         self.keep_outputs(fwd_chunk_id, out)
         return out
 
-    def _as_promised(self, out: Any, when: str) -> tuple[Tensor, ...]:
+    def _as_promised(self, out: Any, promised: tuple[Any, ...], when: str) -> tuple[Tensor, ...]:
         """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
-        promised = self.promised_outputs()
         try:
             outputs = sent_on(out, self.stage_index, when)
             if len(outputs) != len(promised):
