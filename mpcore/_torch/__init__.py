@@ -12,6 +12,7 @@ read these files beside its source; `make oldest` runs the tests on 2.11.
     fsdp          the units of `fully_shard`: parameters, gradients, backwards that failed
     fsdp_wrap     what `fully_shard` can be told, and which tensors of an output it looks at
     functional    operations on lists of tensors
+    module        the hooks of a module
     optim         the hooks of an optimizer's step
     pipelining    the runtime that executes a pipeline schedule
     pytree        tensors in nested containers

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mpcore._torch.fake import is_fake
+from mpcore._torch.module import has_hooks
 from mpcore.interop.parallelize.layers import VocabShard
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, Target
 from mpcore.layers.module import ParallelModule
@@ -113,7 +114,7 @@ def check_plain(name: str, module: nn.Module, style: Style) -> None:
         )
     if (base is nn.Linear and type(module).forward is not nn.Linear.forward) or "forward" in vars(module):
         raise ValueError(f"{name} is a {kind} with a forward of its own, which a swap would lose")
-    if any(getattr(module, f"_{which}") for which in ("forward_hooks", "forward_pre_hooks", "backward_hooks")):
+    if has_hooks(module):
         raise ValueError(f"{name} has hooks, which a swap would lose: register them afterwards")
 
 
