@@ -32,10 +32,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from mpcore._torch.autograd import below_autograd
+from mpcore._torch.dispatch import OpOverload
 from mpcore.mesh.axis import Axis, check_axis
 
 _ops = torch.ops._c10d_functional
@@ -75,7 +76,7 @@ def _call(op: OpOverload, x: Tensor, *args, wait: bool = False) -> Tensor:
     # Torch may have given these operators an autograd of its own, in Python: 9 us a collective, and a second graph.
     if torch.compiler.is_compiling():
         return _wait(op(x, *args)) if wait else op(x, *args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _wait(op(x, *args)) if wait else op(x, *args)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpcore._torch.dispatch import TorchDispatchMode
+from mpcore._torch.storage import StorageWeakRef, address, alive
 from mpcore.sharding.local import local_tensor
 
 
@@ -38,9 +38,9 @@ class StorageTracker(TorchDispatchMode):
     def _note(self, where: dict[int, StorageWeakRef], tree: Any) -> None:
         for x in tensors_in(tree):
             storage = x.untyped_storage()
-            address = storage._cdata
-            if address not in self.made and address not in self.given:  # held weakly, no address is used twice
-                where[address] = StorageWeakRef(storage)
+            key = address(storage)
+            if key not in self.made and key not in self.given:  # held weakly, no address is used twice
+                where[key] = StorageWeakRef(storage)
 
     def held(self, but: Iterable[Tensor] = ()) -> int:
         """Bytes of the storages that were made here and are alive, each counted once.
@@ -48,15 +48,14 @@ class StorageTracker(TorchDispatchMode):
         Args:
             but: tensors whose storages don't count.
         """
-        others = {x.untyped_storage()._cdata for x in but}
-        return sum(s.nbytes() for s in self._alive() if s._cdata not in others)
+        others = {address(x.untyped_storage()) for x in but}
+        return sum(s.nbytes() for s in self._alive() if address(s) not in others)
 
     def _alive(self) -> Iterator[torch.UntypedStorage]:
-        for address, weak in list(self.made.items()):
-            # Of a weak reference a storage can be had as long as it lives; fully_shard keeps some of size 0.
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        for key, weak in list(self.made.items()):
+            storage = alive(weak)  # fully_shard keeps some of size 0
             if storage is None:
-                del self.made[address]
+                del self.made[key]
             else:
                 yield storage
 
@@ -73,5 +72,5 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of some tensors, each counted once."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+    storages = {address(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())

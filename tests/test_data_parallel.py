@@ -41,6 +41,7 @@ from mpcore import (
 from mpcore.collectives import all_reduce
 from mpcore.kernels.linear_cross_entropy import linear_log_prob_reference
 from mpcore.layers.module import ParallelModule, normal
+from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.placement import placements
@@ -1176,3 +1177,13 @@ def check_refused() -> None:
 
 def test_what_cant_be_had_is_refused_on_every_rank_before_anything_changes(ranks):
     ranks(4, check_refused)
+
+
+def test_an_attribute_of_the_models_own_called_data_parallel_is_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].data_parallel = True
+    assert shard_data_parallel(model, build_mesh(device_type="cpu")) is model
+    sync_gradients(model[0], last=True)
+    with gathered(model[0]):
+        model(torch.ones(1, 4)).sum().backward()
+    assert model[0].data_parallel is True

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpcore._torch.dispatch import TorchDispatchMode
+from mpcore._torch.distributed import as_group, group_by_name
+from mpcore._torch.fake import device_of
 from mpcore.memory_footprint import tensors_in
 from mpcore.mesh.axis import Axis, Mesh
 
@@ -75,7 +77,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         if func is _DEVICE:  # asked of fake tensors alone, eight times an operation
-            return args[0].fake_device
+            return device_of(args[0])
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args, kwargs or {}, out)
@@ -95,7 +97,7 @@ class Ledger(TorchDispatchMode):
         if name in self.by_group:
             return self.by_group[name]
         if group is None:
-            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+            group = group_by_name(name)
         ranks = tuple(dist.get_process_group_ranks(group))
         unnamed = f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}"
         label = self.by_ranks.setdefault(ranks, unnamed)
@@ -158,10 +160,7 @@ def volume(kind: str, size: int) -> int:
 def _group_of(x: object) -> dist.ProcessGroup | None:
     if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))):
         return None
-    try:
-        return dist.ProcessGroup.unbox(x)  # type: ignore[attr-defined]
-    except (RuntimeError, TypeError, AttributeError):
-        return None
+    return as_group(x)
 
 
 def zero_bytes(size: int, zero: int, micro_batches: int = 1) -> dict[str, int]:

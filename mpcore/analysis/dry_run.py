@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mpcore._torch.dispatch import TorchDispatchMode
+from mpcore._torch.fake import NoValueError, fake_tensors, start_fake_world
 from mpcore.analysis.counts import Ledger
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.initialize import _to_empty
@@ -135,7 +134,7 @@ def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise ValueError("torch.distributed is running: plan in a process of its own, without torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    start_fake_world(world_size, rank)
     try:
         yield
     finally:
@@ -188,13 +187,13 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
     found = Found(ledger=Ledger(mesh), theory=work.theory, plan=work.plan)
     owner, pp = nn.ModuleList(work.stages), mesh.pp.rank
     split_linears(work.stages, work.plan)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
         # Stages that share a table are two owners of it; parameters() names it once.
         try:
             found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(wanted)]
-        except DataDependentOutputException as error:
+        except NoValueError as error:
             raise ValueError(f"a forward reads the value of a tensor ({error.func}), and a dry run has none") from error
         with found.ledger:
             finish_gradients(work.stages)

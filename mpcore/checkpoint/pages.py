@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     leaves it at that unless told otherwise for the whole process.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < LARGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
     with contextlib.suppress(OSError):  # a kernel without them

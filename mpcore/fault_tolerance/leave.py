@@ -12,8 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
+from mpcore._torch.distributed import default_store
 from mpcore.mesh.axis import Mesh
 
 EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
@@ -41,7 +40,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = default_store()
             self.store = store.clone()  # the main thread's own connection may be waiting
 
     def __enter__(self) -> leave_together:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpcore._torch.distributed import flight_records
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -133,9 +134,7 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
 def _recorded(since_ns: int) -> list[Call]:
     # A process group that is gone leaves its calls in the ring, under a name that the next one may have too.
     # Written by this very process a moment ago: nothing that came from outside is unpickled.
-    module: Any = torch._C
-    dumps = [getattr(module._distributed_c10d, f"_dump_{name}_trace", None) for name in ("fr", "nccl")]
-    entries = [pickle.loads(dump(True, True, False)).get("entries", []) for dump in dumps if dump is not None]
+    entries = [pickle.loads(record).get("entries", []) for record in flight_records()]
     return calls_of([e for part in entries for e in part], since_ns)
 
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from mpcore._torch.distributed import default_store
 from mpcore.fault_tolerance.trace import Log, explain, read_log
 from mpcore.mesh.axis import Mesh, check_mesh
 
@@ -49,7 +49,7 @@ class Watchdog:
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None
         if mesh.job.size > 1:  # a connection of its own: the main thread may be stuck in the first one
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = default_store()
             self.store = store.clone()
         self.last = time.monotonic()
         self.over = threading.Event()

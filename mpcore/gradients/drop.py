@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mpcore.sharding.local import param_groups, units
+from mpcore._torch import fsdp
+from mpcore.gradients.accumulate import zero_gradients
 
 if TYPE_CHECKING:
-    pass
-from mpcore.gradients.accumulate import zero_gradients
+    from torch.distributed.fsdp import FSDPModule
 
 
 @torch.no_grad()
@@ -27,50 +27,17 @@ def drop_gradients(model: nn.Module, parameters: Iterable[Tensor] | None = None)
         parameters: those whose gradients are forgotten; None: all of the model's.
     """
     chosen = None if parameters is None else {id(p): p for p in parameters}
-    for context in _contexts(model):
-        groups = _groups(context)
-        failed = _backward_failed(context)
-        if failed:
-            for group in groups:
-                group._training_state = type(group._training_state).POST_BACKWARD  # so that nothing is summed now
-            context.is_last_backward, context.iter_forward_root = True, None
-            context.all_states[0]._root_post_backward_final_callback()
-        for group in groups:
-            if failed:
-                group.reshard()
-            mine = [p for p in group.fsdp_params if chosen is None or id(p.sharded_param) in chosen]
-            if mine:
-                group._partial_reduce_output = None
-            for p in mine:
-                p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model's may be gathered ones
-                whole = getattr(p, "_unsharded_param", None)
-                if whole is not None and whole.grad is not None:
-                    whole.grad = None
+    fsdp.drop_gradients(model, lambda p: chosen is None or id(p) in chosen)
     zero_gradients(model.parameters() if chosen is None else chosen.values())
 
 
-def _contexts(model: nn.Module) -> list[Any]:
-    """What the units of a stage share, of each stage that ran."""
-    found = {id(context): context for unit in units(model) for context in (unit._get_fsdp_state()._state_ctx,)}
-    return [context for context in found.values() if context.all_states]
-
-
-def _groups(context: Any) -> list[Any]:
-    return [group for state in context.all_states for group in param_groups(state)]
-
-
-def _backward_failed(context: Any) -> bool:
-    """Whether the end of a backward is awaited that is no longer running."""
-    return context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
-
-
-def check_backward(unit: Any) -> None:
+def check_backward(unit: FSDPModule) -> None:
     """Refuse to go on after a backward that raised: `fully_shard` would never sum again.
 
     Raises:
         ValueError: with the way out.
     """
-    if _backward_failed(unit._get_fsdp_state()._state_ctx):
+    if fsdp.backward_failed(unit):
         raise ValueError(
             "a backward raised, so gradients are neither whole nor summed: give the step up with "
             "mpcore.drop_gradients(model), on every rank, before the next forward"
@@ -78,13 +45,14 @@ def check_backward(unit: Any) -> None:
 
 
 def check_summed(model: nn.Module) -> None:
-    for context in _contexts(model):
-        for group in _groups(context):
-            partial = group._partial_reduce_output
-            for p in group.fsdp_params:
-                whole = getattr(getattr(p, "_unsharded_param", None), "grad", None)
-                if any(grad is not None for grad in (partial, p.unsharded_accumulated_grad, whole)):
-                    raise ValueError(f"the gradient of {p._param_fqn} is not summed over data: {UNSUMMED}")
+    """Refuse gradients that `fully_shard` has not reduced over data yet.
+
+    Raises:
+        ValueError: with the name of a parameter, and the way out.
+    """
+    name = fsdp.unreduced_parameter(model)
+    if name is not None:
+        raise ValueError(f"the gradient of {name} is not summed over data: {UNSUMMED}")
 
 
 UNSUMMED = (

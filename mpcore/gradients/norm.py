@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.functional import scale_each
 from mpcore.collectives import all_reduce
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.axis import Mesh, check_mesh
@@ -104,4 +105,4 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> N
     grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
     for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
         alike = [grad for grad in grads if grad.dtype == dtype]
-        torch._foreach_mul_(alike, scale.to(alike[0].device, dtype))
+        scale_each(alike, scale.to(alike[0].device, dtype))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce
+from mpcore.gradients.accumulate import gradient_of, zero_gradients
+from mpcore.gradients.drop import UNSUMMED, check_summed
+from mpcore.gradients.steps import check_steps
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Shard
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
-
-if TYPE_CHECKING:
-    pass
-from mpcore.gradients.accumulate import gradient_of, zero_gradients
-from mpcore.gradients.drop import UNSUMMED, check_summed
-from mpcore.gradients.steps import check_steps
 
 # Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
 BUCKET = 2**26
@@ -77,7 +74,7 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
                 f"of {axis.name}: add it before, join stages after, or freeze it"
             )
         cut = bool(is_dtensor(parameter))
-        if cut and parameter._backward_hooks:
+        if cut and has_gradient_hooks(parameter):
             raise ValueError(
                 f"{name} is sharded, and what register_hook was given is never called for its gradient: use "
                 f"register_post_accumulate_grad_hook, which sees this rank's shard of the sum"

@@ -69,7 +69,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         sharding = sharding_of(module, leaf, parameter)
         full = torch.empty(sharding.shape, dtype=parameter.dtype, device="cpu")
         parameter.copy_(sharding.take(init(full, generator=generator(seed, name))))
-    for name, module in sorted(resets.values(), key=lambda reset: not hasattr(reset[1], "reset_parameters")):
+    for name, module in sorted(resets.values(), key=lambda reset: getattr(reset[1], "reset_parameters", None) is None):
         _reset(name, module, seed, device)  # torch's attention after its output projection, which it resets too
     for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
         now = module._buffers[leaf]
@@ -115,4 +115,4 @@ def _to_empty(model: nn.Module, device: torch.device | str) -> None:
     for first, *others in names.values():
         for name in others:
             prefix, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(prefix), leaf, model.get_parameter(first))
+            model.get_submodule(prefix).register_parameter(leaf, model.get_parameter(first))

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
+from mpcore._torch.autograd import will_run
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mpcore.kernels._main_grad import will_accumulate
 from mpcore.kernels.fp8_matmul import fp8_matmul
@@ -263,10 +264,7 @@ def _wanted(ctx, which: int) -> bool:
     """Whether this pass over the graph wants the gradient of an input: a split backward comes here twice."""
     if not ctx.needs_input_grad[which] or not ctx.split:
         return ctx.needs_input_grad[which]
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[which][0])
-    except RuntimeError:  # a leaf, whose gradient is to be returned
-        return True
+    return will_run(ctx.next_functions[which][0])
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from mpcore import collectives
+from mpcore._torch.autograd import graph_is_kept
 from mpcore.collectives import shard_range, start_all_gather, wait
 from mpcore.kernels import linear_cross_entropy as fused
 from mpcore.kernels._dispatch import runs_triton
@@ -376,7 +377,7 @@ class _CrossEntropy(Function):
 
 
 def _graph_is_kept() -> bool:
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or graph_is_kept()
 
 
 class _FusedCrossEntropy(Function):

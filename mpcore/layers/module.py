@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.autograd import in_backward
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, Sharding
 
@@ -43,7 +44,7 @@ def refuse_second_derivative(what: str) -> None:
 
 def recomputing() -> bool:
     """Whether a forward runs inside a backward, to compute again what wasn't kept: what counts calls must not count."""
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 def listed(blocks: Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mpcore._torch.fake import real_tensors
 from mpcore.mesh.axis import Axis
 
 
@@ -28,7 +28,7 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
         return
     mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
     values: list = [None] * group.size()
-    with unset_fake_temporarily():  # what is compared is real, also of fake models
+    with real_tensors():  # what is compared is real, also of fake models
         dist.all_gather_object(values, mine, group=group)
     for rank, other in enumerate(values):
         differing = sorted(key for key in values[0].keys() | other.keys() if values[0].get(key) != other.get(key))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
 from mpcore.gradients.accumulate import gradient_of
@@ -69,7 +68,9 @@ class Muon(AdamW):
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
         check_mesh(mesh)
         check_model(model)
-        no_matrices = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding, _ConvNd)
+        convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        tables = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding)
+        no_matrices = (*tables, *convolutions)
         named = parameter_ids([*(m for m in model.modules() if isinstance(m, no_matrices)), *exclude])
         matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from mpcore._torch.compile import allow_graphs
+
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
     """Have torch.compile make the forward of each block; hooks, such as those of ZeRO-3 and offload, stay around it.
@@ -18,9 +20,6 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
         blocks: in place.
         backend: one of `torch.compiler.list_backends`.
     """
-    from torch._dynamo import config  # imported when it is needed, for it takes a second
-
-    config.recompile_limit = max(config.recompile_limit, 2 * len(blocks))
-    config.allow_unspec_int_on_nn_module = True  # the keys of dropout, else constants of a graph for each block
+    allow_graphs(len(blocks))
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
+from mpcore._torch.fsdp import add_unit
 from mpcore.gradients.steps import check_steps
 from mpcore.layers.module import listed
 from mpcore.layers.moe.layer import check_experts
@@ -28,21 +30,12 @@ from mpcore.layers.moe.router import Router
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.mesh.layout import divisors
+from mpcore.parallel.fsdp import UnitWrapper
+from mpcore.parallel.shared import DataParallel, share_parameters, state_of
+from mpcore.parallel.sync import after_forward, before_forward, zero_grad
 from mpcore.sharding.declarations import add_partial, declarations, owners, sharding_of, shardings
 from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import is_dtensor
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
-    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # before torch 2.13 it looks into no dataclass
-    collect_grad_tensors = None
-from mpcore.parallel.fsdp import UnitWrapper
-from mpcore.parallel.shared import DataParallel, share_parameters
-from mpcore.parallel.sync import after_forward, before_forward, zero_grad
 
 
 def shard_data_parallel(
@@ -149,6 +142,7 @@ def shard_data_parallel(
         units = tuple(unit for unit in shared if unit.owners & within)
         stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
         for unit in units:
+            add_unit(stage, unit)
             stage.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
     return model
 
@@ -189,7 +183,7 @@ def _check(
     for block in blocks:
         if block not in within:
             raise ValueError(f"the block {type(block).__name__} is no submodule of the model")
-    if any(isinstance(module, FSDPModule) or hasattr(module, "data_parallel") for module in within):
+    if any(isinstance(module, FSDPModule) or state_of(module) is not None for module in within):
         raise ValueError("the model is sharded over data already")
     for stage in stages:
         check_experts(stage, mesh)
@@ -197,7 +191,7 @@ def _check(
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
             check_lies_on(name, parameter, sharding, mesh)
-            if zero and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if zero and (has_gradient_hooks(parameter) or has_accumulation_hooks(parameter)):
                 raise ValueError(
                     f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
                     f"register_post_accumulate_grad_hook of those after shard_data_parallel, or use zero=0"

@@ -8,20 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from mpcore._torch import fsdp, fsdp_wrap
+from mpcore._torch.distributed import flatten
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declare import Sharding
-from mpcore.sharding.local import is_dtensor, param_groups
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
-    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # before torch 2.13 it looks into no dataclass
-    collect_grad_tensors = None
+from mpcore.sharding.local import is_dtensor
 
 
 class UnitWrapper:
@@ -42,14 +35,13 @@ class UnitWrapper:
         if replicate > 1:
             self.data = _cut_axis(mesh.data, replicate, mesh.device_type)
         else:
-            self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else mesh.device_mesh["dp", "cp"]._flatten("data")
+            self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else flatten(mesh.device_mesh["dp", "cp"], "data")
         self.experts: Any = None
         if mesh.edp.size > replicate and mesh.edp.group is not mesh.data.group:
             cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
-            if FSDPMeshInfo is None or HSDPMeshInfo is None or ShardPlacementResult is None:
+            if not fsdp_wrap.SEVERAL_MESHES:
                 raise ValueError(f"experts with zero {zero} need torch 2.13, this is {torch.__version__}: use zero=0")
-            info = FSDPMeshInfo(cut, 0) if replicate == 1 else HSDPMeshInfo(cut, 1, 0)
-            self.experts = ShardPlacementResult(None, info)
+            self.experts = fsdp_wrap.placement_on(cut)
 
     def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
         zero = self.zero if zero is None else zero
@@ -68,10 +60,7 @@ class UnitWrapper:
             p.replaced_by_shards = True  # type: ignore[attr-defined]  # an optimizer made before holds it still
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different ones
-            sharded.set_reduce_scatter_unused_params(True)
-        else:  # before torch 2.13
-            _sum_unused(sharded)
+        fsdp.reduce_unused(sharded)  # ranks may use different parameters
 
     def _placed(self, parameter: nn.Parameter) -> Any:
         sharding = self.held.get(id(parameter))
@@ -89,18 +78,3 @@ def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
     groups = [dist.new_group(mine.tolist(), use_local_synchronization=True) for mine in (ranks[:, column], ranks[row])]
     names = (f"{axis.name}_replicate", f"{axis.name}_shard")
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)  # type: ignore[arg-type]
-
-
-def _sum_unused(module: FSDPModule) -> None:
-    """Have a unit sum zeros for parameters without a gradient, so that all ranks post the same sums."""
-    for group in param_groups(module._get_fsdp_state()):  # type: ignore[attr-defined]
-
-        def post_backward(*_: Any, group: Any = group) -> None:
-            there = [p for p in group.fsdp_params if group.reduce_grads and hasattr(p, "_unsharded_param")]
-            for p in there:
-                whole = p.unsharded_param
-                if whole.requires_grad and whole.grad is None and p.unsharded_accumulated_grad is None:
-                    whole.grad = torch.zeros_like(whole)
-            type(group).post_backward(group)
-
-        group.post_backward = post_backward

@@ -27,13 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpcore._torch import optim
+from mpcore._torch.autograd import keeps_version
+from mpcore._torch.fsdp_wrap import trained_tensors
+from mpcore._torch.storage import address
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.steps import OF_WHOLE_TENSORS
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.moe.router import Router
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon
-from mpcore.parallel.sync import hides_tensors, trained_tensors
+from mpcore.parallel.sync import hides_tensors
 from mpcore.sharding.local import is_dtensor, local_tensor
 
 _uncompiled: Any = torch.compiler.disable  # what it decorates runs between graphs
@@ -122,8 +126,7 @@ class _Step:
     def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
         if closure is not None:
             raise ValueError("an offloaded optimizer takes no closure")
-        for hook in optimizer._optimizer_step_pre_hooks.values():
-            hook(optimizer, (), {})
+        optim.call_pre_hooks(optimizer)
         with torch.no_grad():
             buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
             options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -137,8 +140,7 @@ class _Step:
                     left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
             for event, device in left:
                 self.copies.wait(event, device)
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            hook(optimizer, (), {})
+        optim.call_post_hooks(optimizer)
 
     def _buckets(self, group: dict[str, Any]) -> Iterator[list[nn.Parameter]]:
         bucket, size = [], 0
@@ -182,7 +184,7 @@ class _Step:
         }
         inner.__dict__.update(theirs)
         inner.param_groups, inner.state = [{"params": [self.twins[p] for p in bucket], **settings}], defaultdict(dict)
-        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = {}, {}
+        optim.drop_hooks(inner)
         if isinstance(optimizer, AdamW):
             of = {self.twins[p]: p for p in bucket}
 
@@ -275,10 +277,11 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         if stays or x.nbytes < min_bytes:
             return x
         storage = x.untyped_storage()
-        held, source = moved.get(storage._cdata), sources.get(storage._cdata)
+        place = address(storage)
+        held, source = moved.get(place), sources.get(place)
         if held is None or source is None or source() is not storage or held.version != x._version:
-            held = moved[storage._cdata] = _Moved(x, copies)
-            sources[storage._cdata] = weakref.ref(storage)
+            held = moved[place] = _Moved(x, copies)
+            sources[place] = weakref.ref(storage)
         saved.append(weakref.ref(held))
         return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
 
@@ -322,7 +325,7 @@ class _Swap:
             return
         for p, home in self.homes.items():
             p.data.untyped_storage().resize_(home.nbytes)
-            with torch.autograd._unsafe_preserve_version_counter(p):
+            with keeps_version(p):
                 self.coming.append((self.copies.copy(p.data, home), p.device))
         self.here = True
 

@@ -10,18 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from mpcore.mesh.axis import Axis, Mesh
+from mpcore.parallel.shared import DataParallel, state_of
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor, reshard
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
-    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # before torch 2.13 it looks into no dataclass
-    collect_grad_tensors = None
-from mpcore.parallel.shared import DataParallel
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str,
     found = {}
     for stage in [stages] if isinstance(stages, nn.Module) else stages:
         reshard(stage)
-        state = getattr(stage, "data_parallel", DataParallel(0))
+        state = state_of(stage) or DataParallel(0)
         shared = {p for unit in state.shared for p in unit.shared}
         for name, parameter, sharding in declarations(stage):
             cut = data_shards(parameter)

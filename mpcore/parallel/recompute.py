@@ -26,15 +26,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpcore.kernels.fp8_matmul  # both define operators
 import mpcore.kernels.grouped_linear  # noqa: F401
+from mpcore._torch.autograd import saved_tensor_hooks
+from mpcore._torch.dispatch import TorchDispatchMode, written_arguments
+from mpcore._torch.fake import fake_tensors
+from mpcore._torch.pytree import map_tensors
+from mpcore._torch.storage import StorageWeakRef, address
 from mpcore.collectives import all_reduce
 from mpcore.layers.module import listed
 from mpcore.memory_footprint import StorageTracker, tensors_in
@@ -146,12 +147,12 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
     """
     before = [(module, dict(module.__dict__)) for module in block.modules()]  # such as what routers count
     device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
 
         def fake(x: Tensor) -> Tensor:
             return torch.empty_like(x, device=device).requires_grad_(x.requires_grad)
 
-        args, kwargs = tree_map_only(Tensor, fake, (list(example[0]), dict(example[1])))
+        args, kwargs = map_tensors(fake, (list(example[0]), dict(example[1])))
         parameters = {name: fake(p) for name, p in block.named_parameters()}
         try:
             if kind is not None:
@@ -219,7 +220,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def _remember(kept: list) -> Iterator[None]:
     """Run a block's forward, and put into `kept` what its products and collectives give to recomputation."""
     log = _Log()
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    pack, unpack = saved_tensor_hooks()
 
     def noted(x: Tensor) -> Any:
         log.saved(x)
@@ -244,11 +245,8 @@ class _Log(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            given = [*zip(func._schema.arguments, args, strict=False)]
-            given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
-            self.written |= self._ids([x for a, x in given if a.alias_info is not None and a.alias_info.is_write])
-        result = tree_map_only(Tensor, Tensor.detach, out) if _is_kept(func) else None
+        self.written |= self._ids(written_arguments(func, args, kwargs))
+        result = map_tensors(Tensor.detach, out) if _is_kept(func) else None
         looks = bool(_LOOKS & set(func.tags)) or func.namespace == "c10d"
         self.entries.append((self._ids((args, kwargs)), self._ids(out), result, looks))
         return out
@@ -265,7 +263,7 @@ class _Log(TorchDispatchMode):
         values = []
         for i, (reads, makes, result, looks) in reversed([*enumerate(self.entries)]):
             if result is not None and not makes & self.written:
-                values.append(result if makes & needed else tree_map_only(Tensor, _shell, result))
+                values.append(result if makes & needed else map_tensors(_shell, result))
                 continue
             if result is not None:
                 values.append(None)
@@ -277,8 +275,8 @@ class _Log(TorchDispatchMode):
         ids = []
         for x in tensors_in(tree):
             storage = x.untyped_storage()
-            self.weak.setdefault(storage._cdata, StorageWeakRef(storage))
-            ids.append(storage._cdata)
+            self.weak.setdefault(address(storage), StorageWeakRef(storage))
+            ids.append(address(storage))
         return frozenset(ids)
 
 
@@ -303,5 +301,5 @@ class _Replay(TorchDispatchMode):
             result = self.results[self.next]
             self.next += 1
             if result is not None:
-                return tree_map_only(Tensor, Tensor.detach, result)
+                return map_tensors(Tensor.detach, result)
         return func(*args, **(kwargs or {}))

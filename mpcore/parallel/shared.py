@@ -8,14 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
-    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # before torch 2.13 it looks into no dataclass
-    collect_grad_tensors = None
 from mpcore.parallel.fsdp import UnitWrapper
 
 
@@ -85,10 +77,23 @@ def share_parameters(stages: list[nn.Module], whole: set[nn.Parameter], wrap: Un
     return [unit]
 
 
+def state_of(stage: nn.Module) -> DataParallel | None:
+    """How `shard_data_parallel` sharded a stage; None: it did not see it."""
+    state = getattr(stage, "data_parallel", None)
+    return state if isinstance(state, DataParallel) else None
+
+
+def zero_of(stage: nn.Module) -> int:
+    """The ZeRO stage that `shard_data_parallel` gave a stage; 0 where it did not see it."""
+    state = state_of(stage)
+    return 0 if state is None else state.zero
+
+
 def shared_units(stages: Iterable[nn.Module]) -> Iterator[SharedUnit]:
     seen = set()
     for stage in stages:
-        for unit in getattr(stage, "data_parallel", DataParallel(0)).shared:
+        state = state_of(stage)
+        for unit in () if state is None else state.shared:
             if id(unit) not in seen:
                 seen.add(id(unit))
                 yield unit

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from mpcore._torch import fsdp, pytree
+from mpcore._torch.compile import uncompiled
+from mpcore._torch.fsdp_wrap import looks_into, trained_tensors
 from mpcore.gradients.drop import check_backward, drop_gradients
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.sharding.local import param_groups, reshard
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-except ImportError:  # before torch 2.13 all parameters of a unit lie on one mesh
-    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # before torch 2.13 it looks into no dataclass
-    collect_grad_tensors = None
-from mpcore.parallel.shared import DataParallel, shared_units
+from mpcore.parallel.shared import DataParallel, shared_units, state_of, zero_of
+from mpcore.sharding.local import reshard
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
@@ -33,7 +26,7 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
     A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)` or `model.zero_grad()`:
     what isn't summed yet would be part of the next, as the `zero_grad` of torch's optimizers doesn't see it.
     """
-    state = getattr(model, "data_parallel", None)
+    state = state_of(model)
     if state is None or not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(last or state.zero > 1)
@@ -52,21 +45,19 @@ def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
     drop_gradients(stage)
 
 
-@torch._disable_dynamo
+@uncompiled
 def before_forward(stage: Any, unit: Any, args: Any) -> None:
-    stage._get_fsdp_state()._lazy_init()  # a block that is called before its model is not a model of its own
+    fsdp.make_root(stage)  # a block that is called before its model is not a model of its own
     if unit is stage and torch.is_grad_enabled():
         check_backward(stage)
-    if torch.is_inference_mode_enabled():
-        held = [p for group in param_groups(unit._get_fsdp_state()) for p in group.fsdp_params]
-        if not all(hasattr(p, "_unsharded_param") for p in held):
-            raise ValueError(
-                f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters "
-                f"are gathered in could never be trained: use torch.no_grad()"
-            )
+    if torch.is_inference_mode_enabled() and not fsdp.was_gathered(unit):
+        raise ValueError(
+            f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters are gathered "
+            f"in could never be trained: use torch.no_grad()"
+        )
 
 
-@torch._disable_dynamo
+@uncompiled
 def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
     state: Any = stage.data_parallel
@@ -90,19 +81,12 @@ def _name(unit: nn.Module) -> str:
     return type(unit).__name__.removeprefix("FSDP")
 
 
-def trained_tensors(out: Any) -> Sequence[Tensor]:
-    """The tensors of an output that need a gradient, where `fully_shard` looks for them."""
-    if collect_grad_tensors is not None:
-        return collect_grad_tensors(out)
-    return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-
-
 def hides_tensors(out: Any) -> bool:
     """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
-    leaves = [x for x in tree_leaves(out) if x is not None]
+    leaves = [x for x in pytree.leaves(out) if x is not None]
     plain = (Tensor, int, float, complex, str)
-    looked_into = (x for x in leaves if not (collect_grad_tensors is not None and is_dataclass(x)))
-    return not leaves or any(not isinstance(x, plain) or getattr(x, "requires_grad", False) for x in looked_into)
+    rest = (x for x in leaves if not looks_into(x))
+    return not leaves or any(not isinstance(x, plain) or getattr(x, "requires_grad", False) for x in rest)
 
 
 @contextmanager
@@ -116,9 +100,7 @@ def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
         model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    held: list[tuple[nn.Module, Any]] = [
-        (stage, stage.data_parallel) for stage in stages if hasattr(stage, "data_parallel")
-    ]
+    held = [(stage, state) for stage in stages if (state := state_of(stage)) is not None]
     for stage, state in held:
         _keep_gathered(stage, replace(state, gathered=True))
     try:
@@ -138,7 +120,7 @@ def _keep_gathered(stage: Any, state: DataParallel) -> None:
 
 def drops_parameters(model: nn.Module) -> bool:
     """Whether no rank holds its whole stage at any time, so that an evaluation that gathered it might not fit."""
-    return getattr(model, "data_parallel", DataParallel(0)).zero == 3
+    return zero_of(model) == 3
 
 
 def gather(model: nn.Module) -> None:
@@ -158,13 +140,13 @@ def hold_gradients(model: nn.Module) -> None:
 
 def reduce_held(model: nn.Module, last: bool) -> None:
     """After the second half of a split backward, which runs no hooks: what `sync_gradients` says is to be done."""
-    if getattr(model, "data_parallel", None) is None or not isinstance(model, FSDPModule):
+    if state_of(model) is None or not isinstance(model, FSDPModule):
         return
     if reduces_each_micro_batch(model):
         sync_gradients(model, last)
     else:  # `reduce_once` sums at the end; here sums of half precision move to float32
         hold_gradients(model)
-    run_hooks(model)
+    fsdp.end_backward(model)
 
 
 def reduce_once(model: nn.Module) -> None:
@@ -173,18 +155,9 @@ def reduce_once(model: nn.Module) -> None:
         model.set_is_last_backward(True)
         model.set_reshard_after_backward(True)
         model.set_requires_gradient_sync(True)
-        run_hooks(model)
-
-
-def run_hooks(model: FSDPModule) -> None:
-    """What `fully_shard` does after a backward, as torch's `PipelineStage.perform_reduce_grad` does it."""
-    root: Any = model._get_fsdp_state()  # type: ignore[attr-defined]
-    for unit in root._state_ctx.all_states:
-        for group in param_groups(unit):
-            group.post_backward()
-    root._root_post_backward_final_callback()
+        fsdp.end_backward(model)
 
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:
     """Whether gradients are sharded."""
-    return isinstance(model, FSDPModule) and getattr(model, "data_parallel", DataParallel(0)).zero > 1
+    return isinstance(model, FSDPModule) and zero_of(model) > 1

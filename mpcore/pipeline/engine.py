@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
-from torch.utils._pytree import tree_leaves
 
+from mpcore._torch import pytree
+from mpcore._torch.pipelining import RENEWS_BUFFERS
 from mpcore.collectives import all_reduce
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.sync import (
@@ -27,8 +27,8 @@ from mpcore.parallel.sync import (
     sync_gradients,
 )
 from mpcore.pipeline.checks import agree_on_schedule, check_pending, split_linears
-from mpcore.pipeline.runtime import MADE_ANEW, Runtime, Stage, receive_tensors, send_tensors, sent_on
-from mpcore.pipeline.schedules import Action, Schedule, Span, to_torch
+from mpcore.pipeline.runtime import Runtime, Stage, receive_tensors, send_tensors, sent_on
+from mpcore.pipeline.schedules import Action, Schedule, Span
 from mpcore.sharding.local import local_tensor, reshard
 
 _SHAPES = 64  # of batches, whose dry run isn't run again
@@ -202,7 +202,7 @@ class Pipeline:
         if self.pp.size == 1:
             raise problem
         self.problems.append(problem)
-        outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor) and y.requires_grad]
+        outputs = [y for y in pytree.leaves(output) if isinstance(y, Tensor) and y.requires_grad]
         zero = torch.zeros((), device=self.device, requires_grad=True)
         return sum((0 * y.sum() for y in outputs), zero)  # other stages wait for gradients
 
@@ -241,9 +241,8 @@ class Pipeline:
         else:
             runtime.make_buffers()
         yield runtime
-        if MADE_ANEW:
-            runtime.drop_buffers()
-        else:
+        runtime.drop_buffers()
+        if not RENEWS_BUFFERS:
             self.runtimes.clear()
         self.runtimes[key] = runtime  # none that failed half-way
         if len(self.runtimes) > _SHAPES:
@@ -264,15 +263,7 @@ class Pipeline:
             stage.noted, stage.problems = self._noted, self.problems
         runtime = Runtime(stages, self.micro_batches, loss_fn=self._checked_loss, scale_grads=False)
         runtime.agree = self._raise_problems
-        plan: Any = {rank: list(to_torch(actions)) for rank, actions in enumerate(self.plan.ranks)}
-        runtime._prepare_schedule_with_comms(plan)
-
-        # The hooks of `fully_shard` gather when a block first needs it, and shard again as its stage of ZeRO says.
-        def unshard(action: Any, ctx: Any) -> None:
-            runtime.unsharded_stages.add(action.stage_index)
-
-        runtime.register_custom_function(UNSHARD, unshard)
-        runtime.register_custom_function(RESHARD, lambda action, ctx: None)
+        runtime.load(self.plan.ranks)
         return runtime
 
     @torch.no_grad()

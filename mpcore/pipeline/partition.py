@@ -17,6 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from mpcore.layers.module import ParallelModule
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, ColumnParallelEmbedding)
+
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Cut a list of blocks into consecutive stages: the slowest as fast as can be, the others as even as can be.
@@ -128,11 +133,10 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
     Raises:
         ValueError: if two stages hold different parameters or modules under one name.
     """
-    joined = nn.Module()
-    for declared in ("shardings", "inits"):
-        entries = {k: v for stage in stages for k, v in getattr(stage, declared, {}).items()}
-        if entries:
-            setattr(joined, declared, entries)
+    joined = ParallelModule()
+    for stage in stages:
+        joined.shardings |= getattr(stage, "shardings", {})
+        joined.inits |= getattr(stage, "inits", {})
     for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_parameters(recurse=False)):
         held = {id(p): p for stage in stages if (p := stage._parameters.get(name)) is not None}
         if len(held) > 1:
@@ -162,14 +166,14 @@ def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
     """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
 
     Of experts, the share that a token goes through (`used_share`).
-    A table is the weight of an embedding, which is read and not multiplied with: any module with `num_embeddings`.
+    A table is the weight of an embedding, which is read and not multiplied with.
     """
     return [
         float(
             sum(
                 parameter.numel() * getattr(module, "used_share", 1.0)
                 for module in root.modules()
-                if not hasattr(module, "num_embeddings")
+                if not isinstance(module, _TABLES)
                 for parameter in module.parameters(recurse=False)
                 if parameter.dim() > 1
             )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from mpcore._torch import pipelining
+from mpcore._torch.compile import eagerly
 from mpcore.mesh.axis import Axis
 from mpcore.parallel.sync import (
     gather,
@@ -24,98 +21,50 @@ from mpcore.parallel.sync import (
     reduces_each_micro_batch,
     sync_gradients,
 )
-from mpcore.pipeline.split import backward_inputs, backward_weights
+from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
-MADE_ANEW = hasattr(PipelineStage, "_setup_forward_recv_info")  # since torch 2.13, which knows what needs gradients
 
 
-class Runtime(_PipelineScheduleRuntime):
+class Runtime(pipelining.ScheduleRuntime):
     """torch's runtime, whose ranks hear of a dry run that failed on one of them."""
 
     agree: Callable[[], None]
-    agreed = False
 
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        super()._initialize_stages(*args, **kwargs)
-        if not self.agreed:
-            self.agree()
-            self.agreed = True
-
-    def make_buffers(self) -> None:
-        """What a step's micro-batches are received in."""
-        if not MADE_ANEW:
-            return
-        for stage in self._stages:
-            stage._setup_forward_recv_info(self._n_microbatches, True)  # type: ignore[attr-defined]
-            stage._setup_backward_recv_info(self._n_microbatches)
-
-    def drop_buffers(self) -> None:
-        for stage in self._stages:
-            stage.args_recv_info.clear()
-            stage.grad_recv_info.clear()
+    def dry_run_over(self) -> None:
+        """Raise on all ranks what failed on one."""
+        self.agree()
 
 
-class Stage(PipelineStage):
+class Stage(pipelining.Stage):
     """torch's stage, which tells when each of its actions began and ended, and sums gradients when ZeRO says so."""
 
     noted: Callable[[str, int, int], Any]
     problems: list[Exception]
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Before torch 2.13 a stage says hello to both neighbours, even one on its own rank, whom gloo can't reach.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-    def _to_tensor(self, arg: Any) -> Tensor:
-        # The dry run's inputs: tokens that differ, alike on all ranks; and places that every table has.
-        x = super()._to_tensor(arg)
-        if isinstance(arg, Tensor):
-            return x
-        if x.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            x.detach().uniform_(generator=torch.Generator(x.device).manual_seed(0))
-        else:
-            x.detach().zero_()
-        return x
-
-    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        # torch's dry run for the shapes of what a stage sends: the last sends nothing, nor does one after a failure.
-        if self.is_last or not args:
-            return ()
+    def dry_outputs(self, module: nn.Module, forward: Callable[[], Any]) -> tuple[Tensor, ...]:
+        """What the dry run's forward sends on, without a trace in the module; nothing where it fails."""
         try:
-            with undone(module), uncompiled():
-                return sent_on(
-                    super()._compute_outputs(*args, module=module, **kwargs), self.stage_index, "its first forward"
-                )
+            with undone(module), eagerly():
+                return sent_on(forward(), self.stage_index, "its first forward")
         except Exception as error:  # raised on all ranks once they are through: see `Runtime`
             self.problems.append(error)
             return ()
 
-    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with uncompiled():  # the dry run before torch 2.13
-            return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
-
-    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> None:
-        # A gradient looks like what it is of: no loss is called and no backward runs for that.
-        meta: Any = self._stage_meta
-        meta.input_grads = tuple(replace(x, requires_grad=False) if x.requires_grad else None for x in meta.inputs)
-        meta.output_grads = tuple(replace(y, requires_grad=False) if y.requires_grad else None for y in meta.outputs)
-        self._fwd_outputs_for_bwd_meta = self._fwd_inputs_for_bwd_meta = self._fwd_kwargs_tensors_for_bwd_meta = None
-
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.noted("F", self.stage_index, fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        inputs = self.fwd_cache[fwd_chunk_id][1]
         if self.is_last:  # backward begins at the loss, of an output of any kind
-            self.fwd_cache[fwd_chunk_id] = (), inputs
+            self.keep_outputs(fwd_chunk_id, ())
             return out
         when = f"micro-batch {fwd_chunk_id}"
-        out = self._as_promised(out, when) if MADE_ANEW else sent_on(out, self.stage_index, when)
-        self.fwd_cache[fwd_chunk_id] = out, inputs
+        promised = self.promised_outputs()
+        out = sent_on(out, self.stage_index, when) if promised is None else self._as_promised(out, promised, when)
+        self.keep_outputs(fwd_chunk_id, out)
         return out
 
-    def _as_promised(self, out: Any, when: str) -> tuple[Tensor, ...]:
+    def _as_promised(self, out: Any, promised: tuple[Any, ...], when: str) -> tuple[Tensor, ...]:
         """What the next stage waits for. What differs is told at the step's end, so that nobody waits for ever."""
-        promised: Any = self._stage_meta.outputs
         try:
             outputs = sent_on(out, self.stage_index, when)
             if len(outputs) != len(promised):
@@ -147,33 +96,30 @@ class Stage(PipelineStage):
         with self.noted("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        if backward_type == "full" and reduces_each_micro_batch(self.submod):  # torch would sum after the last alone
-            sync_gradients(self.submod, last_backward)
-            return stage_backward(*(bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))), None
-        if backward_type == "full":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+    def before_full_backward(self, last: bool) -> bool:
+        """Have ZeRO 2 and 3 reduce each micro-batch's gradients: torch would reduce after the last alone."""
+        if not reduces_each_micro_batch(self.submod):
+            return False
+        sync_gradients(self.submod, last)
+        return True
+
+    def backward_inputs(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+    ) -> tuple[tuple[Tensor | None, ...], Deferred]:
+        """The first half of a backward."""
         gather(self.submod)  # both halves look for the whole parameters in the graph
         hold_gradients(self.submod)
-        if backward_type == "input":
-            outputs, grads, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
-            result = backward_inputs(outputs, grads, inputs[: len(self.args_recv_info[0])])
-            bwd_kwargs.update(stage_output=(), output_grads=None, input_values=())  # so that the graph's end is freed
-            for loss in outputs if self.is_last else ():
-                loss.detach_()
-            return result
-        backward_weights(bwd_kwargs["param_groups"])
-        reduce_held(self.submod, last_backward)
-        return (), None
+        return backward_inputs(outputs, grads, inputs)
+
+    def backward_weights(self, deferred: Deferred, last: bool) -> None:
+        """The second half of a backward."""
+        gather(self.submod)
+        hold_gradients(self.submod)
+        backward_weights(deferred)
+        reduce_held(self.submod, last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_once(self.submod)  # the factor is 1: nothing is rescaled here
-
-
-def uncompiled() -> Any:
-    """Compiled blocks run as they were written."""
-    compiled = "torch._dynamo" in sys.modules  # else nothing is, and importing it takes a second
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:

@@ -18,37 +18,20 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-)
-
+from mpcore._torch import pipelining
 from mpcore.pipeline.partition import stage_ranks
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _ACTION = re.compile(rf"(\d+)({'|'.join((*COMPUTE, *MESSAGES))})(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_TORCH = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "bfs": ScheduleLoopedBFS,
-    "zb": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
-NAMES = ("naive", "gpipe", "1f1b", *_TORCH)
+NAMES = ("naive", "gpipe", "1f1b", *pipelining.PLANNERS)
 V_SHAPED = ("zbv", "dualpipev")
 
 
@@ -140,8 +123,8 @@ def build_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: in
     V = virtual_stages if virtual_stages is not None else default_virtual_stages(name)
     P, M = ranks, micro_batches
     _check(name, P, M, V)
-    if name in _TORCH:
-        actions = [_from_torch(row) for row in _torch_plan(name, P, M, V)]
+    if name in pipelining.PLANNERS:
+        actions = [[Action(*cell) for cell in row] for row in pipelining.planned(name, P, M, V)]
     else:
         actions = [_one_stage_a_rank(name, rank, P, M) for rank in range(P)]
     return Schedule(name, tuple(tuple(row) for row in actions), P * V, M)
@@ -189,36 +172,9 @@ def with_messages(schedule: Schedule) -> Schedule:
     Args:
         schedule: one of F, B, I and W alone that `mpcore.pipeline.prove` has passed.
     """
-    rows = {rank: list(to_torch(actions)) for rank, actions in enumerate(schedule.ranks)}
-    lowered = _add_send_recv({r: row for r, row in rows.items() if row}, schedule.rank_of.__getitem__, schedule.stages)
-    ranks = tuple(tuple(_from_torch(lowered.get(rank, ()))) for rank in rows)
+    rows = pipelining.with_messages(schedule.ranks, schedule.rank_of, schedule.stages)
+    ranks = tuple(tuple(Action(*cell) for cell in row) for row in rows)
     return Schedule(schedule.name, ranks, schedule.stages, schedule.micro_batches)
-
-
-def to_torch(actions: Iterable[Action]) -> Iterable[_Action]:
-    """A rank's actions as torch's runtime takes them."""
-    return (_Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in actions)
-
-
-class _PlannedStage:
-    """What torch's schedules ask of a stage while they only plan: no module, no process group."""
-
-    def __init__(self, ranks: int, stages: int) -> None:
-        self.group_size, self.group_rank, self.num_stages = ranks, 0, stages
-        self.stage_index_to_group_rank: dict[int, int] = {}
-        self.submod = None
-
-
-def _torch_plan(name: str, P: int, M: int, V: int) -> list[list]:
-    stages: Any = [_PlannedStage(P, P * V) for _ in range(V)]
-    order = _TORCH[name](stages, M).pipeline_order
-    return [order[rank] for rank in range(P)]
-
-
-def _from_torch(row: Iterable) -> list[Action]:
-    """torch's actions of a rank as ours; its overlapped pairs run one after the other, here as in its runtime."""
-    plain = [b for a in row if a is not None for b in (a.sub_actions or (a,))]
-    return [Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in plain]
 
 
 # --- files --------------------------------------------------------------------------------------------------------

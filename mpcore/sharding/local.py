@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
+
+from mpcore._torch import fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -45,21 +47,5 @@ def reshard(model: nn.Module) -> None:
     `save`, `load` and `load_full_state_dict` do it for the modules of the model they are given. Where a rank's stages
     are sharded each for itself and joined, call it for each stage before.
     """
-    for unit in units(model):
+    for unit in fsdp.units(model):
         unit.reshard()
-
-
-def units(model: nn.Module) -> list[Any]:
-    """What `fully_shard` gathers and sums together: submodules, and what shares parameters with other stages."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # where nobody imported it, nothing is sharded
-        return []
-    shared = getattr(getattr(model, "data_parallel", None), "shared", ())
-    return [module for module in (*model.modules(), *shared) if isinstance(module, fsdp.FSDPModule)]
-
-
-def param_groups(state: Any) -> list[Any]:
-    """Of a unit's state: its parameters, together; before torch 2.13 all on one mesh, or none."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -150,7 +150,7 @@ def prepare(
         options = {"every": local_updates.every, "lr": local_updates.lr, "momentum": local_updates.momentum}
         options |= {"nesterov": local_updates.nesterov, "fragments": local_updates.fragments}
         made = DiLoCo(made, whole, mesh, **options)
-    run = Run(whole, stages, mesh, made, precision=precision, offload=offload, compiled=compile is not None, seed=seed)
+    run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(loss), schedule, trace=trace)
     if offload.parameters:
         run.offloaded = offload_parameters(blocks, made)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients.drop import drop_gradients
@@ -75,11 +76,10 @@ class Run:
         *,
         precision: Precision,
         offload: Offload = Offload(),
-        compiled: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.stages, self.mesh, self.optimizer, self.seed = model, stages, mesh, optimizer, seed
-        self.precision, self.offload, self.compiled = precision, offload, compiled
+        self.precision, self.offload = precision, offload
         half = precision.autocast == torch.float16
         self.scaler = LossScaler(mesh, precision.first_loss_scale) if half else None
         self.step = 0
@@ -258,11 +258,10 @@ class Run:
     def evaluating(self) -> Iterator[None]:
         """Dropout off, no gradients, nothing compiled: for what is not a training step, such as generating text."""
         modes = [stage.training for stage in self.stages]
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         for stage in self.stages:
             stage.eval()
         try:
-            with torch.no_grad(), self._autocast(), eager:
+            with torch.no_grad(), self._autocast(), eagerly():
                 yield
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):

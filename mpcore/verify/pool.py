@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import gc
 import multiprocessing as mp
 import os
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpcore._torch.distributed import forget_meshes, mesh_caches
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
 
@@ -146,7 +146,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    imported = _mesh_caches()
+    imported = mesh_caches()
     gc.freeze()  # what was imported is looked through once
     connection.send(True)
     world = None
@@ -159,7 +159,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             if world != store:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                    _forget_meshes(imported)
+                    forget_meshes(imported)
                 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
                 _meshes.clear()
                 world = store
@@ -173,21 +173,6 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
 
 def _stack_file(folder: str, pid: int) -> Path:
     return Path(folder, f"stack-{pid}")
-
-
-def _mesh_caches() -> list[Any]:
-    """Torch's functions that may remember a mesh, of those that aren't frozen."""
-    found = [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]
-    return [o for o in found if str(getattr(o, "__module__", "")).startswith("torch.distributed")]
-
-
-def _forget_meshes(imported: Sequence[Any]) -> None:
-    """Torch's DTensor remembers meshes by their ranks, and would return one whose groups are gone."""
-    for cached in (*imported, *_mesh_caches()):
-        cached.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
 
 
 _meshes: dict = {}

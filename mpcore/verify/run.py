@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from mpcore._torch import pytree
+from mpcore._torch.compile import eagerly
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
 from mpcore.mesh.axis import Mesh
-from mpcore.pipeline.runtime import uncompiled
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
@@ -160,7 +160,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         initialize=False, micro_batches=layout.micro_batches, data=Zero(layout.zero),
     )  # fmt: skip
     x = batch.pop("x")
-    with uncompiled():  # or what listens to modules is compiled with them, anew for each call
+    with eagerly():  # or what listens to modules is compiled with them, anew for each call
         seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
     seen.output = _joined(returned) if returned else None
     seen.outputs = _joined(forwards[-layout.micro_batches :])  # those before are a pipeline's dry run
@@ -174,7 +174,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     run.optimizer_step(lr=STEP / max(seen.norm, 1.0))
     seen.updated = _full(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
-    with uncompiled(), run.evaluating():
+    with eagerly(), run.evaluating():
         (output,) = run.pipeline.forward([x], **batch)
     seen.evaluated = _leaves(output) if returned else None
     return seen
@@ -205,7 +205,7 @@ def _leaves(output: Any, where: str = "") -> dict[str, Tensor]:
     if isinstance(output, Mapping):
         inner: Sequence[tuple[Any, Any]] = list(output.items())
     else:
-        leaves = output if isinstance(output, tuple | list) else tree_leaves(output)
+        leaves = output if isinstance(output, tuple | list) else pytree.leaves(output)
         inner = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not output]
     return {name: leaf for key, value in inner for name, leaf in _leaves(value, f"{where}[{key!r}]").items()}
 
@@ -237,7 +237,7 @@ def _listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal inside
-            tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor))
+            tensors = (x for x in pytree.leaves(output) if isinstance(x, Tensor))
             first = next((x for x in tensors if x.is_floating_point() and x.dim() and not x.is_meta), None)
             if inside and first is not None:
                 call = next(i for i in itertools.count() if (name, i) not in forwards[-1])

@@ -97,6 +97,8 @@ class Strange(nn.Module):
 def test_costs_of_any_modules():
     modules = [nn.Linear(6, 6), Strange(6, 2), nn.Sequential(nn.Linear(6, 12, bias=False), nn.Linear(12, 6)), nn.ReLU()]
     assert parameter_costs(modules) == [36, 24, 144, 0], "biases, norms and tables multiply with nothing"
+    modules[0].num_embeddings = 4
+    assert parameter_costs(modules[:1]) == [36], "a table is known by its type, not by an attribute"
     flops = flop_costs(modules, torch.randn(5, 6))
     assert flops == [2 * 5 * c for c in (36, 24, 144, 0)]
     with torch.device("meta"):

@@ -3,13 +3,13 @@
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
+from mpcore._torch.pipelining import PlannedStage
 from mpcore.pipeline.partition import stage_ranks
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import (
     NAMES,
     Action,
     Schedule,
-    _PlannedStage,
     build_schedule,
     default_placement,
     default_virtual_stages,
@@ -55,7 +55,7 @@ def test_torch_off_by_one_in_its_1f1b_picture_is_not_ours():
 
     Red here: torch repaired it, and the table needs a new row.
     """
-    stage: list = [_PlannedStage(4, 4)]
+    stage: list = [PlannedStage(4, 4)]
     torch_plan = Schedule1F1B(stage[0], 8)._get_pipeline_order()
     assert torch_plan is not None
     drawn = [str(a) for a in torch_plan[3] if a is not None and "F" in str(a)]
@@ -64,7 +64,7 @@ def test_torch_off_by_one_in_its_1f1b_picture_is_not_ours():
 
 
 def test_gpipe_is_what_torch_plans():
-    plan = ScheduleGPipe(_PlannedStage(3, 3), 5)._get_pipeline_order()  # type: ignore[arg-type]
+    plan = ScheduleGPipe(PlannedStage(3, 3), 5)._get_pipeline_order()  # type: ignore[arg-type]
     assert plan is not None
     for rank, actions in enumerate(build_schedule("gpipe", 3, 5).ranks):
         assert [str(a) for a in plan[rank] if a is not None and a.is_compute_op] == list(map(str, actions))
@@ -97,7 +97,7 @@ def test_a_file_gives_the_schedule_back_and_torch_reads_the_same(name, tmp_path)
     write_csv(schedule, tmp_path / "plan.csv")
     assert read_csv(tmp_path / "plan.csv").ranks == schedule.ranks
     assert find_schedule(str(tmp_path / "plan.csv"), 3, 6).ranks == schedule.ranks
-    stages: list = [_PlannedStage(3, schedule.stages) for _ in range(schedule.stages // 3)]
+    stages: list = [PlannedStage(3, schedule.stages) for _ in range(schedule.stages // 3)]
     theirs = PipelineScheduleMulti.__new__(PipelineScheduleMulti)
     theirs.pipeline_order, theirs._stages, theirs.pp_group_size = {}, stages, 3
     theirs._num_stages, theirs._n_microbatches = schedule.stages, 6

@@ -6,8 +6,9 @@ import hashlib
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from mpcore._torch.fake import is_fake
+from mpcore._torch.module import has_hooks
 from mpcore.interop.parallelize.layers import VocabShard
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, Target
 from mpcore.layers.module import ParallelModule
@@ -19,7 +20,7 @@ def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     """Hashes of what must be the same on all ranks. Reads each weight once."""
     named = dict(model.named_parameters())
     held = [p.detach() for p in named.values() if not p.is_meta and not is_dtensor(p)]
-    sums = [x.cpu() for p in held if not isinstance(x := p.sum(dtype=torch.float64), FakeTensor)]
+    sums = [x.cpu() for p in held if not is_fake(x := p.sum(dtype=torch.float64))]
     told = {
         "plan": plan if plan is None or isinstance(plan, str) else sorted((key, repr(plan[key])) for key in plan),
         "shapes": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()],
@@ -113,7 +114,7 @@ def check_plain(name: str, module: nn.Module, style: Style) -> None:
         )
     if (base is nn.Linear and type(module).forward is not nn.Linear.forward) or "forward" in vars(module):
         raise ValueError(f"{name} is a {kind} with a forward of its own, which a swap would lose")
-    if any(getattr(module, f"_{which}") for which in ("forward_hooks", "forward_pre_hooks", "backward_hooks")):
+    if has_hooks(module):
         raise ValueError(f"{name} has hooks, which a swap would lose: register them afterwards")
 
 

@@ -66,7 +66,7 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
         check_same("model and plan given to parallelize", fingerprint(module, plan), tp)
     for _, target, style in styles:
         if isinstance(style, LocalSizes):
-            for attribute in style.names:
+            for attribute in style.names:  # the user named these attributes in the plan
                 setattr(target, attribute, getattr(target, attribute) // tp.size)
         elif style == Replicate(partial_gradient=True):
             for leaf in dict(target.named_parameters(recurse=False)):

@@ -117,7 +117,7 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
     base = getattr(config, "base_model_tp_plan", None) or BASE_PLANS.get(kind, {})
     base = {**_LEFT_OUT.get(kind, {}), **base}
     prefix = getattr(model, "base_model_prefix", "")
-    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    prefix = f"{prefix}." if prefix in model._modules else ""
     plan = {prefix + pattern: style for pattern, style in base.items()} | (getattr(model, "_tp_plan", None) or {})
     if not plan:
         raise ValueError(f"{type(model).__name__} carries no tp plan: give one, such as {{'layers.*.fc1': 'colwise'}}")

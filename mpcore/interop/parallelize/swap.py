@@ -131,7 +131,7 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             shard_in_place(module, layer)
             continue
         for parent, child in places.get(key, []):
-            setattr(parent, child, layer)
+            parent.add_module(child, layer)
         if module is model:
             return layer
     swapped = {id(layer) for _, layer in swaps.values()}
@@ -148,8 +148,7 @@ def _shard(full: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     if not sharding.shards:
         return full
     shard = nn.Parameter(sharding.take(full.detach()), requires_grad=full.requires_grad)
-    for mark, value in vars(full).items():  # what users set on a parameter, such as no_weight_decay
-        setattr(shard, mark, value)
+    vars(shard).update(vars(full))  # what users set on a parameter, such as no_weight_decay
     return shard
 
 
@@ -159,5 +158,5 @@ def shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
     module.__class__ = type(f"VocabParallel{kind.__name__}", (VocabShard, kind), {})
     module.register_parameter("weight", layer.weight)  # type: ignore[arg-type]
     module.padding_idx = layer.local_padding_idx  # type: ignore[assignment]
-    for attribute in ("tp", "start", "end", "shardings"):
-        setattr(module, attribute, getattr(layer, attribute))
+    module.tp, module.start, module.end = layer.tp, layer.start, layer.end  # type: ignore[assignment]
+    module.shardings = layer.shardings  # type: ignore[assignment]

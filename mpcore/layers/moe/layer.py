@@ -22,11 +22,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
+from mpcore._torch.fake import is_fake
 from mpcore.collectives import all_gather, all_to_all_rows, reduce_scatter
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.layers.linear import check_last
@@ -251,7 +251,7 @@ class ParallelMoE(nn.Module):
 
 def _read(send: Tensor, receive: Tensor, total: int) -> tuple[list[int], list[int]]:
     """Rows for each rank and from each; of tensors without values, as planners have them, even parts of a total."""
-    if send.is_meta or isinstance(send, FakeTensor):
+    if send.is_meta or is_fake(send):
         even = [total // len(send) + (rank < total % len(send)) for rank in range(len(send))]
         return even, even
     send, receive = torch.stack([send, receive]).tolist()

@@ -1,0 +1,55 @@
+"""The running backward, hooks on gradients, and dispatch below autograd. Read in torch 2.11 and 2.13, which agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
+"""Run operators in this context without autograd, also without the autograd that torch wrote for them in Python."""
+
+
+def in_backward() -> bool:
+    """Tell whether a backward is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Node | None) -> bool:
+    """Tell whether the running backward will call a node, so that a gradient for it is wanted.
+
+    A leaf has no node that is called: its gradient is wanted whenever this backward comes here.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # what torch raises for a leaf
+        return True
+
+
+def graph_is_kept() -> bool:
+    """Tell whether the running backward keeps its graph (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return the innermost pair of `saved_tensors_hooks`, (pack, unpack), that is in force now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Tell whether `register_hook` was called on a tensor."""
+    return bool(x._backward_hooks)
+
+
+def has_accumulation_hooks(x: Tensor) -> bool:
+    """Tell whether `register_post_accumulate_grad_hook` was called on a tensor."""
+    return bool(x._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def keeps_version(x: Tensor) -> AbstractContextManager[None]:
+    """Write to a tensor in this context without autograd noticing: its version stays."""
+    return torch.autograd._unsafe_preserve_version_counter(x)

@@ -1,0 +1,25 @@
+"""See each operator that runs. Read in torch 2.11 and 2.13, which agree.
+
+`TorchDispatchMode` is a context whose `__torch_dispatch__(func, types, args, kwargs)` is called in place of each
+operator; `OpOverload` is the type of `func`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OpOverload", "TorchDispatchMode", "written_arguments"]
+
+
+def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """List those arguments of a call that the operator writes to."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    given = [*zip(schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+    return [x for argument, x in given if argument.alias_info is not None and argument.alias_info.is_write]

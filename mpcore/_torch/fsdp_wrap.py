@@ -1,0 +1,53 @@
+"""What torch's `fully_shard` can be told, and which tensors of an output it looks at.
+
+Read in torch 2.11 and 2.13. Before 2.13 all parameters of a unit lie on one mesh, and dataclasses are not looked into.
+Imports FSDP, which takes half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mpcore._torch import pytree
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+except ImportError:  # before torch 2.13
+    FSDPMeshInfo = HSDPMeshInfo = ShardPlacementResult = None
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # before torch 2.13
+    collect_grad_tensors = None
+
+SEVERAL_MESHES = ShardPlacementResult is not None
+"""Whether the parameters of one unit may lie on several meshes."""
+
+
+def placement_on(mesh: DeviceMesh) -> Any:
+    """Return what a `shard_placement_fn` returns for a parameter that lies on a mesh of its own.
+
+    Args:
+        mesh: of one dimension, to shard over; or of two, to replicate over the first and shard over the second.
+    """
+    assert FSDPMeshInfo is not None
+    assert HSDPMeshInfo is not None
+    assert ShardPlacementResult is not None
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    return ShardPlacementResult(None, info)
+
+
+def trained_tensors(out: Any) -> Sequence[Tensor]:
+    """List the tensors of an output that need a gradient, as far as `fully_shard` finds them."""
+    if collect_grad_tensors is not None:
+        return collect_grad_tensors(out)
+    return [x for x in pytree.leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def looks_into(x: object) -> bool:
+    """Tell whether `fully_shard` looks for tensors in an object that torch's containers do not know."""
+    return collect_grad_tensors is not None and is_dataclass(x)

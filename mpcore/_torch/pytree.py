@@ -1,0 +1,19 @@
+"""Tensors in nested containers: tuples, lists, dicts and what torch knows besides. Read in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def leaves(tree: Any) -> list[Any]:
+    """List what lies in nested containers and is no container itself, None included."""
+    return tree_leaves(tree)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return the same containers with each tensor replaced by `function` of it."""
+    return tree_map_only(Tensor, function, tree)

@@ -1,0 +1,21 @@
+"""The memory of a tensor. Read in torch 2.11 and 2.13, which agree.
+
+Views share a storage. `StorageWeakRef` holds one weakly: while it is held, no other storage gets the same address.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["StorageWeakRef", "address", "alive"]
+
+
+def address(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has."""
+    return storage._cdata
+
+
+def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that is held weakly, or None once its memory is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
