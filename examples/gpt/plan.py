@@ -92,7 +92,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     for stage in stages:
         seed_dropout(stage, args.seed)
         if args.fp8:
-            convert_to_fp8(stage)
+            convert_to_fp8(stage.blocks)
         recompute_blocks(stage, args, mesh)
     layers = [block for stage in stages for block in stage.blocks.values()]
     shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)

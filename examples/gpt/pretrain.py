@@ -130,7 +130,7 @@ class Trainer:
         try:
             for stage in self.stages:
                 if args.fp8:
-                    convert_to_fp8(stage)
+                    convert_to_fp8(stage.blocks)
                 recompute_blocks(stage, args, mesh)
         except ValueError as problem:  # of these blocks alone, such as a budget that is out of their reach
             error = problem
@@ -148,7 +148,8 @@ class Trainer:
             offload_optimizer(self.optimizer)
         self.merges: DiLoCo | None = None
         if mesh.workers.size > 1:
-            self.optimizer = self.merges = DiLoCo(self.optimizer, model, mesh, **merge_options(args))
+            numbered = {int(i): block for stage in self.stages for i, block in stage.blocks.items()}
+            self.optimizer = self.merges = DiLoCo(self.optimizer, model, mesh, blocks=numbered, **merge_options(args))
         self.pipeline = Pipeline(self.stages, mesh, self.micro_batches, self.loss, plan, trace=args.trace)
         self.spans: list[Span] = []
         self.scaler = LossScaler(mesh) if args.dtype == "float16" else None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.gradients.guard import check_all_reduced
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations
@@ -18,7 +20,6 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-from mpcore.gradients.accumulate import gradient_of
 
 
 def _is_first_replica(x: DTensor) -> bool:
@@ -41,9 +42,10 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
         An fp64 scalar tensor.
 
     Raises:
-        ValueError: if p isn't above 0, a parameter is cut over an axis of another mesh, or one is a DTensor that isn't
-            mpcore's.
+        ValueError: if p isn't above 0, `reduce_gradients` was forgotten, a parameter is cut over an axis of another
+            mesh, or one is a DTensor that isn't mpcore's.
     """
+    check_all_reduced(model)
     return norm_of(model, mesh, gradient_of, p)
 
 
@@ -96,7 +98,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> N
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.
         norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
+
+    Raises:
+        ValueError: if `reduce_gradients` was forgotten.
     """
+    check_all_reduced(model)
     if max_norm <= 0:
         return
     norm = torch.as_tensor(norm, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.mesh.axis import Axis
+from mpcore.random import stream_key
 from mpcore.sharding.declare import Shard, Sharding
 
 Init = Callable[..., Tensor]
@@ -39,6 +40,24 @@ def refuse_second_derivative(what: str) -> None:
     """Raise if the backward pass of `what`, running now, is itself being differentiated: the result would be wrong."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{what} has no second derivative")
+
+
+class RandomModule(nn.Module):
+    """A module that draws random numbers in forward, from a stream of its own.
+
+    `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class; derive from it to have yours seeded.
+
+    Attributes:
+        key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. To torch.compile it is
+            a constant, so that each module has a graph of its own, unless
+            `torch._dynamo.config.allow_unspec_int_on_nn_module` is set.
+    """
+
+    key: int | None = None
+
+    def seed_stream(self, seed: int, name: str) -> None:
+        """Choose the stream by the seed and this module's full name."""
+        self.key = stream_key(seed, name)
 
 
 def recomputing() -> bool:

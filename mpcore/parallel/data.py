@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpcore.gradients.steps import check_steps
+from mpcore.gradients.accumulate import mark_replaced
 from mpcore.layers.module import listed
 from mpcore.layers.moe.layer import check_experts
 from mpcore.layers.moe.router import Router
@@ -125,7 +125,7 @@ def shard_data_parallel(
             stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
         return model
 
-    check_steps()
+    before = [p for stage in stages for p in stage.parameters()]
     held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
@@ -150,6 +150,8 @@ def shard_data_parallel(
         stage.data_parallel = DataParallel(zero, replicate, units)  # type: ignore[assignment]
         for unit in units:
             stage.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
+    now = {p for stage in stages for p in stage.parameters()}
+    mark_replaced(p for p in before if p not in now)
     return model
 
 
