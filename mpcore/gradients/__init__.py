@@ -4,7 +4,7 @@ Everything is derived from what layers declare of their parameters. Stands on `s
 data parallelism stand on it. Open `reduce.py` first.
 """
 
-from mpcore.gradients.accumulate import gradient_of, main_gradients, zero_gradients
+from mpcore.gradients.accumulate import gradient_of, main_gradients, mark_reduced, zero_gradients
 from mpcore.gradients.drop import drop_gradients
 from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
 from mpcore.gradients.norm import clip_gradients, grad_norm
@@ -18,6 +18,7 @@ __all__ = [
     "gradient_of",
     "guard_optimizer",
     "main_gradients",
+    "mark_reduced",
     "reduce_gradients",
     "zero_gradients",
 ]

@@ -54,14 +54,13 @@ def main_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-@torch.no_grad()
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`.
 
     Raises:
         ValueError: for one that data parallelism replaced: it would never have one.
     """
-    if _REPLACED:
+    if _REPLACED.data:  # not its length, which is computed
         check_current([parameter])
     main = main_grad(parameter)
     if main is None:
@@ -98,7 +97,7 @@ _REPLACED = WeakTensorKeyDictionary()  # parameters that are no longer their mod
 
 
 def mark_reduced(parameter: Tensor) -> None:
-    """Note that the gradient that the parameter has now needs no further sum."""
+    """Note that the gradient that the parameter has now needs no further sum, for one that you summed yourself."""
     if holds_main_grad(parameter):
         mark_main_grad(parameter, MainGradState.REDUCED)
     elif parameter.grad is not None:
@@ -119,7 +118,7 @@ def mark_replaced(parameters: Iterable[Tensor]) -> None:
 
 def check_current(parameters: Iterable[Tensor]) -> None:
     """Refuse parameters that data parallelism replaced."""
-    for parameter in parameters if _REPLACED else ():
+    for parameter in parameters if _REPLACED.data else ():
         if parameter in _REPLACED:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: "

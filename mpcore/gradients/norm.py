@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +15,7 @@ from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import check_lies_on
-from mpcore.sharding.local import data_run, is_dtensor, local_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def _is_first_replica(x: DTensor) -> bool:
-    """Whether no lower rank holds the same shard: shards may be replicated over nodes."""
-    coordinate = x.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(rank == 0 for place, rank in zip(x.placements, coordinate, strict=True) if place.is_replicate())
+from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
 @torch.no_grad()
@@ -77,7 +66,7 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
         found = of(parameter)
         if found is None:
             continue
-        first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
+        first = is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
         if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
             continue
         grad = local_tensor(found)

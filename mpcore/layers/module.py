@@ -15,6 +15,8 @@ from mpcore.sharding.declare import Shard, Sharding
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""
+Blocks = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
+"""Submodules that a caller names, such as the transformer blocks of a model."""
 
 
 def normal(std: float) -> Init:
@@ -65,7 +67,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def listed(blocks: Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
+def listed(blocks: Blocks) -> list[nn.Module]:
     """The submodules that a caller named as a list, a `ModuleList`, or a mapping such as a `ModuleDict`.
 
     Raises:

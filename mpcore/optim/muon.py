@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
 from mpcore.gradients.accumulate import gradient_of
-from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
+from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.groups import check_model, decay_groups, parameter_ids
@@ -69,8 +69,7 @@ class Muon(AdamW):
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is neither 'match_rms_adamw' nor 'original'")
         check_mesh(mesh)
         check_model(model)
-        no_matrices = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding, _ConvNd)
-        named = parameter_ids([*(m for m in model.modules() if isinstance(m, no_matrices)), *exclude])
+        named = parameter_ids([*(m for m in model.modules() if isinstance(m, (*TABLES, _ConvNd))), *exclude])
         matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}

@@ -103,20 +103,22 @@ class DiLoCo(torch.optim.Optimizer):
         momentum: float = 0.9,
         nesterov: bool = True,
         fragments: int = 1,
-        blocks: Iterable[nn.Module] | Mapping[int, nn.Module] = (),
+        blocks: Iterable[nn.Module] | Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.optimizer, self.model, self.mesh = optimizer, model, mesh
         self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         reshard(model)
-        numbered = blocks.items() if isinstance(blocks, Mapping) else enumerate(listed(blocks))
-        self.block_of = {module: number for number, block in numbered for module in block.modules()}
+        numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(listed(blocks or ()))
+        self.block_of: dict[nn.Module, int] = {module: i for i, block in numbered for module in block.modules()}
         held = list(owners(model))
         self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
         self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
         error = None
         try:
             self._check()
+            if fragments > 1 and blocks is None:
+                raise ValueError(f"fragments {fragments} are of blocks, and none are given: blocks=model.blocks")
         except ValueError as problem:
             error = problem
         raise_together(error)
@@ -130,8 +132,6 @@ class DiLoCo(torch.optim.Optimizer):
             raise ValueError(f"every {every!r} is not at least one step")
         if not isinstance(fragments, int) or not 1 <= fragments <= every:
             raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
-        if fragments > 1 and not self.block_of and any(self.names):
-            raise ValueError(f"fragments {fragments} are of blocks, and none are given: blocks=model.blocks")
         if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"the outer lr {self.lr} is not above 0, or the momentum {self.momentum} not from 0 to below 1"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from mpcore.layers.linear import ParallelLinear
-from mpcore.layers.module import listed
+from mpcore.layers.module import Blocks, listed
 from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.sharding.declarations import named_modules
@@ -31,7 +30,7 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
     return torch.autocast(device_type, dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()
 
 
-def convert_to_fp8(blocks: Iterable[nn.Module] | Mapping[str, nn.Module]) -> None:
+def convert_to_fp8(blocks: Blocks) -> None:
     """Have the parallel linear layers of some modules compute their products in FP8, forward and backward.
 
     Parameters, gradients, the optimizer and all communication stay as they are; what a layer keeps of its input for

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpcore.layers.embedding import TABLES
+
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Cut a list of blocks into consecutive stages: the slowest as fast as can be, the others as even as can be.
@@ -162,14 +164,14 @@ def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
     """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
 
     Of experts, the share that a token goes through (`used_share`).
-    A table is the weight of an embedding, which is read and not multiplied with: any module with `num_embeddings`.
+    A table is the weight of an embedding, of torch or of mpcore, which is read and not multiplied with.
     """
     return [
         float(
             sum(
                 parameter.numel() * getattr(module, "used_share", 1.0)
                 for module in root.modules()
-                if not hasattr(module, "num_embeddings")
+                if not isinstance(module, TABLES)
                 for parameter in module.parameters(recurse=False)
                 if parameter.dim() > 1
             )
