@@ -1,12 +1,16 @@
-"""Gradient accumulation into `main_grad`: a kernel adds its weight gradient there and returns none to autograd.
+"""Main gradients: where a parameter's gradient is accumulated in float32. This module alone writes their state.
 
-A parameter may have the attribute `main_grad`, float32 of its shape, and `grad_added_to_main_grad`, which says whether
-a kernel added a gradient. A kernel that sums its weight gradient over programs adds the sum to `main_grad` in the same
-launch and returns no gradient to autograd, so `.grad` stays None and no gradient counts twice. The references leave the
-gradient to autograd; the owner of the attribute then moves what autograd accumulated.
+A parameter may have `main_grad`, float32 of its shape, and `grad_added_to_main_grad`, as Megatron-LM names them. Other
+kernels may add to `main_grad` too, and then set `grad_added_to_main_grad` to True. Here it is a `MainGradState`.
+
+A kernel that sums its weight gradient over programs adds the sum there in the same launch, and gives autograd nothing,
+so that `.grad` stays None and nothing is added twice. References leave it to autograd; whoever attached the main
+gradient then moves what autograd accumulated.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -15,10 +19,44 @@ from torch.autograd.graph import get_gradient_edge
 from ._torch import engine_will_execute
 
 
+class MainGradState(IntEnum):
+    """What a main gradient holds: nothing, terms of this rank (equal to True), or the finished sum over ranks."""
+
+    EMPTY = 0
+    ADDED = 1
+    REDUCED = 2
+
+
+def main_grad(parameter: Tensor | None) -> Tensor | None:
+    """The tensor that gradients of the parameter are added to; None where it has none."""
+    return getattr(parameter, "main_grad", None)
+
+
+def holds_main_grad(parameter: Tensor) -> bool:
+    """Whether anything was added to the main gradient of the parameter since it was emptied."""
+    return bool(getattr(parameter, "grad_added_to_main_grad", False))
+
+
+def main_grad_state(parameter: Tensor) -> MainGradState:
+    """What the main gradient of the parameter holds; EMPTY where it has none."""
+    return MainGradState(getattr(parameter, "grad_added_to_main_grad", MainGradState.EMPTY))
+
+
+def attach_main_grad(parameter: Tensor, buffer: Tensor) -> None:
+    """Have gradients of the parameter added to `buffer`, whose values count for nothing."""
+    parameter.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
+    mark_main_grad(parameter, MainGradState.EMPTY)
+
+
+def mark_main_grad(parameter: Tensor, state: MainGradState) -> None:
+    """Note what the main gradient of the parameter holds now."""
+    parameter.grad_added_to_main_grad = state  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def remember_main_grad(*parameters: Tensor | None) -> tuple[Tensor | None, ...] | None:
     """In forward, return the parameters if each has a main gradient to add to, else `None`."""
     for p in parameters:
-        if p is not None and getattr(p, "main_grad", None) is None:
+        if p is not None and main_grad(p) is None:
             return None
     return None if torch.compiler.is_compiling() else parameters  # a compiled graph mutates nothing
 
@@ -47,11 +85,12 @@ def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor
     if not all(map(will_accumulate, given)):
         return None
     for p in given:
-        main = p.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        main = main_grad(p)
+        assert main is not None
         if main.shape != p.shape or main.dtype != torch.float32 or main.device != p.device or not main.is_contiguous():
             raise ValueError(
                 f"main_grad is {main.dtype} {tuple(main.shape)} on {main.device}; for a parameter {tuple(p.shape)} it "
                 f"must be contiguous float32 of that shape on {p.device}"
             )
-        p.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    return tuple(None if p is None else p.main_grad for p in parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        mark_main_grad(p, MainGradState.ADDED)
+    return tuple(map(main_grad, parameters))

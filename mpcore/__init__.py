@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         clip_gradients,
         drop_gradients,
         grad_norm,
+        guard_optimizer,
         main_gradients,
         reduce_gradients,
         zero_gradients,
@@ -111,6 +112,7 @@ __all__ = [
     "finish_gradients",
     "full_state_dict",
     "grad_norm",
+    "guard_optimizer",
     "linear_cross_entropy",
     "linear_log_prob",
     "load_full_state_dict",
@@ -137,7 +139,9 @@ __all__ = [
     "zero_gradients",
 ]
 _HOMES = {
-    "gradients": "clip_gradients drop_gradients grad_norm main_gradients reduce_gradients zero_gradients",
+    "gradients": (
+        "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
+    ),
     "interop.parallelize": "parallelize",
     "layers": (
         "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "

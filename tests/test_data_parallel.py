@@ -8,6 +8,7 @@ import math
 from collections import Counter, UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -29,6 +30,7 @@ from mpcore import (
     drop_gradients,
     full_state_dict,
     grad_norm,
+    guard_optimizer,
     linear_cross_entropy,
     linear_log_prob,
     load_full_state_dict,
@@ -39,6 +41,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
+from mpcore.gradients.accumulate import gradient_of
 from mpcore.kernels.linear_cross_entropy import linear_log_prob_reference
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
@@ -1038,15 +1041,18 @@ def check_old_optimizers(zero: int) -> None:
     on = mesh(dp=2)
     model = Chain()
     model.layers[0].weight.no_decay = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late, guarded = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    guard_optimizer(guarded, model)
     shard_data_parallel(model, on, zero=zero)
     assert model.layers[0].weight.no_decay
     assert not hasattr(model.layers[0].bias, "no_decay")
     micro_batch(model, on, 0, last=True)
     reduce_gradients(model)
-    with pytest.raises(ValueError, match=r"shape \(3, 3\) is no longer the model's.* after shard_data_parallel"):
-        optimizer.step()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    old = late.param_groups[0]["params"][0]
+    for refused in (guarded.step, partial(guard_optimizer, late, model), partial(gradient_of, old)):
+        with pytest.raises(ValueError, match=r"shape \(3, 3\) is no longer the model's.* after shard_data_parallel"):
+            refused()
+    guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
     late = model.layers[1].weight
     late.register_hook(lambda grad: grad * 0)
     with pytest.raises(
@@ -1078,20 +1084,24 @@ def check_mixed() -> None:
     shard_data_parallel(model, on)
     model(torch.ones(1, 4, 4)).sum().backward()
     reduce_gradients(model)
+
+    def step(parameters, **options):
+        guard_optimizer(torch.optim.AdamW(parameters, **options), model).step()
+
     sharded, whole = ([p for p in model.parameters() if is_dtensor(p) is kind] for kind in (True, False))
     for fast in ({"foreach": True}, {"fused": True}):
         with pytest.raises(
             ValueError, match=r"AdamW steps all of a group at once, .* 1 parameters are sharded .* and 2"
         ):
-            torch.optim.AdamW(model.parameters(), **fast).step()
-        torch.optim.AdamW([{"params": sharded}, {"params": whole}], **fast).step()
-        torch.optim.AdamW([*sharded, model.gain], **fast).step()
+            step(model.parameters(), **fast)
+        step([{"params": sharded}, {"params": whole}], **fast)
+        step([*sharded, model.gain], **fast)
     for slow in ({"foreach": False}, {"fused": False}, {}):
-        torch.optim.AdamW(model.parameters(), **slow).step()
+        step(model.parameters(), **slow)
     AdamW(model).step()
     for p in whole:
         p.grad = None
-    torch.optim.AdamW(model.parameters(), foreach=True).step()
+    step(model.parameters(), foreach=True)
 
 
 @pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")

@@ -160,7 +160,6 @@ OF_PYTHON = {"_current_frames", "_exit", "_replace"}
 PROBES = {  # the objects that may be asked for an attribute, or be given one, by its name
     "mpcore._torch.fsdp": {"state"},  # torch 2.13 renamed an attribute
     "mpcore._torch.pipelining": {"PipelineStage"},  # torch 2.13 added a method
-    "mpcore.gradients.steps": {"optimizer", "parameter"},
     "mpcore.interop.parallelize.model": {"target"},  # the plan names the attribute
     "mpcore.layers.dropout": {"module"},
     "mpcore.parallel.offload": {"twin"},

@@ -21,6 +21,7 @@ from mpcore import (
     clip_gradients,
     full_state_dict,
     grad_norm,
+    guard_optimizer,
     load_full_state_dict,
     materialize,
     reduce_gradients,
@@ -28,7 +29,8 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.gradients import reduce as of_gradients
-from mpcore.gradients import steps
+from mpcore.gradients.accumulate import mark_reduced
+from mpcore.gradients.guard import _steps_together
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declarations import add_partial
@@ -455,6 +457,7 @@ def check_another_mesh():
     plain = nn.Linear(3, 4)
     shard_data_parallel(plain, other, zero=0)
     plain(torch.ones(2, 3)).sum().backward()
+    reduce_gradients(plain)
     with pytest.raises(ValueError, match=r"weight lies on the axis data \(2 ranks\) of another mesh"):
         grad_norm(plain, m)
     foreign = distribute_module(nn.Linear(3, 4), m.device_mesh["tp"])
@@ -507,6 +510,7 @@ def check_norm(sizes, options, dtype):
     model = Model(**options, tp=m.tp, dtype=dtype)
     for name, p in model.named_parameters():
         p.grad = shardings(model)[name].take(want[name]).clone()
+        mark_reduced(p)
     for p in NORMS:
         got, norm = grad_norm(model, m, p), dense_norm(want, p)
         assert got.dtype == torch.float64
@@ -534,6 +538,7 @@ def check_norm_over_stages(sizes):
     stage = nn.ModuleDict({str(m.pp.rank): build_block(tp=m.tp)}).double()
     for name, p in stage.named_parameters():
         p.grad = shardings(stage)[name].take(want[name]).clone()
+        mark_reduced(p)
     for p in NORMS:
         close(grad_norm(stage, m, p), dense_norm(want, p), f"the {p}-norm")
 
@@ -549,6 +554,7 @@ def check_norm_of_tied_ends():
     head = ColumnParallelLinear(3, 4, bias=False, tp=m.tp).double()
     add_partial(head, "weight", m.ends)
     head.weight.grad = head.shardings["weight"].take(whole).clone()
+    mark_reduced(head.weight)
     for p in NORMS:
         close(grad_norm(head, m, p), torch.linalg.vector_norm(whole, p), f"the {p}-norm")
 
@@ -679,8 +685,8 @@ def check_of_whole_tensors(tp):
     words = r"computes each element from its whole tensor, and a parameter of shape \(4, 4\) is this rank's part of one"
     for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
         with pytest.raises(ValueError, match=f"^{kind.__name__} {words}") if tp > 1 else contextlib.nullcontext():
-            kind(model.parameters(), lr=1e-3).step(lambda: torch.zeros(()))
-    torch.optim.AdamW(model.parameters()).step()
+            guard_optimizer(kind(model.parameters(), lr=1e-3), model).step(lambda: torch.zeros(()))
+    guard_optimizer(torch.optim.AdamW(model.parameters()), model).step()
 
 
 def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
@@ -693,5 +699,5 @@ def test_torchs_optimizers_step_a_group_at_once_by_default_on_a_gpu_alone(make):
     here, there = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (False, True))
     for said, on_cpu, on_gpu in (({}, False, True), ({"foreach": False}, False, False), ({"fused": True}, True, True)):
         group = make([torch.zeros(1, requires_grad=True)], lr=0.1, **said).param_groups[0]
-        assert [steps._steps_together(group, [p]) for p in (here, there)] == [on_cpu, on_gpu]
-    assert not steps._steps_together({"params": [there]}, [there]), "of an optimizer that knows no foreach"
+        assert [_steps_together({**group, "params": [p]}) for p in (here, there)] == [on_cpu, on_gpu]
+    assert not _steps_together({"params": [there]}), "of an optimizer that knows no foreach"

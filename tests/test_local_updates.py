@@ -44,7 +44,8 @@ class Worker(Run):
 
     def __init__(self, on: Mesh, options: dict, config: GPTConfig = CONFIG, zero: int = 0) -> None:
         super().__init__(on, config, zero % 10, replicate=zero // 10 or 1)
-        self.merges = self.optimizer = DiLoCo(self.optimizer, self.model, on, **options)
+        blocks = {int(i): block for i, block in self.model.blocks.items()}
+        self.merges = self.optimizer = DiLoCo(self.optimizer, self.model, on, blocks=blocks, **options)
 
     def step(self, step: int) -> float:
         loss = super().step(step * self.mesh.workers.size + self.mesh.workers.rank)
@@ -386,7 +387,9 @@ def test_a_state_dict_knows_its_parameters_where_one_is_frozen_since():
 def test_merges_until_counts_the_merges_of_all_fragments():
     model = nn.Linear(2, 2)
     for every, fragments in ((4, 1), (5, 3), (3, 3), (7, 2)):
-        optimizer = DiLoCo(torch.optim.SGD(model.parameters()), model, Mesh(), every, fragments=fragments)
+        optimizer = DiLoCo(
+            torch.optim.SGD(model.parameters()), model, Mesh(), every, fragments=fragments, blocks=[model]
+        )
         count = 0
         for step in range(1, 30):
             count += optimizer.merge(step) is not None
@@ -686,6 +689,7 @@ def test_parameters_that_join_later_are_stepped_and_merged():
         ({"every": 1.5}, "every 1.5 is not at least one step"),
         ({"every": 4, "fragments": 5}, "fragments 5 is not from 1 to the 4 steps"),
         ({"fragments": 0}, "fragments 0 is not from 1"),
+        ({"fragments": 2}, "fragments 2 are of blocks, and none are given"),
         ({"lr": 0.0}, "outer lr 0.0 is not above 0"),
         ({"lr": math.nan}, "outer lr nan is not above 0"),
         ({"momentum": 1.0}, "momentum not from 0 to below 1|momentum 1.0 not from 0"),

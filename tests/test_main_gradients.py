@@ -18,6 +18,7 @@ from mpcore import (
     clip_gradients,
     full_state_dict,
     grad_norm,
+    guard_optimizer,
     load_full_state_dict,
     main_gradients,
     reduce_gradients,
@@ -216,15 +217,14 @@ def test_the_optimizer_reads_and_forgets_them():
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, offload_optimizer], ids=["here", "offloaded"])
 def test_an_optimizer_that_reads_grad_alone_refuses_main_gradients(wrap):
     model = main_gradients(ColumnParallelLinear(3, 4))
-    optimizer = wrap(torch.optim.AdamW(model.parameters()))
+    optimizer = wrap(guard_optimizer(torch.optim.AdamW(model.parameters()), model))
     model(draw(0, 2, 3).float()).sum().backward()
     with pytest.raises(ValueError, match=r"shape \(4, 3\) is in main_grad, and AdamW reads .grad alone, which is None"):
         optimizer.step()
     before = model.weight.detach().clone()
     for p in model.parameters():
         p.grad = gradient_of(p)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
+    guard_optimizer(torch.optim.AdamW(model.parameters()), model).step()
     assert not torch.equal(model.weight, before)
 
 

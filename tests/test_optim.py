@@ -27,6 +27,7 @@ from mpcore import (
     shardings,
 )
 from mpcore.checkpoint.pieces import like
+from mpcore.gradients.accumulate import mark_reduced
 from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
 from mpcore.optim.adamw import logical_indices
 from mpcore.optim.muon import orthogonalize
@@ -72,6 +73,7 @@ def give_gradients(model, step, dtype):
             start, end = data_run(p)
             local = local[start:end]
         p.grad = like(p, local.clone())
+        mark_reduced(p)
 
 
 def over_data(run, x):

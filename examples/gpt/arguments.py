@@ -375,7 +375,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     else:
         GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit the experts
     if args.fp8:
-        convert_to_fp8(GPT(config, mesh, device="meta", blocks=range(1)))  # refuses what tp cuts within a block
+        convert_to_fp8(GPT(config, mesh, device="meta", blocks=range(1)).blocks)  # refuses what tp cuts within a block
     preset = None if args.init_from_hf or args.init_from else PRESETS[args.preset or "tiny"]
     if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")

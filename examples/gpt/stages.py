@@ -30,7 +30,7 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
             f"tied embeddings on the pipeline ranks {ranks[0]} and {ranks[-1]}: only 0 and {mesh.pp.size - 1} sum them"
         )
     if one_rank:  # the first and the last stage share one table: no gradient is summed between ranks
-        mesh = dataclasses.replace(mesh, ends=Axis(name="ends"))
+        mesh = dataclasses.replace(mesh, ends=Axis(role="ends"))
     mine = [held for held, rank in zip(blocks, ranks, strict=True) if rank == mesh.pp.rank]
     stages = [GPT(config, mesh, blocks=held, **options) for held in mine]
     if config.tie_embeddings and stages and stages[0].first and stages[-1].last:

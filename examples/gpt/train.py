@@ -44,7 +44,7 @@ class Trainer:
         )  # fmt: skip
         heads = [stage.head for stage in self.stages if stage.last]
         self.run = prepare(
-            self.stages, mesh, blocks=[block for stage in self.stages for block in stage.blocks.values()],
+            self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
             loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
             **policies(args, self.stages),

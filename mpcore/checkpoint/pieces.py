@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, persistent_buffers, sharding_of
 from mpcore.sharding.declare import Sharding
-from mpcore.sharding.local import is_dtensor, lies_as, local_tensor
+from mpcore.sharding.local import data_runs, is_dtensor, is_first_replica, lies_as, local_tensor
 from mpcore.sharding.state_dict import check_present
 
 Segment = tuple[int, int, int, bool]
@@ -162,21 +162,10 @@ def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> lis
 def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
     """Clip the segments to what `fully_shard` left this rank; False: other ranks hold the same, and a lower one
     writes."""
-    first = True
-    runs = [(0, size) for size in tensor.shape]
-    # The coordinate, not the group: torch's caches may give a DTensor the equal mesh of a world that has ended.
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    for i, (placement, rank) in enumerate(zip(tensor.placements, coordinate, strict=True)):
-        size = tensor.device_mesh.size(i)
-        if placement.is_replicate():
-            first = first and rank == 0
-        elif type(placement) is Shard:  # and not torch's strided one
-            dim = placement.dim
-            start, end = runs[dim]
-            each = -(-(end - start) // size)  # as torch.chunk: equal shards, the last ones shorter or empty
-            runs[dim] = (min(start + rank * each, end), min(start + (rank + 1) * each, end))
-        else:
+    for placement in tensor.placements:
+        if not placement.is_replicate() and type(placement) is not Shard:  # torch's strided one is none
             raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")
+    runs = data_runs(tensor)
     clipped: list[list[Segment]] = []
     for segments, (start, end) in zip(dims, runs, strict=True):
         cut = [(max(local, start), min(local + size, end), logical - local, owned)
@@ -185,4 +174,4 @@ def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[l
     want = tuple(end - start for start, end in runs)
     if tuple(tensor.to_local().shape) != want:
         raise ValueError(f"{name} has shape {tuple(tensor.to_local().shape)} on this data rank, expected {want}")
-    return clipped, first
+    return clipped, is_first_replica(tensor)

@@ -67,7 +67,7 @@ def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, 
             if shard.replicated and not is_dtensor(parameter):
                 entries = by_axis.setdefault(shard.axis.group, (shard.axis, []))[1]
                 entries += [(f"{name}{where}", x) for where, x in _shared_runs(shard, local)]
-    return [(axis, entries) for axis, entries in sorted(by_axis.values(), key=lambda entry: entry[0].name)]
+    return [(axis, entries) for axis, entries in sorted(by_axis.values(), key=lambda entry: entry[0].order)]
 
 
 def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
@@ -78,7 +78,7 @@ def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
     for dim, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             group = parameter.device_mesh.get_group(dim)
-            found[group] = Axis(group.size(), at[dim], group, "data")
+            found[group] = Axis(group.size(), at[dim], group, role="data")
     return found
 
 

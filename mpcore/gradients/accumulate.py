@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpcore.kernels._main_grad import (
+    MainGradState,
+    attach_main_grad,
+    holds_main_grad,
+    main_grad,
+    main_grad_state,
+    mark_main_grad,
+)
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
-
-if TYPE_CHECKING:
-    pass
-from mpcore.gradients.steps import check_current, check_steps
 
 
 def main_gradients(model: nn.Module) -> nn.Module:
@@ -23,8 +27,8 @@ def main_gradients(model: nn.Module) -> nn.Module:
     weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
     gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
     of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Torch's
-    optimizers, which read `.grad` alone, refuse to step where it isn't there. Hooks of a
-    parameter find `main_grad`, and no `.grad`.
+    optimizers read `.grad` alone: `guard_optimizer` has them refuse to step without it. Hooks of a parameter find
+    `main_grad`, and no `.grad`.
     `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
 
     Args:
@@ -42,37 +46,37 @@ def main_gradients(model: nn.Module) -> nn.Module:
     for name, parameter, _ in declarations(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
-    check_steps()
     for parameter in model.parameters():
-        if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+        if parameter.requires_grad and main_grad(parameter) is None:
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            parameter.main_grad = torch.zeros_like(parameter, dtype=wide)  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            attach_main_grad(parameter, torch.zeros_like(parameter, dtype=wide))
             parameter.register_post_accumulate_grad_hook(accumulate)
     return model
 
 
-@torch.no_grad()
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`.
 
     Raises:
         ValueError: for one that data parallelism replaced: it would never have one.
     """
-    check_current(parameter)
-    main = getattr(parameter, "main_grad", None)
+    if _REPLACED.data:  # not its length, which is computed
+        check_current([parameter])
+    main = main_grad(parameter)
     if main is None:
         return parameter.grad
     accumulate(parameter)
-    return main if parameter.grad_added_to_main_grad else None  # type: ignore[attr-defined]
+    return main if holds_main_grad(parameter) else None
 
 
 @torch.no_grad()
 def accumulate(parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    """Move what autograd left in `.grad` to the main gradient of a parameter that has one."""
+    main = main_grad(parameter)
+    if parameter.grad is not None and main is not None:
+        main.add_(parameter.grad)
         parameter.grad = None
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        mark_main_grad(parameter, MainGradState.ADDED)
 
 
 @torch.no_grad()
@@ -80,6 +84,43 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
     """Forget all gradients, main gradients included."""
     for parameter in parameters:
         parameter.grad = None
-        if getattr(parameter, "main_grad", None) is not None:
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        main = main_grad(parameter)
+        if main is not None:
+            main.zero_()
+            mark_main_grad(parameter, MainGradState.EMPTY)
+
+
+# --- what is known of a gradient, and of a parameter that has none any more ----------------------------------------
+
+_REDUCED = WeakTensorKeyDictionary()  # `.grad` tensors whose pending sums are done
+_REPLACED = WeakTensorKeyDictionary()  # parameters that are no longer their model's
+
+
+def mark_reduced(parameter: Tensor) -> None:
+    """Note that the gradient that the parameter has now needs no further sum, for one that you summed yourself."""
+    if holds_main_grad(parameter):
+        mark_main_grad(parameter, MainGradState.REDUCED)
+    elif parameter.grad is not None:
+        _REDUCED[parameter.grad] = True
+
+
+def is_reduced(parameter: Tensor) -> bool:
+    """Whether nothing was accumulated since `mark_reduced`: no new `.grad` tensor, nothing added to a main gradient."""
+    if main_grad(parameter) is None:
+        return parameter.grad is None or parameter.grad in _REDUCED
+    return parameter.grad is None and main_grad_state(parameter) is not MainGradState.ADDED
+
+
+def mark_replaced(parameters: Iterable[Tensor]) -> None:
+    """Note that other parameters have taken the place of these: an optimizer made before still has them."""
+    _REPLACED.update(dict.fromkeys(parameters, True))
+
+
+def check_current(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that data parallelism replaced."""
+    for parameter in parameters if _REPLACED.data else ():
+        if parameter in _REPLACED:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: "
+                f"make the optimizer after shard_data_parallel"
+            )

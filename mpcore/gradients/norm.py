@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mpcore._torch.functional import scale_each
 from mpcore.collectives import all_reduce
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.gradients.guard import check_all_reduced
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import check_lies_on
-from mpcore.sharding.local import data_run, is_dtensor, local_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-from mpcore.gradients.accumulate import gradient_of
-
-
-def _is_first_replica(x: DTensor) -> bool:
-    """Whether no lower rank holds the same shard: shards may be replicated over nodes."""
-    coordinate = x.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(rank == 0 for place, rank in zip(x.placements, coordinate, strict=True) if place.is_replicate())
+from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
 @torch.no_grad()
@@ -42,9 +32,10 @@ def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
         An fp64 scalar tensor.
 
     Raises:
-        ValueError: if p isn't above 0, a parameter is cut over an axis of another mesh, or one is a DTensor that isn't
-            mpcore's.
+        ValueError: if p isn't above 0, `reduce_gradients` was forgotten, a parameter is cut over an axis of another
+            mesh, or one is a DTensor that isn't mpcore's.
     """
+    check_all_reduced(model)
     return norm_of(model, mesh, gradient_of, p)
 
 
@@ -76,7 +67,7 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
         found = of(parameter)
         if found is None:
             continue
-        first = _is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
+        first = is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
         if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
             continue
         grad = local_tensor(found)
@@ -97,7 +88,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> N
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.
         norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
+
+    Raises:
+        ValueError: if `reduce_gradients` was forgotten.
     """
+    check_all_reduced(model)
     if max_norm <= 0:
         return
     norm = torch.as_tensor(norm, dtype=torch.float64)

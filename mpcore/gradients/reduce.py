@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 
 from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce
-from mpcore.gradients.accumulate import gradient_of, zero_gradients
+from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
 from mpcore.gradients.drop import UNSUMMED, check_summed
-from mpcore.gradients.steps import check_steps
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import declarations
@@ -47,7 +47,6 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
             micro-batch had no backward, or one that raised: `drop_gradients`), or hooks that it never calls; or if
             experts lie otherwise than the mesh says, or have replicas over tp that neither it nor a mesh speaks of.
     """
-    check_steps()
     for on in over:
         if isinstance(on, Mesh):
             check_experts(model, on)
@@ -62,7 +61,6 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
     for name, parameter, sharding in declared:
         if not parameter.requires_grad:
             continue
-        parameter.is_cut = any(shard.axis.size > 1 for shard in sharding.shards)  # type: ignore[attr-defined]
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
         for axis in axes:
             _check_unsummed(name, parameter, axis)
@@ -86,10 +84,12 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
-    for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].name):  # the same order on every rank
+    for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].order):
         wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
         for bucket in _buckets(sorted(entries, key=lambda entry: entry[0])):
             _reduce_pending(axis, bucket, wide)
+    for _, parameter, _ in itertools.chain.from_iterable(entries for _, entries in pending.values()):
+        mark_reduced(parameter)
 
 
 def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:

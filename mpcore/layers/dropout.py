@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.dropout_add import dropout_add
+from mpcore.layers.module import RandomModule
 from mpcore.mesh.axis import Axis, check_axis
-from mpcore.random import stream_key
 from mpcore.sharding.declarations import named_modules
 
 
-class Dropout(nn.Module):
+class Dropout(RandomModule):
     """Zeros elements by a mask that depends on (seed, this module's name, sample, token, feature) alone.
 
     So the mask is the same on every rank that holds the same element, at any tp, cp, dp, pp and micro-batch size, and
@@ -22,10 +22,6 @@ class Dropout(nn.Module):
         p: probability of zero, in [0, 1).
         tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
             sequence.
-
-    Attributes:
-        key: the stream; None until it is seeded. To torch.compile it is a constant, so that each module has a graph of
-            its own, unless `torch._dynamo.config.allow_unspec_int_on_nn_module` is set.
     """
 
     def __init__(
@@ -42,7 +38,6 @@ class Dropout(nn.Module):
         check_axis(tp)
         self.p, self.tp = p, tp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        self.key: int | None = None
 
     def forward(
         self,
@@ -86,7 +81,7 @@ class Dropout(nn.Module):
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give every `Dropout`, and what else draws, its own stream, from the seed and the module's full name."""
+    """Give every `RandomModule`, such as `Dropout` and `Router`, its own stream, from the seed and its full name."""
     for name, module in named_modules(model):
-        if hasattr(module, "key"):
-            module.key = stream_key(seed, name)  # type: ignore[assignment]
+        if isinstance(module, RandomModule):
+            module.seed_stream(seed, name)

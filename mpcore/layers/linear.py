@@ -7,11 +7,13 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpcore import collectives
+from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import Init, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
@@ -20,7 +22,66 @@ from mpcore.sharding.declare import Shard, cut, cut_blocks
 _ALONE = Axis()
 
 
-class ColumnParallelLinear(ParallelModule):
+class LinearMode(NamedTuple):
+    """How a parallel linear layer computes its products.
+
+    Attributes:
+        split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do.
+            Then the product is torch's own, which autograd can split; it keeps its whole input.
+        fp8: compute all three products in FP8.
+    """
+
+    split_backward: bool = False
+    fp8: bool = False
+
+
+class ParallelLinear(ParallelModule):
+    """What `ColumnParallelLinear` and `RowParallelLinear` share: how their products are computed.
+
+    Attributes:
+        mode: set it by `set_mode`.
+    """
+
+    mode = LinearMode()
+
+    def set_mode(self, *, split_backward: bool | None = None, fp8: bool | None = None) -> None:
+        """Choose how products are computed from now on.
+
+        Args:
+            split_backward, fp8: as of `LinearMode`; None: as it is.
+
+        Raises:
+            ValueError: for another value, or as `check_fp8`.
+        """
+        wanted = {"split_backward": split_backward, "fp8": fp8}
+        for name, value in wanted.items():
+            if not isinstance(value, bool | None):
+                raise ValueError(f"{name} is {value!r}: give True, False, or None to leave it as it is")
+        if fp8:
+            self.check_fp8()
+        self.mode = self.mode._replace(**{name: value for name, value in wanted.items() if value is not None})
+
+    def check_fp8(self, name: str = "the weight") -> None:
+        """Refuse a weight that tp cuts within a block of FP8: another tp size would compute other products.
+
+        Args:
+            name: how the message calls the layer.
+
+        Raises:
+            ValueError: naming the feature at which it is cut.
+        """
+        sharding = self.shardings["weight"]
+        for shard in sharding.shards:
+            for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
+                if edge % BLOCK and edge != sharding.shape[shard.dim]:
+                    axis = shard.axis
+                    raise ValueError(
+                        f"{name} is cut over {axis.name} {axis.size} at feature {edge}, which is no multiple of "
+                        f"{BLOCK}, the block of FP8: take a smaller {axis.name}, or don't convert this layer"
+                    )
+
+
+class ColumnParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the rows of W (the output features) cut over tp: x is I, y is S(-1).
 
     Args:
@@ -35,19 +96,12 @@ class ColumnParallelLinear(ParallelModule):
         init: fills the logical weight; None: as `torch.nn.Linear`.
         device, dtype: of the parameters.
 
-    Attributes:
-        split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do
-            (`Pipeline` sets it). Then the product is torch's own, which autograd can split; it keeps its whole input.
-        fp8: the three products are computed in eight bits (`mpcore.parallel.precision.convert_to_fp8` sets it).
-
     Raises:
         ValueError: if there are fewer units of output features than ranks.
     """
 
     weight: Tensor
     bias: Tensor | None
-    split_backward = False
-    fp8 = False
 
     def __init__(
         self,
@@ -99,7 +153,7 @@ class ColumnParallelLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         check_last(x, self.in_features, "in_features")
-        held, how = (self.matrix(), self.bias, self.tp), (self.split_backward, self.fp8)
+        held, how = (self.matrix(), self.bias, self.tp), self.mode
         if self.sequence_parallel:
             y = all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
         else:
@@ -111,7 +165,7 @@ class ColumnParallelLinear(ParallelModule):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the columns of W (the input features) cut over tp: x is S(-1), y is I.
 
     The bias is added once, after the sum over ranks.
@@ -127,17 +181,12 @@ class RowParallelLinear(ParallelModule):
         init: fills the logical weight; None: as `torch.nn.Linear`.
         device, dtype: of the parameters.
 
-    Attributes:
-        split_backward, fp8: as of `ColumnParallelLinear`.
-
     Raises:
         ValueError: if there are fewer units of input features than ranks.
     """
 
     weight: Tensor
     bias: Tensor | None
-    split_backward = False
-    fp8 = False
 
     def __init__(
         self,
@@ -184,8 +233,8 @@ class RowParallelLinear(ParallelModule):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
-            return copy_linear(x, self.matrix(), self.bias, _ALONE, self.split_backward, self.fp8)
-        y = copy_linear(x, self.matrix(), None, _ALONE, self.split_backward, self.fp8)
+            return copy_linear(x, self.matrix(), self.bias, _ALONE, *self.mode)
+        y = copy_linear(x, self.matrix(), None, _ALONE, *self.mode)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore._torch.autograd import will_run
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.kernels._main_grad import will_accumulate
+from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad, will_accumulate
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.quantize_fp8 import Quantized, quantize_fp8
 from mpcore.layers.module import refuse_second_derivative
@@ -113,7 +113,7 @@ Main = tuple[Tensor, Tensor | None]
 
 def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
     """The parameters themselves, where backward shall add to their main gradients (`mpcore.main_gradients`)."""
-    if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
+    if main_grad(weight) is None or torch.compiler.is_compiling():
         return None
     return weight, bias
 
@@ -128,7 +128,7 @@ def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor
 
 def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
     """The gradient, for autograd; or added to the parameter's main gradient, and nothing left to give."""
-    main = getattr(parameter, "main_grad", None)
+    main = main_grad(parameter)
     if parameter is None or main is None:
         return gradient(None, *of)
     wanted = will_accumulate(parameter)
@@ -136,7 +136,7 @@ def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor
         return gradient(None, *of)
     if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
         gradient(main, *of)
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        mark_main_grad(parameter, MainGradState.ADDED)
     return None
 
 
@@ -154,7 +154,7 @@ def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
     return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
 
 
-_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless its split_backward is True,"
+_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless its mode has split_backward,"
 
 
 class _CopyLinear(Function):

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from mpcore._torch.autograd import in_backward
 from mpcore.mesh.axis import Axis
+from mpcore.random import stream_key
 from mpcore.sharding.declare import Shard, Sharding
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""
+Blocks = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
+"""Submodules that a caller names, such as the transformer blocks of a model."""
 
 
 def normal(std: float) -> Init:
@@ -42,12 +45,30 @@ def refuse_second_derivative(what: str) -> None:
         raise RuntimeError(f"{what} has no second derivative")
 
 
+class RandomModule(nn.Module):
+    """A module that draws random numbers in forward, from a stream of its own.
+
+    `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class; derive from it to have yours seeded.
+
+    Attributes:
+        key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. To torch.compile it is
+            a constant, so that each module has a graph of its own, unless
+            `torch._dynamo.config.allow_unspec_int_on_nn_module` is set.
+    """
+
+    key: int | None = None
+
+    def seed_stream(self, seed: int, name: str) -> None:
+        """Choose the stream by the seed and this module's full name."""
+        self.key = stream_key(seed, name)
+
+
 def recomputing() -> bool:
     """Whether a forward runs inside a backward, to compute again what wasn't kept: what counts calls must not count."""
     return in_backward()
 
 
-def listed(blocks: Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
+def listed(blocks: Blocks) -> list[nn.Module]:
     """The submodules that a caller named as a list, a `ModuleList`, or a mapping such as a `ModuleDict`.
 
     Raises:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from mpcore._torch.fake import real_tensors
 from mpcore.mesh.axis import Axis
+
+T = TypeVar("T")
 
 
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
@@ -38,19 +41,41 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
 
 
 def raise_together(error: Exception | None) -> None:
-    """Fail on every rank when one rank has failed, so that none waits for it.
+    """Fail on every rank of the job when one rank has failed, so that none waits for it.
 
     Args:
         error: what went wrong on this rank; None: nothing.
 
     Raises:
-        ValueError: on every rank, with the messages of the ranks that failed.
+        ValueError: on every rank, with the message of the first rank that failed.
     """
-    errors: list = [str(error) if error else None]
-    if dist.is_initialized() and dist.get_backend() != "fake":
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, str(error) if error else None)
-    failed = [rank for rank, message in enumerate(errors) if message]
+    exchange(error, None, dist.group.WORLD if dist.is_initialized() and dist.get_backend() != "fake" else None)
+
+
+def exchange(error: Exception | None, value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Give a value of each rank to all ranks of a group, or raise one rank's error on all of them.
+
+    Args:
+        error: what went wrong on this rank; None: nothing.
+        value: what this rank gives.
+        group: the ranks; None: this process alone.
+
+    Returns:
+        The values, in rank order.
+
+    Raises:
+        ValueError: on every rank, with the message of the first that failed; from its own error on one that did.
+    """
+    answers: list = [(None if error is None else _say(error), value)]
+    if group is not None:
+        mine, answers = answers[0], [None] * group.size()
+        dist.all_gather_object(answers, mine, group=group)
+    failed = [rank for rank, (message, _) in enumerate(answers) if message is not None]
     if failed:
-        where = "" if len(failed) == len(errors) else f" (on rank {', '.join(map(str, failed))} of {len(errors)})"
-        raise ValueError(f"{errors[failed[0]]}{where}") from error
+        where = "" if len(failed) == len(answers) else f" (on rank {', '.join(map(str, failed))} of {len(answers)})"
+        raise ValueError(f"{answers[failed[0]][0]}{where}") from error
+    return [value for _, value in answers]
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"

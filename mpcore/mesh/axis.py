@@ -20,7 +20,8 @@ class Axis:
         size: number of ranks along the axis.
         rank: this process's place along the axis, `0 <= rank < size`.
         group: the process group of the ranks along the axis; None is enough for size 1 and for planning.
-        name: how messages call the axis.
+        name: how messages call the axis; it says nothing about which axis it is. "": the role, or "axis".
+        role: which axis of a `Mesh` this is, such as "ep"; "" for an axis of your own, which its group identifies.
         levels: the axis as outer x inner, its ranks numbered with inner fastest: cp with `build_mesh(cp_inner=...)`.
 
     Raises:
@@ -30,11 +31,13 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    name: str = "axis"
+    name: str = field(default="", compare=False)
     levels: tuple[Axis, Axis] | None = None
+    role: str = ""
     group_name: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.role or "axis")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} lies outside the {self.name} axis of size {self.size}")
         if self.group is not None:
@@ -44,6 +47,16 @@ class Axis:
                 )
             # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
             object.__setattr__(self, "group_name", self.group.group_name)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells this axis from others: its group; without one its role, size and rank."""
+        return (self.group_name,) if self.group_name else (self.role, self.size, self.rank)
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """Sorts axes alike on all ranks, so that their collectives begin in one order."""
+        return self.role, self.group_name
 
     def __copy__(self) -> Axis:
         return self
@@ -79,19 +92,19 @@ class Mesh:
         made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
     """
 
-    tp: Axis = Axis(name="tp")
-    cp: Axis = Axis(name="cp")
-    dp: Axis = Axis(name="dp")
-    pp: Axis = Axis(name="pp")
-    ep: Axis = Axis(name="ep")
-    etp: Axis = Axis(name="etp")
-    edp: Axis = Axis(name="edp")
-    data: Axis = Axis(name="data")
-    ends: Axis = Axis(name="ends")
-    world: Axis = Axis(name="world")
-    workers: Axis = Axis(name="workers")
-    job: Axis = Axis(name="job")
-    saves: Axis = Axis(name="saves")
+    tp: Axis = Axis(role="tp")
+    cp: Axis = Axis(role="cp")
+    dp: Axis = Axis(role="dp")
+    pp: Axis = Axis(role="pp")
+    ep: Axis = Axis(role="ep")
+    etp: Axis = Axis(role="etp")
+    edp: Axis = Axis(role="edp")
+    data: Axis = Axis(role="data")
+    ends: Axis = Axis(role="ends")
+    world: Axis = Axis(role="world")
+    workers: Axis = Axis(role="workers")
+    job: Axis = Axis(role="job")
+    saves: Axis = Axis(role="saves")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
     made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)

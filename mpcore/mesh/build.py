@@ -100,15 +100,15 @@ def build_mesh(
     for name in ("data", "ep", "etp", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
         twin = same_as.get(name)
         if twin is not None:
-            axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, name)
+            axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, role=name)
         else:
             axes[name] = _new_axis(name, ranks[name])
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
-    job = Axis(world_size, dist.get_rank(), dist.group.WORLD, "job")
-    world = replace(job, name="world") if workers == 1 else _new_axis("world", ranks["world"])
-    saves = Axis(name="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
+    job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
+    world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
+    saves = Axis(role="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
     return Mesh(
         **axes,
         world=world,
@@ -146,15 +146,15 @@ def choose_device(
 
 def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
-    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name)
+    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), role=name)
 
 
 def _new_axis(name: str, groups: list[list[int]], backend: str | None = None) -> Axis:
-    mine = Axis(name=name)
+    mine = Axis(role=name)
     for ranks in groups:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks, backend=backend)
         if isinstance(group, dist.ProcessGroup):
-            mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, name)
+            mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, role=name)
     return mine

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.drop import drop_gradients
+from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
 from mpcore.kernels.adamw import adamw, adamw_now
 from mpcore.optim.groups import check_model, decay_groups
 from mpcore.random import stream_key
@@ -30,7 +31,7 @@ from mpcore.sharding.local import data_run, is_dtensor, lies_as, local_tensor
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     """AdamW with float32 masters of half-precision parameters and, by choice, bfloat16 moments.
 
     Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`.
@@ -49,8 +50,6 @@ class AdamW(torch.optim.Optimizer):
     Raises:
         ValueError: for another state_dtype, or a float16 parameter without a master.
     """
-
-    reads_main_gradients = True
 
     def __init__(
         self,
@@ -78,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._declared: dict[Tensor, tuple[str, Sharding]] = {}
         super().__init__(groups, defaults)
+        guard_optimizer(self, model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, of parameters that the model has by now, such as a layer that is thawed.

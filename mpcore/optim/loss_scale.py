@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.gradients.guard import check_all_reduced
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.local import local_tensor
 
@@ -49,7 +50,12 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, model: nn.Module) -> None:
-        """Divide all gradients, main gradients included, by the scale; call it once a step, after the last backward."""
+        """Divide all gradients, main gradients included, by the scale; call it once a step, after `reduce_gradients`.
+
+        Raises:
+            ValueError: if `reduce_gradients` was forgotten.
+        """
+        check_all_reduced(model)
         for parameter in model.parameters():
             grad = gradient_of(parameter)
             if grad is not None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
 from mpcore._torch.fsdp import add_unit
-from mpcore.gradients.steps import check_steps
+from mpcore.gradients.accumulate import mark_replaced
 from mpcore.layers.module import listed
 from mpcore.layers.moe.layer import check_experts
 from mpcore.layers.moe.router import Router
@@ -118,7 +118,7 @@ def shard_data_parallel(
             stage.data_parallel = DataParallel(zero)  # type: ignore[assignment]
         return model
 
-    check_steps()
+    before = [p for stage in stages for p in stage.parameters()]
     held = {id(p): sharding for stage in stages for _, p, sharding in declarations(stage)}
     whole = {p for stage in stages for p in stage.parameters() if _stays_whole(p, held[id(p)], mesh, replicate)}
     routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
@@ -144,6 +144,8 @@ def shard_data_parallel(
         for unit in units:
             add_unit(stage, unit)
             stage.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
+    now = {p for stage in stages for p in stage.parameters()}
+    mark_replaced(p for p in before if p not in now)
     return model
 
 

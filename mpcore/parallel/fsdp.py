@@ -56,8 +56,6 @@ class UnitWrapper:
         for owner, leaf, p in mine:
             shard = getattr(owner, leaf)
             shard.__dict__.update(vars(p))  # what others read of it, such as an optimizer that makes groups
-        for *_, p in mine:
-            p.replaced_by_shards = True  # type: ignore[attr-defined]  # an optimizer made before holds it still
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         fsdp.reduce_unused(sharded)  # ranks may use different parameters

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
 from mpcore.gradients.norm import norm_of
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import owners, persistent_buffers
@@ -84,7 +84,8 @@ class DiLoCo(torch.optim.Optimizer):
         every: steps between two merges of a parameter.
         lr, momentum, nesterov: of the outer step, as of `torch.optim.SGD`.
         fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, so that less is sent
-            at once. Those of block i, the first number in their names, are in part i modulo `fragments`.
+            at once. Parameters of block i are in part i modulo `fragments`, all others in part 0.
+        blocks: with several fragments the blocks in order; a pipeline stage's as `{number in the whole model: block}`.
 
     Raises:
         ValueError: on every rank, if an argument is out of range, workers ask for different things, or begin with
@@ -102,15 +103,22 @@ class DiLoCo(torch.optim.Optimizer):
         momentum: float = 0.9,
         nesterov: bool = True,
         fragments: int = 1,
+        blocks: Iterable[nn.Module] | Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.optimizer, self.model, self.mesh = optimizer, model, mesh
         self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         reshard(model)
-        self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in owners(model)}
+        numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(listed(blocks or ()))
+        self.block_of: dict[nn.Module, int] = {module: i for i, block in numbered for module in block.modules()}
+        held = list(owners(model))
+        self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
+        self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
         error = None
         try:
             self._check()
+            if fragments > 1 and blocks is None:
+                raise ValueError(f"fragments {fragments} are of blocks, and none are given: blocks=model.blocks")
         except ValueError as problem:
             error = problem
         raise_together(error)
@@ -218,7 +226,7 @@ class DiLoCo(torch.optim.Optimizer):
             return None
         reshard(self.model)
         self._begin()
-        mine = [p for p in self._parameters() if self._fragment(self.names[p]) == fragment]
+        mine = [p for p in self._parameters() if self._fragment(self.owner[p]) == fragment]
         moved = {p: self._moved(p) for p in mine}
         self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in mine}, moved)
         norms = self._gather(norm_of(self.model, self.mesh, moved.get))
@@ -231,9 +239,8 @@ class DiLoCo(torch.optim.Optimizer):
     def _first_merges(self) -> list[int]:
         return [(i + 1) * self.every // self.fragments for i in range(self.fragments)]
 
-    def _fragment(self, name: str) -> int:
-        number = re.search(r"\d+", name)
-        return int(number.group()) % self.fragments if number else 0
+    def _fragment(self, owner: nn.Module) -> int:
+        return self.block_of.get(owner, 0) % self.fragments
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for p in self._grouped() if p.requires_grad)
@@ -243,9 +250,8 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _differing(self, fragment: int) -> list[Tensor]:
         """What isn't trained and differs between workers: what is the same keeps its bits."""
-        found = [p for p in self.names if not p.requires_grad and self._fragment(self.names[p]) == fragment]
-        for name, _, leaf, buffer in persistent_buffers(self.model):
-            found += [buffer] if self._fragment(name.removesuffix(leaf)) == fragment else []
+        found = [p for p in self.names if not p.requires_grad and self._fragment(self.owner[p]) == fragment]
+        found += [buffer for _, at, _, buffer in persistent_buffers(self.model) if self._fragment(at) == fragment]
         found = [x.detach() for x in found if x.is_floating_point()]
         return [x for x, row in zip(found, self._hashes(found), strict=True) if len(set(row)) > 1]
 

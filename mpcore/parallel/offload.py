@@ -32,7 +32,8 @@ from mpcore._torch.autograd import keeps_version
 from mpcore._torch.fsdp_wrap import trained_tensors
 from mpcore._torch.storage import address
 from mpcore.gradients.accumulate import gradient_of
-from mpcore.gradients.steps import OF_WHOLE_TENSORS
+from mpcore.gradients.guard import OF_WHOLE_TENSORS
+from mpcore.kernels._main_grad import MainGradState, attach_main_grad, main_grad, mark_main_grad
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
 from mpcore.layers.moe.router import Router
 from mpcore.optim.adamw import AdamW
@@ -163,11 +164,14 @@ class _Step:
             self.twins[p] = nn.Parameter(self.copies.host(mine))
         twin = self.twins[p]
         grad = local_tensor(gradient_of(p))  # type: ignore[arg-type]
-        slot = "grad" if getattr(p, "main_grad", None) is None else "main_grad"
-        if getattr(twin, slot, None) is None:
-            setattr(twin, slot, self.copies.host(grad))
-        twin.grad_added_to_main_grad = slot == "main_grad"  # type: ignore[attr-defined]
-        events = [self.copies.copy(getattr(twin, slot), grad), self.copies.copy(twin.data, mine)]
+        held = main_grad(twin) if twin.grad is None else twin.grad
+        held = self.copies.host(grad) if held is None else held
+        if main_grad(p) is None:
+            twin.grad = held
+        else:
+            attach_main_grad(twin, held)
+            mark_main_grad(twin, MainGradState.ADDED)
+        events = [self.copies.copy(held, grad), self.copies.copy(twin.data, mine)]
         yield from (event for event in events if event is not None)
 
     def _step(

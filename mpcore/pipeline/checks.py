@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.layers.linear import ParallelLinear
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.pipeline.prove import prove
@@ -20,8 +20,8 @@ def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
     """Tell the linears of stages whether gradients of inputs and of weights are asked for apart."""
     for stage in stages:
         for module in stage.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.split_backward = plan.splits_backward
+            if isinstance(module, ParallelLinear):
+                module.set_mode(split_backward=plan.splits_backward)
 
 
 def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:

@@ -12,7 +12,7 @@ from mpcore.mesh.axis import Axis
 
 if TYPE_CHECKING:
     pass
-from mpcore.sharding.declare import Sharding, axis_key
+from mpcore.sharding.declare import Sharding
 
 
 class Place(NamedTuple):
@@ -89,8 +89,8 @@ def _joined(places: list[Place]) -> Sharding:
     if len(places) == 1:
         return first
     said = [(place.name, place.declared) for place in places if place.declared is not None]
-    pending = [{axis_key(axis): axis for axis in sharding.partial} for _, sharding in said]
-    added = {axis_key(axis): axis for _, sharding in said for axis in sharding.added}
+    pending = [{axis.key: axis for axis in sharding.partial} for _, sharding in said]
+    added = {axis.key: axis for _, sharding in said for axis in sharding.added}
     for (name, other), axes in zip(said, pending, strict=True):
         if _lies(other) != _lies(first):
             raise ValueError(
@@ -111,7 +111,7 @@ def _joined(places: list[Place]) -> Sharding:
 
 
 def _lies(sharding: Sharding) -> tuple[object, ...]:
-    return sharding.shape, [(axis_key(s.axis), s.dim, s.runs) for s in sharding.shards if s.axis.size > 1]
+    return sharding.shape, [(s.axis.key, s.dim, s.runs) for s in sharding.shards if s.axis.size > 1]
 
 
 def _words(sharding: Sharding) -> str:

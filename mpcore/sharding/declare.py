@@ -118,6 +118,12 @@ class Sharding:
             shape[shard.dim] = shard.size(shard.axis.rank)
         return tuple(shape)
 
+    @cached_property
+    def pending(self) -> tuple[Axis, ...]:
+        """The axes over which `mpcore.reduce_gradients` sums the gradient: `partial`, and those that hold replicas."""
+        axes = (*self.partial, *(shard.axis for shard in self.shards if shard.replicated))
+        return tuple(axis for axis in axes if axis.size > 1)
+
     def data_axis(self, mesh: Mesh) -> Axis:
         """The axis on which the tensor is replicated while its ranks see other data: their gradients are to be summed.
 
@@ -128,11 +134,11 @@ class Sharding:
     def replica_axes(self, mesh: Mesh) -> tuple[Axis, ...]:
         """The axes besides `data_axis` on which other ranks hold the same elements."""
         over = self.partial if self._is_expert(mesh) else (mesh.tp, *self.partial)  # experts have their own etp
-        cut = {axis_key(shard.axis) for shard in self.shards}
-        return tuple(axis for axis in over if axis_key(axis) not in cut)
+        cut = {shard.axis.key for shard in self.shards}
+        return tuple(axis for axis in over if axis.key not in cut)
 
     def _is_expert(self, mesh: Mesh) -> bool:
-        return any(axis_key(shard.axis) == axis_key(mesh.ep) for shard in self.shards)
+        return any(shard.axis.key == mesh.ep.key for shard in self.shards)
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""
@@ -162,10 +168,6 @@ class Sharding:
         return local.contiguous()
 
 
-def axis_key(axis: Axis) -> str:
-    return axis.group_name or axis.name  # the group says which ranks they are
-
-
 def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> None:
     """Refuse a parameter that lies on axes of another mesh: whose replica is whose would be guessed.
 
@@ -179,8 +181,8 @@ def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) 
         )
     for axis in (*(shard.axis for shard in sharding.shards), sharding.data):
         if axis is not None and axis.size > 1:
-            namesake = getattr(mesh, axis.name, None)
-            there = [namesake] if isinstance(namesake, Axis) else mesh.axes.values()  # of a name of its own: any
+            namesake = getattr(mesh, axis.role, None) if axis.role else None
+            there = [namesake] if namesake is not None else mesh.axes.values()  # of one's own: any
             if all(axis.group is not one.group for one in there):
                 raise ValueError(
                     f"{name} lies on the axis {axis.name} ({axis.size} ranks) of another mesh than the one given: give "

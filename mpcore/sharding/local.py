@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -34,11 +35,30 @@ def lies_as(value: Tensor, parameter: Tensor) -> bool:
 
 def data_run(x: DTensor) -> tuple[int, int]:
     """The run of dimension 0 that this rank holds of a parameter that `fully_shard` cut."""
-    coordinate = x.device_mesh.get_coordinate()  # not get_local_rank: torch's caches may return a mesh of ended groups
+    return data_runs(x)[0]
+
+
+def data_runs(x: DTensor) -> list[tuple[int, int]]:
+    """The run of each dimension that this rank holds: as torch.chunk, equal ones, the last ones shorter or empty."""
+    runs, placements = [(0, size) for size in x.shape], cast("tuple[Any, ...]", x.placements)
+    for i, (placement, rank) in enumerate(zip(placements, _coordinate(x), strict=True)):
+        if placement.is_shard():
+            start, end = runs[placement.dim]
+            each = -(-(end - start) // x.device_mesh.size(i))
+            runs[placement.dim] = (min(start + rank * each, end), min(start + (rank + 1) * each, end))
+    return runs
+
+
+def is_first_replica(x: DTensor) -> bool:
+    """Whether no lower rank holds the same shard: shards may be replicated over nodes."""
+    return all(rank == 0 for place, rank in zip(x.placements, _coordinate(x), strict=True) if place.is_replicate())
+
+
+def _coordinate(x: DTensor) -> Sequence[int]:
+    """This rank's place in the DTensor's mesh, not the groups': torch's caches may return a mesh of ended groups."""
+    coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None
-    size = -(-x.shape[0] // x.device_mesh.size(x.device_mesh.ndim - 1))
-    start = min(coordinate[-1] * size, x.shape[0])
-    return start, start + x.to_local().shape[0]
+    return coordinate
 
 
 def reshard(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     pass
 from mpcore.sharding.declarations import declarations, persistent_buffers, plain_name
-from mpcore.sharding.declare import Sharding, axis_key
+from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
 
 
@@ -88,8 +88,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, parameter, sharding in held:
         check_present(name, parameter)
         over = sharding.data
-        pending = [axis_key(axis) for axis in sharding.partial]
-        if over is not None and over.size > 1 and not is_dtensor(parameter) and axis_key(over) not in pending:
+        pending = [axis.key for axis in sharding.partial]
+        if over is not None and over.size > 1 and not is_dtensor(parameter) and over.key not in pending:
             raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
     given = {name: state[one] for name, *others in _names(model) for one in (*others, name) if one in state}
     shapes = {name: sharding.shape for name, _, sharding in held}

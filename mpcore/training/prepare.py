@@ -17,13 +17,14 @@ The order, and why each step comes where it does:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpcore.gradients.accumulate import main_gradients
+from mpcore.gradients.guard import guard_optimizer
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
@@ -58,7 +59,7 @@ def prepare(
     model: nn.Module | Sequence[nn.Module],
     mesh: Mesh,
     *,
-    blocks: Iterable[nn.Module],
+    blocks: Iterable[nn.Module] | Mapping[int, nn.Module],
     loss: Loss,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     seed: int = 0,
@@ -82,6 +83,7 @@ def prepare(
         model: the model, on "meta" or not; with pp > 1 this rank's stage of it, or its stages, lowest first.
         mesh: of `build_mesh`, the one that the model's layers were made with.
         blocks: the transformer blocks in the order of forward: the units of ZeRO, recompute, FP8, offload and compile.
+            With pp > 1 and fragments of local updates, `{number in the whole model: block}`.
         loss: `loss(output, target)`, the SUM over the tokens of a micro-batch. Never divide it: the run divides once,
             by the tokens of the whole step on all ranks.
         optimizer: makes the optimizer of the prepared model, such as `lambda model: AdamW(model, lr=3e-4)` or
@@ -118,7 +120,9 @@ def prepare(
     """
     check_mesh(mesh)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    blocks = listed(blocks)
+    is_numbered = isinstance(blocks, Mapping)
+    numbered: Any = blocks if is_numbered else dict(enumerate(listed(blocks)))
+    blocks = list(numbered.values())
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -134,6 +138,11 @@ def prepare(
     error = None
     try:
         check_policies(mesh, data, offload, local_updates, _splits_backward(schedule))
+        if local_updates is not None and local_updates.fragments > 1 and mesh.pp.size > 1 and not is_numbered:
+            raise ValueError(
+                f"{local_updates.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
+                f"whole model: blocks={{number: block}}"
+            )
     except ValueError as problem:
         error = problem
     raise_together(error)
@@ -144,12 +153,14 @@ def prepare(
     made = optimizer(whole)
     if precision.autocast is not None and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
         main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
+    if not isinstance(made, AdamW):  # mpcore's optimizers guard themselves
+        guard_optimizer(made, stages)
     if offload.optimizer:
         offload_optimizer(made)
     if local_updates is not None:
         options = {"every": local_updates.every, "lr": local_updates.lr, "momentum": local_updates.momentum}
         options |= {"nesterov": local_updates.nesterov, "fragments": local_updates.fragments}
-        made = DiLoCo(made, whole, mesh, **options)
+        made = DiLoCo(made, whole, mesh, blocks=numbered, **options)
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(loss), schedule, trace=trace)
     if offload.parameters:
@@ -188,8 +199,7 @@ def lay_out(
     error = None
     try:
         if precision.fp8:
-            for stage in stages:
-                convert_to_fp8(stage)
+            convert_to_fp8(blocks)
         options: dict[str, Any] = {"preserve_rng_state": recompute.preserve_rng_state}
         if recompute.budget is not None:
             options |= {"budget": recompute.budget, "example": recompute.example, "axes": (mesh.tp, mesh.data)}

@@ -24,6 +24,7 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.kernels import fp8_matmul, quantize_fp8
 from mpcore.layers import linear_ops as products
+from mpcore.layers.linear import LinearMode
 from mpcore.parallel.precision import autocast, convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
@@ -36,6 +37,11 @@ NONE = Axis(name="tp")
 
 def draw(seed, *shape, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def converted(module):
+    convert_to_fp8([module])
+    return module
 
 
 def eight_bits(x, rows):
@@ -55,7 +61,7 @@ def eight_bits(x, rows):
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("shape", [(130, 200), (2, 33, 200), (1, 1, 200)], ids=str)
 def test_the_three_products_are_those_of_quantized_factors(kind, bias, shape):
-    layer = convert_to_fp8(kind(200, 150, bias).double())
+    layer = converted(kind(200, 150, bias).double())
     with torch.no_grad():
         layer.weight *= draw(3, 150, 200).exp2()
     x = draw(1, *shape).requires_grad_()
@@ -81,7 +87,7 @@ def test_eight_bits_err_by_some_percent_and_no_more():
         y = layer(x)
         y.backward(draw(2, *y.shape))
         found.append((y.detach(), x.grad, layer.weight.grad))
-        convert_to_fp8(layer)
+        convert_to_fp8([layer])
     for exact, got in zip(*found, strict=True):
         error = ((got - exact).norm() / exact.norm()).item()
         # each factor's rounding is uniform within 1/16 to 1/32 of an element: 2.6 % of it, root of mean square
@@ -90,7 +96,7 @@ def test_eight_bits_err_by_some_percent_and_no_more():
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias"), ("x",)], ids="-".join)
 def test_pitfall_43_what_is_frozen_gets_nothing_and_stops_nothing(frozen):
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150).double())
+    layer = converted(ColumnParallelLinear(200, 150).double())
     x, names = draw(1, 130, 200), {"weight", "bias", "x"}
     found = []
     for off in ((), frozen):
@@ -120,12 +126,12 @@ def test_what_is_kept_of_the_input_has_eight_bits():
         kept.append(0)
         with saved_tensors_hooks(keep, lambda t: t):
             layer(x)
-        convert_to_fp8(layer)
+        convert_to_fp8([layer])
     assert kept == [2 * x.numel(), x.numel() + 4 * x.numel() // 128]
 
 
 def test_weights_stay_in_float32_under_autocast_and_the_product_is_in_half():
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    layer = converted(ColumnParallelLinear(200, 150))
     x = draw(1, 130, 200, dtype=torch.float32)
     with autocast(torch.bfloat16, "cpu"):
         y = layer(x)
@@ -139,9 +145,9 @@ def test_weights_stay_in_float32_under_autocast_and_the_product_is_in_half():
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_main_gradients_take_the_sum_over_micro_batches_in_float32(split):
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150, dtype=torch.bfloat16))
+    layer = converted(ColumnParallelLinear(200, 150, dtype=torch.bfloat16))
     main_gradients(layer)
-    layer.split_backward = split
+    layer.set_mode(split_backward=split)
     terms = []
     for seed in range(3):
         x, dy = draw(seed, 130, 200, dtype=torch.bfloat16), draw(9 + seed, 130, 150, dtype=torch.bfloat16)
@@ -157,7 +163,7 @@ def test_main_gradients_take_the_sum_over_micro_batches_in_float32(split):
 
 
 def test_an_empty_micro_batch_has_gradients_of_zero():
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    layer = converted(ColumnParallelLinear(200, 150))
     x = torch.empty(0, 5, 200, requires_grad=True)
     y = layer(x)
     y.sum().backward()
@@ -167,7 +173,7 @@ def test_an_empty_micro_batch_has_gradients_of_zero():
 
 
 def test_an_overflow_is_not_hidden_by_saturation():
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    layer = converted(ColumnParallelLinear(200, 150))
     for bad in (torch.inf, torch.nan):
         x = torch.ones(3, 200)
         x[1, 7] = bad
@@ -177,13 +183,13 @@ def test_an_overflow_is_not_hidden_by_saturation():
 
 
 def test_views_and_strides_change_nothing():
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150).double())
+    layer = converted(ColumnParallelLinear(200, 150).double())
     x = draw(1, 200, 260).t()[::2]
     assert torch.equal(layer(x), layer(x.contiguous()))
 
 
 def test_there_is_no_second_derivative():
-    layer = convert_to_fp8(ColumnParallelLinear(200, 150))
+    layer = converted(ColumnParallelLinear(200, 150))
     x = torch.ones(3, 200, requires_grad=True)
     with pytest.raises(RuntimeError, match="eight bits has no second derivative"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -193,7 +199,7 @@ def test_compiled_recomputed_and_split_it_is_bitwise_the_same(monkeypatch):
     want, calls, multiply = None, [], products.fp8_matmul
     for how in ("eager", "compiled", "recomputed", "split"):
         torch.manual_seed(1)
-        model = convert_to_fp8(nn.Sequential(ColumnParallelLinear(200, 300), nn.GELU(), RowParallelLinear(300, 150)))
+        model = converted(nn.Sequential(ColumnParallelLinear(200, 300), nn.GELU(), RowParallelLinear(300, 150)))
         x = draw(1, 130, 200, dtype=torch.float32).requires_grad_()
         run = model
         if how == "compiled":
@@ -205,7 +211,7 @@ def test_compiled_recomputed_and_split_it_is_bitwise_the_same(monkeypatch):
         dy = draw(2, *y.shape, dtype=torch.float32)
         if how == "split":  # as a zero-bubble pipeline: the input's gradient first, the weights' later
             for layer in (model[0], model[2]):
-                layer.split_backward = True
+                layer.set_mode(split_backward=True)
             parameters = list(model.parameters())
             y = model(x)
             monkeypatch.setattr(products, "fp8_matmul", lambda *a, **k: calls.append(1) or multiply(*a, **k))
@@ -233,7 +239,7 @@ def build_block(tp=NONE, sequence=None, regather=False, kv_heads=2):
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.regather = regather
-    return convert_to_fp8(block)
+    return converted(block)
 
 
 def check_block(sequence, regather):
@@ -269,7 +275,7 @@ def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):
         monkeypatch.setattr(kernel, "runs_triton", lambda *_: True)  # the operators; on a CPU they are the references
     counts = {}
     for kind in ("none", "selective", "full"):
-        block = convert_to_fp8(ParallelMLP(256, 128, "swiglu", bias=False))
+        block = converted(ParallelMLP(256, 128, "swiglu", bias=False))
         recompute([block], kind)
         with _Products() as products:
             block(torch.ones(1, 8, 256, requires_grad=True)).sum().backward()
@@ -291,30 +297,45 @@ def test_every_tp_size_and_order_computes_the_same_products(ranks, size):
 # --- what is converted --------------------------------------------------------------------------------------------
 
 
-def test_the_head_and_what_is_skipped_stay():
-    model = nn.ModuleDict({n: ColumnParallelLinear(4, 6) for n in ("up", "down", "lm_head")})
-    assert convert_to_fp8(model, skip=("*head", "do*")) is model
-    assert {name: layer.fp8 for name, layer in model.items()} == {"up": True, "down": False, "lm_head": False}
+def test_what_is_not_given_stays_whatever_its_name():
+    model = nn.ModuleDict({n: ColumnParallelLinear(4, 6) for n in ("up", "down", "unembed", "lm_head")})
+    convert_to_fp8([model.up, model.lm_head])
+    assert [name for name, layer in model.items() if layer.mode.fp8] == ["up", "lm_head"]
+    with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
+        convert_to_fp8(model.unembed)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_a_mode_is_changed_by_the_layer_alone_and_checked(kind):
+    layer, other = kind(4, 6), kind(4, 6)
+    layer.set_mode(fp8=True)
+    layer.set_mode(split_backward=True)
+    assert (layer.mode.fp8, layer.mode.split_backward, other.mode) == (True, True, LinearMode())
+    layer.set_mode(fp8=False)
+    assert layer.mode == LinearMode(split_backward=True)
+    with pytest.raises(ValueError, match="fp8 is 'e4m3': give True, False, or None"):
+        layer.set_mode(fp8="e4m3")
 
 
 def test_plain_linears_are_refused_and_parallelized_ones_not():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    with pytest.raises(ValueError, match=re.escape("the model has 2 nn.Linear, such as '0', and no parallel linear")):
+    with pytest.raises(ValueError, match=r"2 nn.Linear, such as 'blocks\[0\]', and no parallel linear"):
         convert_to_fp8(model)
     parallelize(model, {"0": "colwise", "2": "rowwise"}, tp=NONE)
-    assert convert_to_fp8(model)[0].fp8
-    assert len(convert_to_fp8(nn.ModuleList([nn.Embedding(3, 4)]))) == 1  # a stage without any
+    convert_to_fp8(model)
+    assert model[0].mode.fp8
+    convert_to_fp8([nn.Embedding(3, 4)])  # a stage without any
 
 
 def check_refused():
     tp = mesh(tp=2).tp
     model = nn.ModuleDict({"down": RowParallelLinear(200, 6, tp=tp), "up": ColumnParallelLinear(4, 256, tp=tp)})
     with pytest.raises(
-        ValueError, match=re.escape("down is cut over tp 2 at feature 100, which is no multiple of 128")
+        ValueError, match=re.escape("blocks[0] down is cut over tp 2 at feature 100, which is no multiple of 128")
     ):
-        convert_to_fp8(model)
-    assert not any(layer.fp8 for layer in model.values())
-    convert_to_fp8(model, skip=("down",))
+        convert_to_fp8([model])
+    assert not any(layer.mode.fp8 for layer in model.values())
+    convert_to_fp8([model.up])
     convert_to_fp8(nn.ModuleList([ColumnParallelLinear(4, 384 - 56, tp=mesh(tp=1).tp)]))
 
 

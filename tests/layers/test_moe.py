@@ -31,6 +31,7 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
+from mpcore.gradients.accumulate import mark_reduced
 from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.router import AUX_LOSSES, Router
 from mpcore.parallel.data import shard_data_parallel
@@ -641,6 +642,7 @@ def check_norm(sizes):
     declared = shardings(sharded)
     for name, p in sharded.named_parameters():
         p.grad = declared[name].take(draw(len(name), *declared[name].shape)).clone()
+        mark_reduced(p)
     for p in (1, 2, math.inf):
         close(grad_norm(sharded, m, p), grad_norm(dense, Mesh(), p), f"the {p}-norm", 1e-15)
 
@@ -680,18 +682,23 @@ def test_upcycling_begins_with_the_dense_models_output():
     dense = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({
         str(i): torch.nn.ModuleDict({"mlp": ParallelMLP(D, HIDDEN, bias=False, dtype=torch.float64)}) for i in range(2)
     })})  # fmt: skip
-    state = upcycle(full_state_dict(dense), E, every=2)
+    moe = ParallelMoE(D, HIDDEN, E, top_k=K, dtype=torch.float64)
+    mixture = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"1": torch.nn.ModuleDict({"mlp": moe})})})
+    state = upcycle(full_state_dict(dense), mixture)
     assert sorted(state) == ["blocks.0.mlp.down.weight", "blocks.0.mlp.up.weight",
                              "blocks.1.mlp.experts.down.weight", "blocks.1.mlp.experts.gate_up.weight"]  # fmt: skip
-    moe = ParallelMoE(D, HIDDEN, E, top_k=K, dtype=torch.float64)
     own = full_state_dict(moe)
     load_full_state_dict(moe, own | {n.removeprefix("blocks.1.mlp."): w for n, w in state.items() if "blocks.1" in n})
     x = draw(8, B, T, D)
     close(moe(x).detach(), dense["blocks"]["1"]["mlp"](x).detach(), "the first output")
-    with pytest.raises(ValueError, match=r"none of the 4 tensors is the MLP of a block to mix \(every 3\)"):
-        upcycle(full_state_dict(dense), E, every=3)
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.up.bias: experts have no biases"):
-        upcycle({"blocks.0.mlp.up.bias": x}, E)
+    with pytest.raises(ValueError, match="the ModuleDict has no ParallelMoE: give the mixture"):
+        upcycle(state, dense)
+    with pytest.raises(ValueError, match=r"the dense model's 4 tensors have no blocks.1.mlp.up.weight"):
+        upcycle(state, mixture)
+    with pytest.raises(ValueError, match=r"layer.up.bias: experts have no biases"):
+        upcycle(
+            full_state_dict(torch.nn.ModuleDict({"layer": ParallelMLP(D, HIDDEN)})), torch.nn.ModuleDict({"layer": moe})
+        )
 
 
 @pytest.mark.parametrize(
@@ -874,6 +881,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks):
 
 
 def test_a_model_of_experts_alone_has_nothing_for_eight_bits():
-    with pytest.raises(ValueError, match=r"2 grouped linear layers of experts, such as 'experts.gate_up'"):
-        convert_to_fp8(ParallelMoE(D, HIDDEN, E, K))
-    assert convert_to_fp8(ParallelMoE(128, 128, E, K, shared_experts=1)).shared.up.fp8
+    with pytest.raises(ValueError, match=r"2 grouped linear layers of experts, such as 'blocks\[0\] experts.gate_up'"):
+        convert_to_fp8([ParallelMoE(D, HIDDEN, E, K)])
+    convert_to_fp8([moe := ParallelMoE(128, 128, E, K, shared_experts=1)])
+    assert moe.shared.up.mode.fp8

@@ -81,7 +81,7 @@ class Experts(nn.Module):
         hidden_dim: int,
         activation: str = "swiglu",
         *,
-        ep: Axis = Axis(name="ep"),
+        ep: Axis = Axis(role="ep"),
         etp: Axis = Axis(name="etp"),
         used_share: float = 1.0,
         init: Init | None = None,

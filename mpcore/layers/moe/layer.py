@@ -74,7 +74,7 @@ class ParallelMoE(nn.Module):
         shared_experts: int = 0,
         dispatch: str | None = None,
         tp: Axis = Axis(name="tp"),
-        ep: Axis = Axis(name="ep"),
+        ep: Axis = Axis(role="ep"),
         etp: Axis | None = None,
         cp: Axis = Axis(name="cp"),
         data: Axis = Axis(name="data"),
@@ -93,7 +93,7 @@ class ParallelMoE(nn.Module):
             raise ValueError(f"shared_experts {shared_experts} is negative")
         for axis in (tp, ep, etp or tp, cp, data):
             check_axis(axis)
-        etp = etp or replace(tp, name="etp")
+        etp = etp or replace(tp, name="etp", role="etp")
         self.dim, self.tp, self.ep, self.etp, self.cp = dim, tp, ep, etp, cp
         self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         like = {"device": device, "dtype": dtype}

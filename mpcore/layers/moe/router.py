@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.layers.module import Init, ParallelModule, constant, recomputing, uniform
+from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, recomputing, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
 
@@ -70,7 +70,7 @@ class Routing(NamedTuple):
     loss: Tensor | None
 
 
-class Router(ParallelModule):
+class Router(ParallelModule, RandomModule):
     """Scores, the best K experts of each token, their weights, and the balance losses.
 
     Args:
@@ -140,7 +140,6 @@ class Router(ParallelModule):
         self.bias_rate, self.jitter, self.capacity_factor = bias_rate, jitter, capacity_factor
         self.tp, self.cp, self.data = tp, cp, data
         self._check()
-        self.key: int | None = None
         self.tally: Tensor | None = None
         like = {"device": device, "dtype": dtype}
         bound = 1 / math.sqrt(dim)
@@ -297,7 +296,7 @@ class Router(ParallelModule):
         if self.aux_loss is not None:
             aux = (self._fractions(counts, p.dtype)[places.sequence] * p).sum(-1)
         with torch.no_grad():
-            if torch.compiler.is_compiling() or not recomputing():  # not when recomputed
+            if torch.compiler.is_compiling() or not recomputing():
                 entropy = -torch.special.xlogy(p, p).sum(-1)
                 sums = [entropy, torch.zeros_like(z) if aux is None else aux, z]
                 rest = torch.stack([s.double().masked_fill(~real, 0).sum() for s in sums])

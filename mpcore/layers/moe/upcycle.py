@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from mpcore.layers.moe.layer import ParallelMoE
+from mpcore.sharding.declarations import named_modules
 
 
-def upcycle(state: Mapping[str, Tensor], num_experts: int, every: int = 1) -> dict[str, Tensor]:
+def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor]:
     """A dense model's logical state dict as that of a mixture: each expert begins as a copy of the layer's MLP.
 
     With normalised weights of scale 1 and no shared experts the mixture's first output is the dense model's, whatever
     its router.
 
     Args:
-        state: as `mpcore.full_state_dict` gives it; MLPs are `blocks.N.mlp.up.weight` and `blocks.N.mlp.down.weight`.
-        num_experts: E.
-        every: every how many-th block becomes a mixture: N with (N + 1) % every == 0.
+        state: as `mpcore.full_state_dict` gives it, of a model with a `ParallelMLP` where the mixture has a
+            `ParallelMoE`, under any name.
+        mixture: the model that is to load it, or this rank's stage of it; on the meta device too.
 
     Returns:
         A new dict. It has no router: its weight is the mixture's own beginning, so take that from the mixture's state.
 
     Raises:
-        ValueError: if no block becomes a mixture, or an MLP has biases, which experts have not.
+        ValueError: if the model has no `ParallelMoE`, the dense one no MLP there, or one with biases, which experts
+            have not.
+
+    Example:
+        >>> dense = nn.Sequential(mpcore.ParallelMLP(4, 8, bias=False))
+        >>> mixture = nn.Sequential(mpcore.ParallelMoE(4, 8, num_experts=3, top_k=1))
+        >>> state = mpcore.upcycle(mpcore.full_state_dict(dense), mixture)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'0.experts.gate_up.weight': (3, 16, 4), '0.experts.down.weight': (3, 4, 8)}
     """
-    mixed, found = {}, 0
-    for name, tensor in state.items():
-        match = re.fullmatch(r"(.*\bblocks\.(\d+)\.mlp)\.(up|down)\.(weight|bias)", name)
-        if match is None or (int(match[2]) + 1) % every:
-            mixed[name] = tensor
-            continue
-        if match[4] == "bias":
-            raise ValueError(f"{name}: experts have no biases, so a dense model with them can't be upcycled")
-        leaf = "gate_up" if match[3] == "up" else "down"
-        mixed[f"{match[1]}.experts.{leaf}.weight"] = tensor.expand(num_experts, *tensor.shape).clone()
-        found += 1
-    if not found:
-        raise ValueError(f"none of the {len(state)} tensors is the MLP of a block to mix (every {every})")
+    layers = [(f"{name}.".lstrip("."), m) for name, m in named_modules(mixture) if isinstance(m, ParallelMoE)]
+    if not layers:
+        raise ValueError(f"the {type(mixture).__name__} has no ParallelMoE: give the mixture, not the dense model")
+    mixed = dict(state)
+    for name, moe in layers:
+        for projection, expert in (("up", "gate_up"), ("down", "down")):
+            weight = mixed.pop(f"{name}{projection}.weight", None)
+            if weight is None:
+                raise ValueError(f"the dense model's {len(state)} tensors have no {name}{projection}.weight, an MLP's")
+            if f"{name}{projection}.bias" in state:
+                raise ValueError(f"{name}{projection}.bias: experts have no biases, so it can't be upcycled")
+            mixed[f"{name}experts.{expert}.weight"] = weight.expand(moe.router.num_experts, *weight.shape).clone()
     return mixed

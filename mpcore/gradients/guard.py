@@ -1,0 +1,170 @@
+"""Refuse an optimizer step, a norm or a clip that would be silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import is_dtensor
+
+# Of torch's optimizers those that don't step each element by itself.
+OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+
+
+class ReadsMainGradients:
+    """A base of optimizers that read gradients by `mpcore.gradients.gradient_of`, as those of `mpcore.optim` do."""
+
+
+def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]) -> Optimizer:
+    """Have an optimizer raise an error instead of a step that would be silently wrong.
+
+    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard torch's optimizers and your own, once, after they are made.
+    Nothing else is touched: other optimizers have no hook. Each step then refuses
+
+    - gradients that `reduce_gradients` has not summed since the last backward;
+    - parameters that the model no longer has, because `shard_data_parallel` put shards in their place;
+    - gradients in `main_grad`, where the optimizer reads `.grad` alone (all but those of `ReadsMainGradients`);
+    - sharded tensors, where the optimizer needs whole ones (Adafactor, LBFGS, torch's Muon);
+    - groups of sharded and whole parameters that torch would step at once.
+
+    Args:
+        optimizer: changed in place: it gets a step pre-hook.
+        model: the model, or this rank's stage of it; of several, all whose parameters the optimizer has.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is none of the model's.
+
+    Note:
+        Between steps, set gradients to None (the default of `zero_grad`). With `set_to_none=False` a forgotten
+        `reduce_gradients` is found in the first step alone, for the gradient stays the same tensor.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 6)
+        >>> optimizer = mpcore.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    """
+    guard = _Guard([model] if isinstance(model, nn.Module) else list(model))
+    guard.find(optimizer)
+    optimizer.register_step_pre_hook(guard)
+    return optimizer
+
+
+class _Guard:
+    """The step pre-hook of one optimizer. What the model declares is read at the first step, and when groups grow."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.models, self.seen = models, 0
+        self.names: dict[Tensor, tuple[int, str]] = {}
+        self.pending: list[tuple[str, Tensor, tuple[Axis, ...]]] = []
+        self.cut: set[Tensor] = set()
+
+    def find(self, optimizer: Optimizer) -> None:
+        """Find the names of the optimizer's parameters."""
+        now = {p: (i, name) for i, model in enumerate(self.models) for name, p, _ in declarations(model)}
+        for group in optimizer.param_groups:
+            check_current(group["params"])
+            for p in group["params"]:
+                if p in self.names:
+                    continue
+                if p not in now:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} in the optimizer is none of the model's: make the "
+                        f"optimizer after materialize, parallelize and shard_data_parallel, which replace parameters, "
+                        f"and give guard_optimizer every model that it trains"
+                    )
+                self.names[p] = now[p]
+
+    def read(self) -> None:
+        """Read what the models declare of the parameters, by name: modules may hold gathered copies of them now."""
+        declared = {(i, name): x for i, model in enumerate(self.models) for name, _, x in declarations(model)}
+        found = [(place[1], p, declared[place]) for p, place in self.names.items() if place in declared]
+        self.pending = [(name, p, sharding.pending) for name, p, sharding in found if sharding.pending]
+        self.cut = {p for _, p, sharding in found if any(shard.axis.size > 1 for shard in sharding.shards)}
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            check_current(group["params"])
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != self.seen:
+            self.find(optimizer)
+            self.read()
+            self.seen = count
+        for name, p, axes in self.pending:
+            check_reduced(name, p, axes)
+        kind, reads_main = type(optimizer).__name__, isinstance(optimizer, ReadsMainGradients)
+        for group in optimizer.param_groups:
+            if not reads_main:
+                _check_main(kind, group["params"])
+                _check_mixed(kind, group)
+            if isinstance(optimizer, OF_WHOLE_TENSORS):
+                for p in group["params"]:
+                    self._check_whole(kind, p)
+
+    def _check_whole(self, kind: str, p: Tensor) -> None:
+        if p in self.cut:
+            raise ValueError(
+                f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
+                f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
+            )
+
+
+def _check_main(kind: str, parameters: list[Tensor]) -> None:
+    for p in parameters:
+        if p.grad is None and holds_main_grad(p):
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad alone, "
+                f"which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
+            )
+
+
+def _check_mixed(kind: str, group: dict[str, Any]) -> None:
+    if not _steps_together(group):
+        return
+    stepped = [p for p in group["params"] if p.grad is not None]
+    cut = [p for p in stepped if is_dtensor(p)]
+    plain = [p for p in stepped if not is_dtensor(p) and p.numel() != 1]  # torch takes one number for a replica
+    if cut and plain:
+        raise ValueError(
+            f"{kind} steps all of a group at once, and of this one {len(cut)} parameters are sharded over data and "
+            f"{len(plain)} are not, as one of shape {tuple(plain[0].shape)}: foreach=False, a group for each kind, "
+            f"or mpcore.AdamW"
+        )
+
+
+def _steps_together(group: dict[str, Any]) -> bool:
+    """Whether torch's optimizers take their foreach or fused path, which on a GPU is the default."""
+    said = group.get("foreach"), group.get("fused")
+    return any(said) or ("foreach" in group and said == (None, None) and any(p.is_cuda for p in group["params"][:1]))
+
+
+def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
+    """Refuse the gradient of a parameter whose pending sums over `axes` are not done."""
+    if axes and parameter.requires_grad and not is_reduced(parameter):
+        over = " and ".join(f"{axis.name} ({axis.size} ranks)" for axis in axes)
+        raise ValueError(
+            f"the gradient of {name} is this rank's term of a sum over {over}: call mpcore.reduce_gradients(model) "
+            f"after the last backward"
+        )
+
+
+def check_all_reduced(model: nn.Module) -> None:
+    """Refuse gradients of a model whose pending sums are not done.
+
+    Raises:
+        ValueError: naming the first parameter, the axes and their sizes.
+    """
+    for module in model.modules():
+        for leaf, sharding in vars(module).get("shardings", {}).items():
+            parameter = module._parameters.get(leaf)
+            if sharding.pending and parameter is not None and not is_reduced(parameter):
+                for name, p, declared in declarations(model):
+                    check_reduced(name, p, declared.pending)

@@ -1,0 +1,331 @@
+"""State has a type and one owner: nothing depends on the names of attributes, modules and axes; nothing is global."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torchs
+
+from mpcore import (
+    AdamW,
+    Axis,
+    ColumnParallelLinear,
+    DiLoCo,
+    Dropout,
+    LossScaler,
+    Mesh,
+    ParallelMLP,
+    ParallelMoE,
+    RMSNorm,
+    clip_gradients,
+    convert_to_fp8,
+    drop_gradients,
+    grad_norm,
+    guard_optimizer,
+    main_gradients,
+    materialize,
+    reduce_gradients,
+    seed_dropout,
+    shard_data_parallel,
+)
+from mpcore import collectives as c
+from mpcore.layers.module import ParallelModule, RandomModule, normal
+from mpcore.sharding.declare import Sharding, cut
+from tests.equality import close
+from tests.pool import mesh
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+class BertAttention(nn.Module):
+    """As in BERT: `key` is a layer, and `fp8` and `mode` are this model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.dropout, self.fp8, self.mode, self.tally = Dropout(0.5), "mine", "mine", 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.query(x) + self.key(x) + self.value(x), torch.arange(len(x)))
+
+
+def test_a_layer_called_key_is_no_random_stream():
+    model = nn.Sequential(BertAttention())
+    key = model[0].key
+    for seed in (lambda: seed_dropout(model, 1), lambda: materialize(model, 1)):
+        seed()
+        assert model[0].key is key
+        assert model[0].dropout.key is not None
+    model(torch.ones(2, 3, 4)).sum().backward()
+    reduce_gradients(model)
+    assert grad_norm(model, Mesh()) > 0
+
+
+class OwnNoise(RandomModule):
+    """A module of the user's own that draws."""
+
+
+def test_a_random_module_of_ones_own_is_seeded_by_its_full_name():
+    model = nn.ModuleDict({"0": OwnNoise(), "1": OwnNoise()})
+    seed_dropout(model, 3)
+    first = [module.key for module in model.values()]
+    seed_dropout(model, 3)
+    assert [module.key for module in model.values()] == first
+    assert first[0] != first[1]
+
+
+def test_fp8_converts_the_blocks_and_no_head_whatever_it_is_called():
+    names = ("head", "unembed", "blocks_out", "0")
+    model = nn.ModuleDict({"blocks": nn.ModuleList(ParallelMLP(8, 16) for _ in range(2))})
+    model.update({name: ColumnParallelLinear(8, 12) for name in names})
+    convert_to_fp8(model["blocks"])
+    assert all(layer.mode.fp8 for mlp in model["blocks"] for layer in (mlp.up, mlp.down))
+    assert not any(model[name].mode.fp8 for name in names)
+    with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
+        convert_to_fp8(model["unembed"])
+
+
+def test_digits_in_names_say_nothing_about_blocks():
+    """Fragments follow the blocks that are given: block 1 is called "0", and a head "7"."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("7", "1", "0")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    blocks = [model["1"], model["0"]]
+    merges = DiLoCo(optimizer, model, Mesh(), 2, lr=1.0, momentum=0.0, fragments=2, blocks=blocks)
+    numbered = DiLoCo(optimizer, model, Mesh(), 2, fragments=2, blocks=dict(enumerate(blocks)))
+    for name, want in (("7", 0), ("1", 0), ("0", 1)):
+        assert [each._fragment(model[name]) for each in (merges, numbered)] == [want, want]
+    merges.step()  # takes the anchors
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    first, second = merges.merge(1), merges.merge(2)
+    assert (first.fragment, second.fragment) == (0, 1)
+    assert (round(first.norm**2), round(second.norm**2)) == (8, 4), "two layers of 4 weights, then one"
+
+
+class OwnExperts(ParallelModule):
+    """An expert class of the user's own, cut over ep: one matrix an expert, and no name that says so."""
+
+    def __init__(self, ep: Axis) -> None:
+        super().__init__()
+        self.declare("table", (4, 3), normal(1.0), shard=(cut(4, ep, 0),))
+
+
+def check_own_experts() -> None:
+    m = mesh(tp=2, etp=1, dp=1)
+    for ep in (m.ep, Axis(role="ep"), Axis(name="experts", role="ep")):  # of size 1
+        declared = OwnExperts(ep).shardings["table"]
+        assert declared.data_axis(m) is m.edp
+        assert m.tp not in declared.replica_axes(m)
+    for other in (Axis(), Axis(name="ep"), Axis(name="ep", role="cp")):  # a printed name says nothing
+        declared = OwnExperts(other).shardings["table"]
+        assert declared.data_axis(m) is m.data
+        assert m.tp in declared.replica_axes(m)
+
+
+def test_experts_are_those_that_are_cut_over_the_axis_of_experts(ranks):
+    ranks(2, check_own_experts)
+
+
+def check_display_names() -> None:
+    """Every axis printed as "ep": the same norm, sums and norms of a mixture."""
+    m = mesh(dp=2, ep=2)
+    norms = []
+    for called in ("", "ep", "tp"):
+        axes = {role: Axis(a.size, a.rank, a.group, called, role=role) for role, a in m.axes.items()}
+        renamed = Mesh(**axes, device_mesh=m.device_mesh)
+        moe = ParallelMoE(4, 8, 4, 2, tp=renamed.tp, ep=renamed.ep, data=renamed.data)
+        materialize(moe, 5)
+        moe(torch.ones(1, 6, 4) * (1 + m.data.rank), loss_scale=1.0).sum().backward()
+        reduce_gradients(moe, renamed)
+        norms.append(grad_norm(moe, renamed).item())
+    assert norms[0] == norms[1] == norms[2] > 0
+
+
+def test_what_an_axis_is_called_changes_no_number(ranks):
+    ranks(2, check_display_names)
+
+
+def test_axes_are_told_apart_by_group_or_role_and_not_by_name():
+    assert Axis(name="a") == Axis(name="b")
+    assert Axis(role="ep") != Axis(name="ep")
+    assert Axis(role="ep").key == Axis(name="experts", role="ep").key != Axis(name="ep").key
+    assert (Axis().name, Axis(role="ep").name, Axis(role="ep", name="x").name) == ("axis", "ep", "x")
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def check_unrelated() -> None:
+    m = mesh(tp=2)
+    model = main_gradients(Norms(m.tp))
+    optimizer = AdamW(model)
+    model(torch.ones(4, 3)).sum().backward()
+    reduce_gradients(model)
+    optimizer.step()
+    other = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert not torchs._global_optimizer_pre_hooks
+    assert not torchs._global_optimizer_post_hooks
+    assert not sgd._optimizer_step_pre_hooks
+    other(torch.ones(1, 2)).sum().backward()
+    sgd.step()
+
+
+def test_optimizers_of_others_are_left_alone(ranks):
+    ranks(2, check_unrelated)
+
+
+# --- a forgotten reduction ------------------------------------------------------------------------------------------
+
+
+class Norms(nn.Module):
+    """A norm whose gradient is pending over tp, and a layer whose gradient is not."""
+
+    def __init__(self, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.norm = RMSNorm(3, tp=tp, sequence_parallel=True)
+        self.up = ColumnParallelLinear(3, 4, tp=tp, sequence_parallel=True, sequence_dim=0, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(c.split(x, self.tp, 0))).square()
+
+
+FORGOTTEN = (
+    r"the gradient of norm.weight is this rank's term of a sum over tp \(2 ranks\): call "
+    r"mpcore.reduce_gradients\(model\) after the last backward"
+)
+
+
+def check_forgotten(main: bool, how: str) -> None:
+    m = mesh(tp=2)
+    model = Norms(m.tp)
+    if main:
+        main_gradients(model)
+    torchs_own = torch.optim.SGD(model.parameters(), lr=0.1)
+    use = {
+        "grad_norm": partial(grad_norm, model, m),
+        "clip_gradients": partial(clip_gradients, model, 1.0, 1.0),
+        "unscale": partial(LossScaler(m).unscale, model),
+        "AdamW": AdamW(model).step,
+        "guarded": guard_optimizer(torchs_own, model).step,
+    }[how]
+    forget = model.zero_grad if not main else partial(drop_gradients, model)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    use()  # no gradients: nothing is missing
+    for step in range(3):
+        for _ in range(2):
+            model(x + step).sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ValueError, match=FORGOTTEN):
+            use()
+        assert all(map(torch.equal, model.parameters(), before))
+        reduce_gradients(model)
+        if main and how == "guarded":
+            with pytest.raises(ValueError, match="is in main_grad, and SGD reads"):
+                use()
+        else:
+            use()
+            use()  # again, as after a clip and an unscale, which change the gradients
+        if main:  # one more accumulation is unreduced
+            model(x).sum().backward()
+            with pytest.raises(ValueError, match=FORGOTTEN):
+                use()
+        forget()
+        use()
+
+
+HOW = ["grad_norm", "clip_gradients", "unscale", "AdamW", "guarded"]
+
+
+@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_forgotten_reduction_is_refused_and_nothing_else(ranks, how, main):
+    ranks(2, check_forgotten, main, how)
+
+
+def check_forgotten_over(zero: int) -> None:
+    """Declared sums over data too: plain data parallelism; with ZeRO what `fully_shard` doesn't sum."""
+    m = mesh(tp=2, dp=2) if zero else mesh(dp=2)
+    model = Norms(m.tp)
+    shard_data_parallel(model, m, zero=zero)
+    over = r"norm.weight is this rank's term of a sum over " + (r"tp \(2" if zero else r"data \(2")
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        with pytest.raises(ValueError, match=over):
+            grad_norm(model, m)
+        reduce_gradients(model)
+        first = grad_norm(model, m)
+        clip_gradients(model, first.item() / 2, first)
+        close(grad_norm(model, m), first / 2, "clipped", 1e-6)
+        model.zero_grad()
+
+
+def test_a_forgotten_reduction_is_refused_over_data_too(ranks):
+    ranks(2, check_forgotten_over, 0)
+    ranks(4, check_forgotten_over, 1)
+
+
+def check_frozen_and_undeclared() -> None:
+    m = mesh(tp=2)
+    model = Norms(m.tp)
+    model.norm.weight.requires_grad_(False)
+    optimizer = guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(2):  # nothing is pending of what is trained
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.norm.weight.requires_grad_(True)  # thawed
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        optimizer.step()
+    reduce_gradients(model)
+    optimizer.step()
+
+
+def test_frozen_parameters_wait_for_no_sum_until_they_are_thawed(ranks):
+    ranks(2, check_frozen_and_undeclared)
+
+
+def test_pending_axes_are_partial_ones_and_those_of_replicas():
+    tp, one = Axis(4, 1, role="tp"), Axis(role="tp")
+    replicas = cut(8, tp, 0)
+    assert Sharding((8,), (replicas,)).pending == ()
+    shared = type(replicas)(tp, 0, (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)))
+    assert Sharding((8,), (shared,), (one,)).pending == (tp,)
+    assert Sharding((8,), (), (one, tp)).pending == (tp,)
+
+
+# --- optimizers and the model ---------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_another_models_parameters_is_refused_when_it_is_guarded():
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight = nn.Parameter(torch.zeros(2, 2))  # as `materialize` or `parallelize` may do
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) in the optimizer is none of the model's: make the optimizer"):
+        guard_optimizer(stale, model)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"shape \(3, 3\) in the optimizer is none of the model's"):
+        guard_optimizer(both, model)
+    assert guard_optimizer(both, [model, other]) is both
+    both.step()
+    both.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+    with pytest.raises(ValueError, match=r"shape \(4,\) in the optimizer is none of the model's"):
+        both.step()
+
+
+def test_a_guarded_optimizer_takes_the_same_step():
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, guard in zip(models, (lambda o, _: o, guard_optimizer), strict=True):
+        optimizer = guard(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
