@@ -1,15 +1,6 @@
-"""Ways to break mpcore, by what they break. `python -m tests.mutations` tries them: see `__main__`."""
+"""Break copies of the library on purpose and see which test notices. `python -m tests.mutations` runs it.
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
-
-class Mutation(NamedTuple):
-    """What breaks: the pitfall or the promise, the file, its text before and after, and the tests that must notice."""
-
-    what: str
-    file: str
-    old: str
-    new: str
-    tests: str
+`operators.py` changes one expression or statement at a time, `hand.py` lists slips that would be silent and
+`patterns.py` finds their places, `choice.py` picks the tests, `trial.py` runs them in a copy, `notes.py` says a word on
+each survivor, and `report.py` writes the page.
+"""

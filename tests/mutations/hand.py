@@ -1,0 +1,5 @@
+"""Hand-written mutations."""
+
+from tests.mutations.patterns import Hand
+
+MUTATIONS: list[Hand] = []
