@@ -1,5 +1,275 @@
-"""Hand-written mutations."""
+"""Slips that would be silent: training goes on, the loss falls, and a number is wrong.
+
+Each names a definition by the end of its dotted name and a pattern in it (`patterns.py`), so moving a file or
+reformatting a line changes nothing here. One whose place is gone is stale: `python -m tests.mutations --hand --list`.
+"""
+
+from __future__ import annotations
 
 from tests.mutations.patterns import Hand
 
-MUTATIONS: list[Hand] = []
+COLLECTIVES = [
+    Hand("collectives", "copy sums its gradient in place", "_Copy.backward",
+         "return reduce(dy, ANY_1), None",
+         "torch.distributed.all_reduce(dy, group=ANY_1.group)\nreturn dy, None",
+         "only a second branch of the same input gets a wrong gradient", "01"),
+    Hand("collectives", "reduce sums its gradient again", "_Reduce.backward",
+         "copy(dy, ANY_1)", "all_reduce(dy, ANY_1)",
+         "the gradient is tp times too large, and AdamW hides a factor", "dual gradient"),
+    Hand("collectives", "reduce writes to its input", "_Reduce.forward",
+         "return all_reduce(x, ANY_1)", "torch.distributed.all_reduce(x, group=ANY_1.group)\nreturn x.clone()",
+         "the output is right; what else reads the input is not", "02"),
+    Hand("collectives", "gather sums its gradient", "_Gather.backward",
+         "_Split.apply", "_ReduceScatter.apply",
+         "the gradient is tp times too large", "13"),
+    Hand("collectives", "all_gather keeps its own part of the gradient", "_AllGather.backward",
+         "_ReduceScatter.apply", "_Split.apply",
+         "the other ranks' terms are lost", "13"),
+    Hand("collectives", "two collectives share a buffer", "start_all_reduce",
+         "return _call(ANY_1, x, op, ANY_2)",
+         "buffer = axis.__dict__.setdefault(str(x.shape), x.clone())\n"
+         "return _call(_ops.all_reduce_.default, buffer.copy_(x), op, ANY_2)",
+         "only two in flight at once mix their values", "42"),
+]  # fmt: skip
+
+SHARDING = [
+    Hand("sharding", "replicas of a slice are summed into the wrong place", "Shard.replica_runs",
+         "slot.get(index)", "0 if index in slot else None",
+         "KV heads drift apart by a little at each step", "15"),
+    Hand("sharding", "each replica says that it is the first", "Shard.owned",
+         "i not in lower", "True",
+         "the norm counts KV heads several times, so clipping is too strong", "30 15"),
+    Hand("sharding", "experts are reduced over all data ranks", "Sharding.data_axis",
+         "ANY_1 if ANY_2 else ANY_3", "ANY_3",
+         "different experts' gradients are mixed", "28"),
+    Hand("sharding", "K and V change places", "QKVParallelLinear",
+         "(ANY_1, run(*kv, k), run(*kv, v))", "(ANY_1, run(*kv, v), run(*kv, k))",
+         "attention of mixed-up heads trains too", "16"),
+    Hand("sharding", "gate and up are sharded as one block", "GateUpParallelLinear",
+         "cut_blocks(ANY_1, ANY_2, ...)", "cut(2 * self.hidden_features, ANY_2, 0, unit)",
+         "gate values multiply gate values", "16"),
+]  # fmt: skip
+
+GRADIENTS = [
+    Hand("gradients", "data ranks are not summed", "reduce_gradients",
+         "(*sharding.partial, *axes)", "sharding.partial",
+         "every data rank trains a model of its own", "25 24"),
+    Hand("gradients", "sums become means", "_reduce_pending",
+         "total.view_as(part)", "total.view_as(part) / axis.size",
+         "AdamW hides the factor; weight decay and clipping change", "24 11"),
+    Hand("gradients", "the norm counts replicas again", "_owned",
+         "not first or ANY", "not first",
+         "clipping is stronger the more ranks there are", "30"),
+    Hand("gradients", "the norm is of this stage alone", "norm_of",
+         "all_reduce(each.pow(p).sum(), ANY_1)", "all_reduce(each.pow(p).sum(), mesh.tp)",
+         "stages clip by different factors", "30"),
+    Hand("gradients", "clipping does nothing", "clip_gradients",
+         "torch._foreach_mul_(ANY_1, ANY_2)", "pass",
+         "only a spike shows it", "clip"),
+    Hand("gradients", "clipping scales small gradients up", "clip_gradients",
+         "(max_norm / norm).clamp(max=1.0)", "(max_norm / norm)",
+         "every step has the same length, and the loss still falls", "clip"),
+    Hand("layers", "RMSNorm's eps is 1e-3", "RMSNorm.forward",
+         "self.eps", "0.001",
+         "both sides of a test of layouts have it", "rms norm torch dense"),
+    Hand("gradients", "a norm under sequence parallelism is not pending", "_Norm.__init__",
+         "(tp, *partial) if sequence_parallel else partial", "tuple(partial)",
+         "gains see a part of the tokens", "11"),
+    Hand("gradients", "a row bias under sequence parallelism is not pending", "RowParallelLinear.__init__",
+         "(tp,) if self.sequence_parallel else ()", "()",
+         "the bias sees a part of the tokens", "11"),
+    Hand("gradients", "the row bias is added on every rank", "RowParallelLinear.forward",
+         "copy_linear(x, self.matrix(), None, ANY_1, ANY_2, ANY_3)",
+         "copy_linear(x, self.matrix(), self.bias, ANY_1, ANY_2, ANY_3)",
+         "the bias counts tp times, and learns to be smaller", "18"),
+    Hand("gradients", "a frozen weight stops its input's gradient", "_CopyLinear.backward",
+         "ANY_1 if ctx.needs_input_grad[0] else None", "ANY_1 if all(ctx.needs_input_grad[:2]) else None",
+         "adapters below a frozen layer do not train", "43"),
+]  # fmt: skip
+
+MAIN_GRADIENTS = [
+    Hand("main gradients", "the last step's gradients stay", "zero_gradients",
+         "parameter.main_grad.zero_()", "pass",
+         "it looks like momentum", "32 main"),
+    Hand("main gradients", "a gradient is added twice", "_accumulate",
+         "parameter.grad = None", "pass",
+         "AdamW hides the factor", "32"),
+    Hand("main gradients", "products are rounded before the sum", "_weight_product",
+         "main.addmm_(ANY_1.to(main.dtype), ANY_2.to(main.dtype))", "main.add_(dy.t() @ x)",
+         "small micro-batches lose their last digits", "44 32 float32"),
+]  # fmt: skip
+
+ZERO = [
+    Hand("ZeRO", "gradients are averaged over data", "_Wrap.__call__",
+         "sharded.set_gradient_divide_factor(1.0)", "pass",
+         "AdamW hides the factor", "24 30"),
+    Hand("ZeRO", "replicas of shards are never summed", "sync_gradients",
+         "model.set_requires_all_reduce(last)", "model.set_requires_all_reduce(False)",
+         "only HSDP has replicas of shards", "24 nodes"),
+    Hand("ZeRO", "only the first micro-batch is summed", "Pipeline._one_by_one",
+         "i == self.micro_batches - 1", "i == 0",
+         "a part of the batch is lost", "24 33"),
+    Hand("ZeRO", "gradients are summed in bfloat16", "_Wrap.__call__",
+         "None if wide else self.reduce_dtype", "None",
+         "the error grows with the number of ranks", "44"),
+    Hand("ZeRO", "a table that stages share is not summed", "finish_gradients",
+         "unit.finish()", "pass",
+         "the two ends of a tied table drift apart", "14"),
+]  # fmt: skip
+
+CONTEXT = [
+    Hand("context", "unshard_sequence sums its gradient", "unshard_sequence",
+         "collectives.gather(x, cp, dim, length)", "collectives.all_gather(x, cp, dim, length)",
+         "a loss behind it counts cp times", "13"),
+    Hand("context", "partial results are merged in bfloat16", "merge",
+         "output * weight + other * other_weight",
+         "(output * weight + other * other_weight).bfloat16().to(output.dtype)",
+         "the error grows with cp", "37"),
+    Hand("context", "a gradient from the end of the ring is lost", "_Ring.returned",
+         "step == far > 0", "step == far > 1",
+         "only keys that travel one step lose a term", "36"),
+    Hand("context", "a window reaches one block too short", "_ring",
+         "max(low, first + 1 - window)", "max(low, first + 2 - window)",
+         "one key is missing, for few queries", "window 36"),
+]  # fmt: skip
+
+MOE = [
+    Hand("moe", "the router's gradient is not summed over tp", "Router.__init__",
+         "self.declare('weight', ANY_1, ANY_2, partial=ANY_3, **like)", "self.declare('weight', ANY_1, ANY_2, **like)",
+         "routers of different ranks drift apart", "11"),
+    Hand("moe", "recomputed tokens are counted again", "Router._balance",
+         "torch.compiler.is_compiling() or ANY", "True",
+         "biases move by counts that are twice as large", "22"),
+    Hand("moe", "padding counts in the balance loss", "Router._balance",
+         "(ANY_1 * ANY_2).masked_fill(~real, 0).sum()", "(ANY_1 * ANY_2).sum()",
+         "experts learn to take padding", "27"),
+    Hand("moe", "the balance loss ignores the loss scale", "Router._balance",
+         "loss * scale[places.sequence]", "loss / len(loss)",
+         "its weight depends on the batch and on float16's scale", "27"),
+    Hand("moe", "fractions are of this rank's tokens alone", "Router._fractions",
+         "all_reduce(all_reduce(counts, self.tp), self.cp)", "counts",
+         "it is another loss, and balances too", "27"),
+    Hand("moe", "evaluation counts", "Router._balance",
+         "not (self.training and ANY)", "not torch.is_grad_enabled()",
+         "held-out text moves the biases", "27"),
+]  # fmt: skip
+
+LOSS = [
+    Hand("loss", "smoothing gradient over the local vocabulary", "_CrossEntropy.backward",
+         "ctx.label_smoothing / ctx.size", "ctx.label_smoothing / kept.shape[-1]",
+         "the loss is right, the gradient is not", "05"),
+    Hand("loss", "the mean is over ignored tokens too", "_divisor",
+         "counts.sum()", "torch.ones_like(counts).sum()",
+         "the loss is small, and so is the gradient", "07"),
+    Hand("loss", "ignored targets have a gradient", "_CrossEntropy.backward",
+         "dloss.masked_fill(~counts, 0).unsqueeze(-1)", "dloss.unsqueeze(-1)",
+         "the model learns padding", "08"),
+    Hand("loss", "the gradient passes through bfloat16", "_CrossEntropy.backward",
+         "dlogits.to(ctx.dtype)", "dlogits.bfloat16().to(ctx.dtype)",
+         "two digits are left", "09"),
+    Hand("loss", "log-probabilities are capped by default", "vocab_parallel_log_prob",
+         "_FusedCrossEntropy.apply(ANY_1, ANY_2, ANY_3, ANY_4, ANY_5, ANY_6, ANY_7, ANY_8, softcap, 'log_prob')",
+         "_FusedCrossEntropy.apply(ANY_1, ANY_2, ANY_3, ANY_4, ANY_5, ANY_6, ANY_7, ANY_8, softcap or 1.0, 'log_prob')",
+         "every log-probability is wrong, in silence", "log_prob"),
+]  # fmt: skip
+
+PIPELINE = [
+    Hand("pipeline", "the schedule divides by the number of micro-batches", "Pipeline._build",
+         "_Runtime(..., scale_grads=False)",
+         "_Runtime(stages, self.micro_batches, loss_fn=self._checked_loss, scale_grads=True)",
+         "AdamW hides the factor", "26"),
+    Hand("pipeline", "the first stage answers for the last", "Pipeline.from_last",
+         "self.pp.rank == ANY", "self.pp.rank == 0",
+         "evaluation reports zeros or another stage's numbers", "35"),
+    Hand("pipeline", "a product that backward splits is not summed over tp", "copy_linear",
+         "F.linear(collectives.copy(x, tp), ANY_1, ANY_2)", "F.linear(x, ANY_1, ANY_2)",
+         "only zero-bubble schedules lose the other ranks' terms", "14 26"),
+]  # fmt: skip
+
+CHECKPOINT = [
+    Hand("checkpoint", "the optimizer stays out", "_snapshot",
+         "held += held_by_optimizer(ANY_1, ANY_2, ANY_3)", "pass",
+         "training goes on with new moments", "38"),
+    Hand("checkpoint", "a background save holds what training goes on with", "save_async",
+         "_snapshot(ANY_1, ANY_2, ANY_3, ANY_4, copy=True)", "_snapshot(ANY_1, ANY_2, ANY_3, ANY_4, copy=False)",
+         "the file mixes two steps", "40"),
+    Hand("checkpoint", "torch narrows the masters that it loads", "AdamW.load_state_dict",
+         "self.state[p][slot] = ANY", "pass",
+         "float32 masters become bfloat16", "38"),
+]  # fmt: skip
+
+RANDOM = [
+    Hand("dropout keys", "sites share a mask", "seed_dropout",
+         "stream_key(seed, name)", "stream_key(seed, '')",
+         "masks look random, and are the same in each block", "19"),
+    Hand("dropout keys", "sequence shards share a mask", "Dropout.forward",
+         "torch.arange(first, first + length, device=x.device)", "torch.arange(length, device=x.device)",
+         "masks look random, and repeat along the sequence", "19"),
+    Hand("dropout keys", "the mask depends on the rank", "Dropout.forward",
+         "dropout_add(x, residual, self.p, key=self.key, **where)",
+         "dropout_add(x, residual, self.p, key=self.key + self.tp.rank, **where)",
+         "replicated activations differ between ranks", "19"),
+    Hand("dropout keys", "keys are sums of numbers in the name", "stream_key",
+         "return ANY_1", "return 1234 * seed + 100 * sum((int(c) for c in name if c.isdigit()))",
+         "some layers begin equal", "20"),
+    Hand("dropout keys", "each rank draws its own shard", "materialize",
+         "sharding.take(init(full, generator=ANY_1))", "init(sharding.take(full).clone(), generator=ANY_1)",
+         "every rank begins with the same values", "21"),
+]  # fmt: skip
+
+OPTIMIZERS = [
+    Hand("optimizers", "vectors decay", "decay_groups",
+         "{'params': ANY_1, 'weight_decay': 0.0}", "{'params': ANY_1, 'weight_decay': weight_decay}",
+         "biases and gains shrink slowly", "decay groups"),
+    Hand("optimizers", "random rounding follows the local index", "AdamW._random",
+         "{'key': ANY_1, 'place': ANY_2}", "{'key': ANY_1, 'place': None}",
+         "layouts differ by roundings alone", "34"),
+    Hand("optimizers", "Muon takes Q, K and V for one matrix", "_matrices",
+         "ANY_1 if ANY_2 else (whole,)", "(whole,)",
+         "the update is still orthogonal", "34 muon"),
+    Hand("optimizers", "Muon steps the tables too", "Muon.__init__",
+         "p.requires_grad and p.dim() > 1 and ANY_1", "p.requires_grad and p.dim() > 1",
+         "the loss still falls", "muon exclude tables"),
+    Hand("optimizers", "AdamW's eps is 1e-5", "AdamW._adamw",
+         "group['eps']", "1e-05",
+         "only small gradients step less", "adamw torch 34"),
+    Hand("optimizers", "warm-up is a step longer", "cosine",
+         "lr * (step + 1) / warmup", "lr * step / warmup",
+         "the first step does nothing", "cosine schedule rate"),
+    Hand("optimizers", "the rate is that of the next step", "cosine",
+         "(step - warmup) / max(steps - warmup, 1)", "(step + 1 - warmup) / max(steps - warmup, 1)",
+         "curves look the same", "cosine schedule rate"),
+    Hand("optimizers", "each rank decides alone whether to skip a step", "LossScaler.update",
+         "bool(all_reduce(ANY_1, ANY_2, 'min'))", "bool(ANY_1)",
+         "ranks part after the first overflow", "31"),
+    Hand("optimizers", "main gradients stay scaled", "LossScaler.unscale",
+         "gradient_of(parameter)", "parameter.grad",
+         "AdamW hides the scale; clipping does not", "31 scale"),
+    Hand("optimizers", "workers are summed and not averaged", "DiLoCo._average",
+         "total / size", "total",
+         "the outer step is as many times too long", "local merge"),
+]  # fmt: skip
+
+EXAMPLE = [
+    Hand("example", "gradients are not clipped", "examples.gpt",
+         "clip_gradients(ANY_1, ANY_2, ANY_3)", "pass",
+         "only a spike shows it", "clip every_layout_trains"),
+    Hand("example", "the loss is divided by twice the tokens", "examples.gpt",
+         "(self.scale / self.tokens_of_step).to(ANY_1)", "(self.scale / (2 * self.tokens_of_step)).to(ANY_1)",
+         "AdamW hides the factor; clipping does not", "24 25 every_layout_trains"),
+    Hand("example", "the learning rate is set in the first group alone", "examples.gpt",
+         "for group in self.optimizer.param_groups:\n    group['lr'] = lr",
+         "self.optimizer.param_groups[0]['lr'] = lr",
+         "biases and gains train at the first step's rate", "every_layout_trains"),
+    Hand("example", "validation takes training samples", "examples.gpt",
+         "self.batch(self.held_out, ANY_1, ANY_2)", "self.batch(self.train, ANY_1, ANY_2)",
+         "validation loss falls all the faster", "eval held_out"),
+    Hand("example", "output projections begin as wide as all others", "examples.gpt",
+         "normal(c.init_std / math.sqrt(2 * c.layers))", "normal(c.init_std)",
+         "deep models train worse, none fails", "begin init"),
+]  # fmt: skip
+
+MUTATIONS: list[Hand] = [
+    *COLLECTIVES, *SHARDING, *GRADIENTS, *MAIN_GRADIENTS, *ZERO, *CONTEXT, *MOE, *LOSS, *PIPELINE, *CHECKPOINT,
+    *RANDOM, *OPTIMIZERS, *EXAMPLE,
+]  # fmt: skip

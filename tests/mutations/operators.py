@@ -20,6 +20,7 @@ SPELLED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==",
 # Text for people, types, and calls in which an order of arguments means nothing or raises at once.
 TEXT_FUNCTIONS = {"__repr__", "__str__", "extra_repr"}
 TEXT_CALLS = {"print", "warn", "warning", "info", "debug", "cast", "TypeVar", "isinstance", "issubclass"}
+NO_MEANING = {"strict", "stacklevel", "non_blocking"}  # arguments without which a right program is the same
 ANY_ORDER = {
     "max",
     "min",
@@ -321,6 +322,8 @@ class _Finder(ast.NodeVisitor):
         self.add("swapped arguments", start, end, self.text(two) + self.data[left:right].decode() + self.text(one))
 
     def keyword(self, call: ast.Call, keyword: ast.keyword) -> None:
+        if keyword.arg in NO_MEANING:
+            return
         if keyword.arg is None:
             self.visit(keyword.value)
             return

@@ -24,7 +24,8 @@ class Hand(NamedTuple):
     Attributes:
         area: what it concerns.
         what: what is wrong then, in a few words.
-        definition: the dotted end of a definition's name (`Shard.replicated`, `_ROUNDS`), anywhere in the library.
+        definition: the dotted end of a definition's name (`Shard.replicated`, `_ROUNDS`), anywhere in the library; or a
+            package (`examples.gpt`), for what any of its modules may do.
         pattern: the expression or statement in it that changes; it must be there once.
         replacement: what stands there then.
         silent: why nobody would notice without a test.
@@ -64,7 +65,11 @@ def locate(project: Project, hand: Hand) -> tuple[str, Mutant]:
 
 
 def _definitions(project: Project, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """The definitions and assignments whose dotted name ends with `name`."""
+    """The definitions and assignments whose dotted name ends with `name`; the modules below it, if it is a package."""
+    if any(f"{module}.".startswith(f"{name}.") for module in project.paths):
+        for module in project.library(name):
+            yield module, project.trees[module]
+        return
     for module in project.library("mpcore", "examples"):
         todo: list[tuple[str, ast.AST]] = [(f".{module}", project.trees[module])]
         while todo:
