@@ -38,14 +38,29 @@ class Project:
         return [name for name in self.paths if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)]
 
     @cached_property
-    def definitions(self) -> dict[str, set[str]]:
-        """The modules that define a name at their top level."""
-        found: dict[str, set[str]] = {}
+    def named(self) -> dict[str, list[tuple[str, str, ast.AST]]]:
+        """By name, each definition and assignment: its dotted name, its module, its node."""
+        found: dict[str, list[tuple[str, str, ast.AST]]] = {}
         for module in self.library("mpcore", "examples"):
-            for node in self.trees[module].body:
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    found.setdefault(node.name, set()).add(module)
+            todo: list[tuple[str, ast.AST]] = [(module, self.trees[module])]
+            while todo:
+                outer, tree = todo.pop()
+                for node in ast.iter_child_nodes(tree):
+                    for name in _names(node):
+                        found.setdefault(name, []).append((f"{outer}.{name}", module, node))
+                    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                        todo.append((f"{outer}.{node.name}", node))
+                    elif isinstance(node, ast.If | ast.Try | ast.With):
+                        todo.append((outer, node))
         return found
+
+    @cached_property
+    def definitions(self) -> dict[str, set[str]]:
+        """The modules that define a function or class at their top level, by its name."""
+        return {
+            name: {module for dotted, module, node in places if dotted == f"{module}.{name}" and hasattr(node, "name")}
+            for name, places in self.named.items()
+        }
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
@@ -137,6 +152,14 @@ class Project:
                 if any(word in pitfalls(name) if word.isdigit() else word in name for word in words.split()):
                     found.append(f"{self.paths[test]}::{name}")
         return found[:count]
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a statement defines or assigns."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
 def pitfalls(name: str) -> set[str]:

@@ -70,24 +70,9 @@ def _definitions(project: Project, name: str) -> Iterator[tuple[str, ast.AST]]:
         for module in project.library(name):
             yield module, project.trees[module]
         return
-    for module in project.library("mpcore", "examples"):
-        todo: list[tuple[str, ast.AST]] = [(f".{module}", project.trees[module])]
-        while todo:
-            outer, tree = todo.pop()
-            for node in ast.iter_child_nodes(tree):
-                names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else _assigned(node)
-                if any(f"{outer}.{inner}".endswith(f".{name}") for inner in names):
-                    yield module, node
-                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    todo.append((f"{outer}.{node.name}", node))
-                elif isinstance(node, ast.If | ast.Try | ast.With):
-                    todo.append((outer, node))
-
-
-def _assigned(node: ast.AST) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    names = [name for target in targets if target is not None for name in ast.walk(target)]
-    return [name.id for name in names if isinstance(name, ast.Name)]
+    for dotted, module, node in project.named.get(name.rpartition(".")[2], ()):
+        if f".{dotted}".endswith(f".{name}"):
+            yield module, node
 
 
 def _parsed(hand: Hand) -> tuple[ast.AST, bool]:
