@@ -336,16 +336,16 @@ class _Finder(ast.NodeVisitor):
         else:
             after = [begin for begin, _ in others if begin > start]
             self.add("dropped argument", start, after[0] if after else end, "")
-        if keyword.arg.endswith("dim") and type(_integer(keyword.value)) is int:
-            dim = _integer(keyword.value)
+        dim = _integer(keyword.value)
+        if keyword.arg.endswith("dim") and dim is not None:
             self.replace("dim", keyword.value, str({0: 1, -1: -2, -2: -1}.get(dim, dim - 1)))
         else:
             self.visit(keyword.value)
 
 
 def _integer(node: ast.expr) -> int | None:
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    value = node.operand if negative else node
-    if not isinstance(value, ast.Constant) or type(value.value) is not int:
-        return None
-    return -value.value if negative else value.value
+    """The value of an integer that is written out."""
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        sign, node = -1, node.operand
+    return sign * node.value if isinstance(node, ast.Constant) and type(node.value) is int else None

@@ -46,6 +46,7 @@ class Copy:
         shutil.copytree(root, folder, symlinks=True, ignore=LEFT_OUT)
         self.folder = folder
         self.passes: dict[str, bool] = {}  # tests without a change
+        self.process: subprocess.Popen | None = None
 
     def judge(self, path: Path, changed: str, tests: Sequence[str], limit: float) -> Verdict:
         """Change a file, run the tests in their order, and mend it.
@@ -94,7 +95,7 @@ class Copy:
         environment["PYTHONPATH"] = str(self.folder)
         if _is_interpreted(tests[0]):
             environment["TRITON_INTERPRET"] = "1"
-        process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             [*command, f"--timeout={EACH_TEST_S}"], cwd=self.folder, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -104,14 +105,14 @@ class Copy:
         except subprocess.TimeoutExpired:
             return None, ""
         finally:
-            _end(process)
+            self.stop()
 
-
-def _end(process: subprocess.Popen) -> None:
-    """End the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    def stop(self) -> None:
+        """End the tests that run, and all processes that they started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def _is_interpreted(test: str) -> bool:
