@@ -64,7 +64,7 @@ GRADIENTS = [
          "all_reduce(each.pow(p).sum(), ANY_1)", "all_reduce(each.pow(p).sum(), mesh.tp)",
          "stages clip by different factors", "30"),
     Hand("gradients", "clipping does nothing", "clip_gradients",
-         "torch._foreach_mul_(ANY_1, ANY_2)", "pass",
+         "torch.where(norm.isfinite(), ANY_1, 1.0)", "torch.ones_like(norm)",
          "only a spike shows it", "clip"),
     Hand("gradients", "clipping scales small gradients up", "clip_gradients",
          "(max_norm / norm).clamp(max=1.0)", "(max_norm / norm)",
@@ -79,8 +79,7 @@ GRADIENTS = [
          "(tp,) if self.sequence_parallel else ()", "()",
          "the bias sees a part of the tokens", "11"),
     Hand("gradients", "the row bias is added on every rank", "RowParallelLinear.forward",
-         "copy_linear(x, self.matrix(), None, ANY_1, ANY_2, ANY_3)",
-         "copy_linear(x, self.matrix(), self.bias, ANY_1, ANY_2, ANY_3)",
+         "y + bias.to(y.dtype)", "y + self.tp.size * bias.to(y.dtype)",
          "the bias counts tp times, and learns to be smaller", "18"),
     Hand("gradients", "a frozen weight stops its input's gradient", "_CopyLinear.backward",
          "ANY_1 if ctx.needs_input_grad[0] else None", "ANY_1 if all(ctx.needs_input_grad[:2]) else None",
@@ -89,10 +88,10 @@ GRADIENTS = [
 
 MAIN_GRADIENTS = [
     Hand("main gradients", "the last step's gradients stay", "zero_gradients",
-         "parameter.main_grad.zero_()", "pass",
+         "ANY.zero_()", "pass",
          "it looks like momentum", "32 main"),
-    Hand("main gradients", "a gradient is added twice", "_accumulate",
-         "parameter.grad = None", "pass",
+    Hand("main gradients", "a gradient is added twice", "mpcore.gradients",
+         "ANY_1.add_(parameter.grad)", "ANY_1.add_(parameter.grad, alpha=2)",
          "AdamW hides the factor", "32"),
     Hand("main gradients", "products are rounded before the sum", "_weight_product",
          "main.addmm_(ANY_1.to(main.dtype), ANY_2.to(main.dtype))", "main.add_(dy.t() @ x)",
@@ -100,8 +99,8 @@ MAIN_GRADIENTS = [
 ]  # fmt: skip
 
 ZERO = [
-    Hand("ZeRO", "gradients are averaged over data", "_Wrap.__call__",
-         "sharded.set_gradient_divide_factor(1.0)", "pass",
+    Hand("ZeRO", "gradients are averaged over data", "mpcore",
+         "ANY.set_gradient_divide_factor(1.0)", "pass",
          "AdamW hides the factor", "24 30"),
     Hand("ZeRO", "replicas of shards are never summed", "sync_gradients",
          "model.set_requires_all_reduce(last)", "model.set_requires_all_reduce(False)",
@@ -109,7 +108,7 @@ ZERO = [
     Hand("ZeRO", "only the first micro-batch is summed", "Pipeline._one_by_one",
          "i == self.micro_batches - 1", "i == 0",
          "a part of the batch is lost", "24 33"),
-    Hand("ZeRO", "gradients are summed in bfloat16", "_Wrap.__call__",
+    Hand("ZeRO", "gradients are summed in bfloat16", "mpcore",
          "None if wide else self.reduce_dtype", "None",
          "the error grows with the number of ranks", "44"),
     Hand("ZeRO", "a table that stages share is not summed", "finish_gradients",
@@ -128,7 +127,7 @@ CONTEXT = [
     Hand("context", "a gradient from the end of the ring is lost", "_Ring.returned",
          "step == far > 0", "step == far > 1",
          "only keys that travel one step lose a term", "36"),
-    Hand("context", "a window reaches one block too short", "_ring",
+    Hand("context", "a window reaches one block too short", "mpcore",
          "max(low, first + 1 - window)", "max(low, first + 2 - window)",
          "one key is missing, for few queries", "window 36"),
 ]  # fmt: skip
@@ -174,9 +173,9 @@ LOSS = [
 ]  # fmt: skip
 
 PIPELINE = [
-    Hand("pipeline", "the schedule divides by the number of micro-batches", "Pipeline._build",
-         "_Runtime(..., scale_grads=False)",
-         "_Runtime(stages, self.micro_batches, loss_fn=self._checked_loss, scale_grads=True)",
+    Hand("pipeline", "the schedule divides by the number of micro-batches", "mpcore.pipeline",
+         "ANY_1(ANY_2, ANY_3, loss_fn=ANY_4, scale_grads=False)",
+         "ANY_1(ANY_2, ANY_3, loss_fn=ANY_4, scale_grads=True)",
          "AdamW hides the factor", "26"),
     Hand("pipeline", "the first stage answers for the last", "Pipeline.from_last",
          "self.pp.rank == ANY", "self.pp.rank == 0",
@@ -199,8 +198,8 @@ CHECKPOINT = [
 ]  # fmt: skip
 
 RANDOM = [
-    Hand("dropout keys", "sites share a mask", "seed_dropout",
-         "stream_key(seed, name)", "stream_key(seed, '')",
+    Hand("dropout keys", "sites share a mask", "mpcore",
+         "ANY_1.key = stream_key(seed, name)", "ANY_1.key = stream_key(seed, '')",
          "masks look random, and are the same in each block", "19"),
     Hand("dropout keys", "sequence shards share a mask", "Dropout.forward",
          "torch.arange(first, first + length, device=x.device)", "torch.arange(length, device=x.device)",
@@ -250,26 +249,26 @@ OPTIMIZERS = [
          "the outer step is as many times too long", "local merge"),
 ]  # fmt: skip
 
-EXAMPLE = [
-    Hand("example", "gradients are not clipped", "examples.gpt",
-         "clip_gradients(ANY_1, ANY_2, ANY_3)", "pass",
-         "only a spike shows it", "clip every_layout_trains"),
-    Hand("example", "the loss is divided by twice the tokens", "examples.gpt",
-         "(self.scale / self.tokens_of_step).to(ANY_1)", "(self.scale / (2 * self.tokens_of_step)).to(ANY_1)",
+LOOP = [
+    Hand("loop", "the loss is divided by twice the tokens", "Run.loss_factor",
+         "scale / ANY_1", "scale / (2 * ANY_1)",
          "AdamW hides the factor; clipping does not", "24 25 every_layout_trains"),
-    Hand("example", "the learning rate is set in the first group alone", "examples.gpt",
+    Hand("loop", "the run's gradients are not clipped", "Run.clip_gradients",
+         "clip_gradients(self.model, ANY_1, ANY_2)", "pass",
+         "only a spike shows it", "clip every_layout_trains"),
+    Hand("loop", "a step of NaN is taken", "Run.optimizer_step",
+         "self.scaler.update(finite) if self.scaler else finite", "True",
+         "it happens once in ten thousand steps, and ends the run", "31 skip"),
+    Hand("loop", "the learning rate is set in the first group alone", "mpcore examples.gpt",
          "for group in self.optimizer.param_groups:\n    group['lr'] = lr",
          "self.optimizer.param_groups[0]['lr'] = lr",
          "biases and gains train at the first step's rate", "every_layout_trains"),
-    Hand("example", "validation takes training samples", "examples.gpt",
-         "self.batch(self.held_out, ANY_1, ANY_2)", "self.batch(self.train, ANY_1, ANY_2)",
-         "validation loss falls all the faster", "eval held_out"),
-    Hand("example", "output projections begin as wide as all others", "examples.gpt",
-         "normal(c.init_std / math.sqrt(2 * c.layers))", "normal(c.init_std)",
+    Hand("loop", "output projections begin as wide as all others", "examples.gpt",
+         "ANY_1.init_std / math.sqrt(2 * ANY_1.layers)", "ANY_1.init_std",
          "deep models train worse, none fails", "begin init"),
 ]  # fmt: skip
 
 MUTATIONS: list[Hand] = [
     *COLLECTIVES, *SHARDING, *GRADIENTS, *MAIN_GRADIENTS, *ZERO, *CONTEXT, *MOE, *LOSS, *PIPELINE, *CHECKPOINT,
-    *RANDOM, *OPTIMIZERS, *EXAMPLE,
+    *RANDOM, *OPTIMIZERS, *LOOP,
 ]  # fmt: skip

@@ -24,8 +24,8 @@ class Hand(NamedTuple):
     Attributes:
         area: what it concerns.
         what: what is wrong then, in a few words.
-        definition: the dotted end of a definition's name (`Shard.replicated`, `_ROUNDS`), anywhere in the library; or a
-            package (`examples.gpt`), for what any of its modules may do.
+        definition: the dotted end of a definition's name (`Shard.replicated`, `_ROUNDS`), anywhere in the library; or
+            packages (`mpcore examples.gpt`), for a pattern that is there once whichever module it is in.
         pattern: the expression or statement in it that changes; it must be there once.
         replacement: what stands there then.
         silent: why nobody would notice without a test.
@@ -65,10 +65,10 @@ def locate(project: Project, hand: Hand) -> tuple[str, Mutant]:
 
 
 def _definitions(project: Project, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """The definitions and assignments whose dotted name ends with `name`; the modules below it, if it is a package."""
-    if any(f"{module}.".startswith(f"{name}.") for module in project.paths):
-        for module in project.library(name):
-            yield module, project.trees[module]
+    """The definitions and assignments whose dotted name ends with `name`; or the modules below packages."""
+    modules = project.library(*name.split())
+    if modules:
+        yield from ((module, project.trees[module]) for module in modules)
         return
     for dotted, module, node in project.named.get(name.rpartition(".")[2], ()):
         if f".{dotted}".endswith(f".{name}"):
