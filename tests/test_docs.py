@@ -34,6 +34,6 @@ def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, size, sizes):
 
 def test_every_file_that_a_page_names_exists():
     root = DOCS.parent
-    for page in DOCS.glob("*.md"):
+    for page in set(DOCS.glob("*.md")) - {DOCS / "decisions.md"}:  # which is history
         for path in re.findall(r"`((?:mpcore|examples|tests|bench|kernels)/[\w/]+\.\w+)`", page.read_text()):
             assert (root / path).exists(), f"{page.name} names {path}"

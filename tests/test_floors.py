@@ -161,8 +161,6 @@ PROBES = {  # the objects that may be asked for an attribute, or be given one, b
     "mpcore._torch.fsdp": {"state"},  # torch 2.13 renamed an attribute
     "mpcore._torch.pipelining": {"PipelineStage"},  # torch 2.13 added a method
     "mpcore.interop.parallelize.model": {"target"},  # the plan names the attribute
-    "mpcore.layers.dropout": {"module"},
-    "mpcore.parallel.offload": {"twin"},
 }
 
 

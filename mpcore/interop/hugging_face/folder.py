@@ -107,22 +107,23 @@ class Source:
         config: the configuration of your model.
         values: the content of config.json.
         entries: where each box of each of our tensors lies, by our name.
+        files, parts: the open files by name, and what each of their tensors is of ours.
     """
 
     folder: Path
     config: Any
     values: dict[str, Any]
     entries: dict[str, Entry]
-    _files: dict[str, TensorFile] = field(default_factory=dict)
-    _parts: dict[str, Part] = field(default_factory=dict)
+    files: dict[str, TensorFile] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """View one of their tensors as a box of ours. Nothing is read until it is used."""
-        return self._parts[chunk.key].box(self._files[chunk.file].whole(chunk.key))
+        return self.parts[chunk.key].box(self.files[chunk.file].whole(chunk.key))
 
     def forget(self, chunk: Chunk) -> None:
         """Free the memory that reading a tensor took."""
-        self._files[chunk.file].forget(chunk.key)
+        self.files[chunk.file].forget(chunk.key)
 
 
 def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
@@ -140,7 +141,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     source = Source(folder, config, values, {}, files)
     for name, (shape, found) in parts.items():
         keys = {part.key.removeprefix(prefix) if bare else part.key: part for part in found}
-        source._parts |= keys
+        source.parts |= keys
         dtypes = {key: _check_tensor(source, where, key, part, name) for key, part in keys.items()}
         if len(set(dtypes.values())) > 1:
             raise ValueError(f"{folder}: {name} would consist of several dtypes: {dtypes}")
@@ -149,7 +150,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     further = values.get(FURTHER) or values.get("num_mtp_layers") or 0
     layers = spec.describe(config)["layers"]
     ignored = tuple(f"{'' if bare else prefix}layers.{layers + i}." for i in range(further))
-    left = {key for key in where if key not in source._parts and not key.endswith(_TABLES)}
+    left = {key for key in where if key not in source.parts and not key.endswith(_TABLES)}
     left = {key for key in left if not key.startswith(ignored)}
     if "head.weight" not in parts and "lm_head.weight" in left:
         _check_tie(source, where["lm_head.weight"])
@@ -163,7 +164,7 @@ def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, n
     """Refuse a tensor that is missing or misshapen; return its dtype."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
-    path, header = source.folder / where[key], source._files[where[key]].header[key]
+    path, header = source.folder / where[key], source.files[where[key]].header[key]
     if tuple(header["shape"]) != part.stored:
         raise ValueError(f"{path}: {key} has shape {tuple(header['shape'])}, config.json makes it {part.stored}")
     if not DTYPES[header["dtype"]].is_floating_point:
@@ -174,10 +175,10 @@ def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, n
 def _check_tie(source: Source, file: str) -> None:
     """Refuse a head that is not the embedding, where config.json ties them."""
     (chunk,) = source.entries["embedding.weight"].chunks
-    head, table = source._files[file].whole("lm_head.weight"), source._files[chunk.file].whole(chunk.key)
+    head, table = source.files[file].whole("lm_head.weight"), source.files[chunk.file].whole(chunk.key)
     if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):
         raise ValueError(f"{source.folder} has an lm_head of its own, but its config.json ties it to the embedding")
-    source._files[file].forget("lm_head.weight")
+    source.files[file].forget("lm_head.weight")
     source.forget(chunk)
 
 

@@ -1,0 +1,197 @@
+"""Put small mistakes into copies of the library, and see which the tests notice. The work tree is never changed.
+
+python -m tests.mutations                          what changed since this branch left main, 20 drawn mutations
+python -m tests.mutations --all --seed 1 2 --count 15 --write docs/mutations.md
+python -m tests.mutations --module mpcore.layers --seed 7
+python -m tests.mutations --hand [WORD ..]         the hand-written ones (of these areas, or with these words)
+python -m tests.mutations --hand --list            only see whether their places are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import queue
+import shlex
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from tests.mutations import operators, report
+from tests.mutations.choice import Project, changed_lines, default_base
+from tests.mutations.hand import MUTATIONS
+from tests.mutations.operators import Mutant
+from tests.mutations.patterns import StaleError, locate
+from tests.mutations.report import Row
+from tests.mutations.trial import Copy, Verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+class Trial(NamedTuple):
+    """A mutation to try: its group, its module, the change, and the tests in their order."""
+
+    group: str
+    module: str
+    mutant: Mutant
+    tests: list[str]
+
+
+def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
+    """The mutations that the seeds draw."""
+    modules = project.library(*args.module) if args.module else project.library()
+    lines = None
+    if not args.all and not args.module:
+        lines = changed_lines(project.root, args.since or default_base(project.root))
+        modules = project.library("mpcore", "examples")
+    pool = [
+        (module, mutant)
+        for module in modules if lines is None or project.paths[module] in lines
+        for mutant in operators.candidates(project.texts[module], args.kernels)
+        if lines is None or mutant.line in lines[project.paths[module]]
+    ]  # fmt: skip
+    print(f"{len(pool)} possible changes in {len({module for module, _ in pool})} modules")
+    trials = []
+    for seed in args.seed:
+        order = operators.sample(pool, seed, len(pool))
+        valid = (each for each in order if operators.changes_something(project.texts[each[0]], each[1]))
+        for module, mutant in (each for each, _ in zip(valid, range(args.count), strict=False)):
+            trials.append(Trial(f"seed {seed}", module, mutant, _files(project, module, mutant, args.files)))
+    return trials
+
+
+def by_hand(project: Project, words: Sequence[str], files: int) -> tuple[list[Trial], list[Row]]:
+    """The hand-written mutations with these words, and those whose place is gone."""
+    trials, stale = [], []
+    for hand in MUTATIONS:
+        if not words or any(word == hand.area or word in f"{hand.what} {hand.definition}" for word in words):
+            try:
+                module, mutant = locate(project, hand)
+            except StaleError as error:
+                stale.append(Row(hand.area, hand.what, hand.definition, "", "", Verdict("stale", str(error))))
+                continue
+            named = project.named_tests(hand.tests, module, hand.definition)
+            trials.append(Trial(hand.area, module, mutant, [*named, *_files(project, module, mutant, files)]))
+    return trials, stale
+
+
+def _files(project: Project, module: str, mutant: Mutant, count: int) -> list[str]:
+    return [str(project.paths[test]) for test in project.test_files(module, mutant.definition, count)]
+
+
+def judge(project: Project, trials: Sequence[Trial], limit: float, workers: int) -> list[Row]:
+    """Try them, each worker in a copy of its own."""
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    for i, trial in enumerate(trials):
+        waiting.put((i, trial))
+    rows: dict[int, Row] = {}
+    errors: list[BaseException] = []
+    copies: list[Copy] = []
+    bar = tqdm(total=len(trials), unit="mutation", dynamic_ncols=True)
+
+    def work(folder: Path) -> None:
+        try:
+            copy = Copy(project.root, folder)
+            copies.append(copy)
+            while True:
+                i, trial = waiting.get_nowait()
+                source = project.texts[trial.module]
+                verdict = copy.judge(project.paths[trial.module], trial.mutant.applied(source), trial.tests, limit)
+                mutant = trial.mutant
+                before, after = mutant.shown(source)
+                rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
+                bar.write(line(trial.module, rows[i]))
+                bar.update()
+                bar.set_postfix(Counter(row.kind for row in rows.values()))
+        except queue.Empty:
+            pass
+        except BaseException as error:  # told by the thread that waits
+            errors.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="mpcore-mutations-") as folder, bar:
+        threads = [threading.Thread(target=work, args=(Path(folder) / str(i),)) for i in range(workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:  # on an interrupt: nothing more begins, and what runs ends
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
+            for copy in copies:
+                copy.stop()
+            for thread in threads:
+                thread.join()
+    if errors:
+        raise errors[0]
+    return [rows[i] for i in sorted(rows)]
+
+
+def line(module: str, row: Row) -> str:
+    """A mutation on two lines: its verdict, and its change."""
+    verdict = row.verdict
+    return (
+        f"{row.kind:<10} {verdict.seconds:4.0f} s  {row.operator} in {module}:{row.definition}  {verdict.by}\n"
+        f"    - {row.before}\n    + {row.after}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. It reports: survivors are no failure of it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--since", metavar="REV", help="lines that differ from this commit")
+    parser.add_argument("--all", action="store_true", help="the whole library")
+    parser.add_argument("--module", nargs="+", metavar="NAME", help="these modules or packages (mpcore.layers)")
+    parser.add_argument("--kernels", action="store_true", help="also the bodies of Triton's kernels")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], metavar="N")
+    parser.add_argument("--count", type=int, default=20, metavar="K", help="how many a seed (default 20)")
+    parser.add_argument("--hand", nargs="*", metavar="WORD", help="the hand-written mutations instead")
+    parser.add_argument("--list", action="store_true", help="show the mutations and their tests, run nothing")
+    parser.add_argument("--limit", type=float, default=120, metavar="S", help="seconds a mutation (default 120)")
+    parser.add_argument("--again", type=float, metavar="S", help="seconds for a second, lonely try of what timed out")
+    parser.add_argument("--files", type=int, default=4, metavar="K", help="how many test files each (default 4)")
+    parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="put the result into this page")
+    args = parser.parse_args(argv)
+    project = Project(ROOT)
+    stale: list[Row] = []
+    if args.hand is None:
+        trials = drawn(project, args)
+    else:
+        trials, stale = by_hand(project, args.hand, args.files)
+        print(f"{len(trials)} of {len(trials) + len(stale)} hand-written mutations have their place")
+    if args.list:
+        for group, module, mutant, tests in trials:
+            before, after = mutant.shown(project.texts[module])
+            print(f"{group}: {mutant.operator} in {module}:{mutant.definition}, line {mutant.line}\n"
+                  f"    - {before}\n    + {after}\n    {' '.join(tests)}")  # fmt: skip
+        print("\n".join(report.left(stale)) if stale else "none is stale")
+        return 0
+    rows = judge(project, trials, args.limit, args.workers)
+    if args.again is not None:  # on a busy machine a test may also fail for want of time
+        late = [i for i, row in enumerate(rows) if row.verdict.kind in ("timeout", "unsure")]
+        for i, row in zip(late, judge(project, [trials[i] for i in late], args.again, 1), strict=True):
+            rows[i] = row
+    rows += stale
+    print("\n".join([*report.table(rows), "", *report.left(rows)]))
+    if args.write is not None:
+        command = f"python -m tests.mutations {shlex.join(sys.argv[1:] if argv is None else argv)}"
+        title, name = ("Drawn", "drawn") if args.hand is None else ("Hand-written", "hand")
+        part = report.section(name, f"{title} mutations", command, str(datetime.date.today()), rows)
+        old = args.write.read_text() if args.write.is_file() else ""
+        args.write.write_text(report.page(old, {name: part}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

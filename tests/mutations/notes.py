@@ -1,0 +1,36 @@
+"""A word on each drawn mutation that survived, by its definition and its line before and after."""
+
+from __future__ import annotations
+
+# Changes that nobody can see: they are not counted.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "Watchdog._watch",
+        "while not self.over.wait(min(1.0, self.timeout / 4)):",
+        "while not self.over.wait(min(1.0, self.timeout / 5)):",
+    ): "It looks more often; the time limit is the same",
+}
+
+# Changes that a test could see, and none does.
+NOTES: dict[tuple[str, str, str], str] = {
+    (
+        "_undone",
+        "each._buffers.clear()",
+        "pass",
+    ): "A buffer that a forward adds would outlive the dry run; no test has such a model",
+    (
+        "_reference",
+        "tokens = torch.arange(x.shape[sequence_dim], device=x.device)",
+        "tokens = torch.arange(x.shape[sequence_dim])",
+    ): "Only a GPU can tell: on a CPU both tensors are on one device",
+    (
+        "draw",
+        'axes.text(middle, span.rank, label, ha="center", va="center", fontsize=7, color=ink)',
+        'axes.text(middle, span.rank, label, ha="center", fontsize=7, color=ink)',
+    ): "The height of a label in a picture",
+    (
+        "ParallelMoE.forward",
+        "y = y.transpose(0, 1) if self.sequence_dim == 0 else y",
+        "y = y.transpose(0, 0) if self.sequence_dim == 0 else y",
+    ): "A missing test: none runs a mixture with `sequence_dim=0`",
+}

@@ -1,0 +1,115 @@
+"""Tables and the page of what was tried."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tests.mutations.notes import EQUIVALENT, NOTES
+from tests.mutations.trial import Verdict
+
+KINDS = ("killed", "survived", "timeout", "equivalent", "unsure", "stale")
+HEAD = """# Mutations
+
+A mutation is a small mistake that is put into a copy of the library on purpose. The tests run in the copy until one of
+them fails. A mutation that no test notices has survived: either a test is missing, or the change means nothing.
+`make mutation` (`python -m tests.mutations --help`) tries two kinds and writes this page.
+
+- **Drawn mutations.** A seeded mutator changes one place of the syntax tree: a comparison, an operator, a constant, a
+  default, a condition, a `dim`; it drops a statement, an argument, an early return or a refusal, or swaps two
+  arguments. Every possible change of the library is equally likely, text for people excepted. The same seed on the
+  same source draws the same changes. The bodies of Triton's kernels are drawn with `--kernels` alone.
+- **Hand-written mutations.** `tests/mutations/hand.py` holds slips that would be silent: the loss falls, and a number
+  is wrong. Each names a definition and the shape of an expression, no file and no line.
+
+For each mutation the nearest test files run first (same name, then imports), then the recorded runs. A kill counts only
+if the same test passes without the mutation. *timeout*: no test failed, but the time was over before all had run; it
+counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py` says why); it is not counted.
+*unsure*: the test that failed fails without the mutation too; not counted. *stale*: the place is gone; not counted.
+"""
+
+
+class Row(NamedTuple):
+    """A mutation that was tried: its group ("seed 1" or an area), where it is, what it changes, what became of it."""
+
+    group: str
+    operator: str
+    definition: str
+    before: str
+    after: str
+    verdict: Verdict
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """How `notes.py` names it."""
+        return self.definition, self.before, self.after
+
+    @property
+    def kind(self) -> str:
+        """The verdict, or "equivalent" where the change cannot be seen."""
+        alive = self.verdict.kind in ("survived", "timeout")
+        return "equivalent" if alive and self.key in EQUIVALENT else self.verdict.kind
+
+    @property
+    def word(self) -> str:
+        """What `notes.py` says."""
+        return EQUIVALENT.get(self.key) or NOTES.get(self.key) or "not looked at yet"
+
+
+def interval(killed: int, tried: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson, "Probable inference", 1927), right at 0 and at 1 too."""
+    if not tried:
+        return 0.0, 1.0
+    z, share = 1.96, killed / tried
+    middle = share + z * z / (2 * tried)
+    half = z * math.sqrt(share * (1 - share) / tried + z * z / (4 * tried * tried))
+    return (middle - half) / (1 + z * z / tried), (middle + half) / (1 + z * z / tried)
+
+
+def score(rows: Iterable[Row]) -> str:
+    """The share that is killed of those that can be, with its interval."""
+    kinds = Counter(row.kind for row in rows)
+    tried = kinds["killed"] + kinds["survived"] + kinds["timeout"]
+    low, high = interval(kinds["killed"], tried)
+    return f"{100 * kinds['killed'] / max(tried, 1):.0f} % ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A line a group, and one for all."""
+    lines = [f"| | tried | {' | '.join(KINDS)} | score (95 %) |", "|---" * (len(KINDS) + 3) + "|"]
+    groups = list(dict.fromkeys(row.group for row in rows))
+    for group in (*groups, *(["all"] if len(groups) > 1 else [])):
+        mine = [row for row in rows if group in (row.group, "all")]
+        kinds = Counter(row.kind for row in mine)
+        counts = " | ".join(str(kinds[kind]) for kind in KINDS)
+        lines.append(f"| {group} | {len(mine)} | {counts} | {score(mine)} |")
+    return lines
+
+
+def left(rows: Iterable[Row]) -> list[str]:
+    """A bullet for each mutation that was not killed, with its change and the word on it."""
+    lines = []
+    for row in rows:
+        if row.kind == "stale":
+            lines.append(f"- stale, {row.operator} (`{row.definition}`): {row.verdict.by}")
+        elif row.kind != "killed":
+            by = f" `{row.verdict.by}`" if row.kind == "unsure" else f" {row.word}."
+            lines.append(f"- {row.kind}, {row.operator} (`{row.definition}`): `{row.before}` → `{row.after}`.{by}")
+    return lines or ["None is left."]
+
+
+def section(name: str, title: str, command: str, date: str, rows: Sequence[Row]) -> str:
+    """A part of the page, between marks by which the next run finds it."""
+    lines = [f"<!-- {name} -->", f"## {title}", "", f"`{command}`, {date}.", "", *table(rows), "", *left(rows)]
+    return "\n".join([*lines, f"<!-- /{name} -->"]) + "\n"
+
+
+def page(old: str, sections: dict[str, str]) -> str:
+    """The page with these parts replaced; parts that were not tried now stay as they are."""
+    kept = {m[1]: f"{m[0]}\n" for m in re.finditer(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", old, re.S)}
+    return "\n".join(
+        [HEAD, *({**kept, **sections}[name] for name in ("drawn", "hand") if name in {**kept, **sections})]
+    )

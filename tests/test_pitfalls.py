@@ -1,0 +1,27 @@
+"""`docs/pitfalls.md` and the tests that cite it name each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.mutations.choice import pitfalls
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "pitfalls.md"
+NAMES = {
+    name for path in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+}  # fmt: skip
+ROWS = {int(number): test for number, test in re.findall(r"^\| (\d+) \|.*::(\w+)` \|$", PAGE.read_text(), re.M)}
+
+
+def test_every_row_has_its_test():
+    assert list(ROWS) == list(range(1, len(ROWS) + 1))
+    assert not {test for test in ROWS.values() if test not in NAMES}, "renamed tests: docs/pitfalls.md still has these"
+    assert not [number for number, test in ROWS.items() if str(number) not in pitfalls(test)]
+
+
+def test_every_number_in_a_tests_name_has_its_row():
+    cited = {int(number) for name in NAMES for number in pitfalls(name)}
+    assert len(cited) > 40
+    assert not cited - ROWS.keys()
