@@ -19,7 +19,7 @@ def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
         ValueError: if folders of one name hold different files of one name.
     """
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for folder in map(Path, (Path(__file__).parent, *folders)):
+    for folder in map(Path, (Path(__file__).parents[1], *folders)):
         for parent, _, files in sorted(os.walk(folder, followlinks=True)):  # mpcore/kernels may be a link
             for path in (Path(parent, file) for file in sorted(files) if file.endswith(".py")):
                 name = f"{folder.name}/{path.relative_to(folder)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore import collectives
@@ -221,3 +221,7 @@ class PositionEmbedding(ParallelModule):
         else:
             rows = F.embedding(positions[first : first + length], self.weight)
         return x + (rows if self.sequence_dim == 1 else rows.unsqueeze(1))
+
+
+# Modules whose weight is read row by row, and not multiplied with.
+TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
 from mpcore.gradients.accumulate import gradient_of
-from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
+from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.groups import check_model, decay_groups, parameter_ids
@@ -69,8 +69,7 @@ class Muon(AdamW):
         check_mesh(mesh)
         check_model(model)
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-        tables = (nn.Embedding, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding)
-        no_matrices = (*tables, *convolutions)
+        no_matrices = (*TABLES, *convolutions)
         named = parameter_ids([*(m for m in model.modules() if isinstance(m, no_matrices)), *exclude])
         matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from mpcore.layers.embedding import TABLES
 from mpcore.layers.module import ParallelModule
-
-_TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, ColumnParallelEmbedding)
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -166,14 +164,14 @@ def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
     """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
 
     Of experts, the share that a token goes through (`used_share`).
-    A table is the weight of an embedding, which is read and not multiplied with.
+    A table is the weight of an embedding, of torch or of mpcore, which is read and not multiplied with.
     """
     return [
         float(
             sum(
                 parameter.numel() * getattr(module, "used_share", 1.0)
                 for module in root.modules()
-                if not isinstance(module, _TABLES)
+                if not isinstance(module, TABLES)
                 for parameter in module.parameters(recurse=False)
                 if parameter.dim() > 1
             )
