@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bench.interleave import at_most, interleave
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from mpcore import (
     AdamW,
     LayerNorm,

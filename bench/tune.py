@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +48,11 @@ class Candidate(NamedTuple):
 
 
 class Tunable(NamedTuple):
-    """A kernel's module, the bench whose shapes it is tuned on, the candidates, and the name it has in that bench."""
+    """A kernel's module, the bench whose shapes it is tuned on, and the candidates."""
 
     module: str
     bench: str
     candidates: Callable[[Any], Iterator[Candidate]]
-    provider: str = OURS
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ def vocabulary_tiles(module: Any) -> Iterator[Candidate]:
 
 def attention_tiles(module: Any) -> Iterator[Candidate]:
     """Blocks, stages and warps of each of attention's kernels."""
-    tile, Tile = module._tile, module._Tile
+    tile, Tile = module.tile, module.Tile
     for kind in ("forward", "dkdv", "dq"):
         for blocks in ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64)):
             for stages in (2, 3):
@@ -138,41 +136,7 @@ def attention_tiles(module: Any) -> Iterator[Candidate]:
                         return chosen if kernel == kind else tile(kernel, *args)
 
                     name = f"{kind} {blocks[0]}x{blocks[1]}, {stages} stages, {count} warps"
-                    yield Candidate(name, {"_tile": other}, (FORWARD,) if kind == "forward" else (BOTH,))
-
-
-def attention_ws_tiles(module: Any) -> Iterator[Candidate]:
-    """Tiles and stages of each of attention's kernels where warps take roles, and programs of one block or several."""
-    tile, Tile = module._tile, module._Tile
-
-    def candidate(kind: str, name: str, passes: tuple[str, ...], *chosen: Any) -> Candidate:
-        def other(kernel: str, *args: Any) -> Any:
-            return Tile(*chosen) if kernel == kind else tile(kernel, *args)
-
-        return Candidate(f"{kind} {name}", {"_tile": other}, passes)
-
-    for keys in (128, 64, 32):
-        for stages in (2, 3, 4):
-            for persistent in (False, True):
-                name = f"{keys} keys, {stages} stages" + ", persistent" * persistent
-                yield candidate("forward", name, (FORWARD,), 128, keys, stages, persistent)
-    for size in (64, 32):
-        for stages in (2, 3):
-            yield candidate("dkdv", f"{size} queries, {stages} stages", (BOTH,), size, 128, stages)
-            yield candidate("dq", f"{size} keys, {stages} stages", (BOTH,), 128, size, stages)
-
-
-def attention_gluon_tiles(module: Any) -> Iterator[Candidate]:
-    """Keys of a block, buffers and turns of the kernel in Gluon, whether its programs stay, and what shares a cache."""
-    tiles = module.TILES
-    for keys, stages in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 4), (64, 6)):
-        for turns in (True, False):
-            other = {K: module.Tile(keys, stages, turns) for K in tiles}
-            yield Candidate(f"{keys} keys, {stages} stages, turns {turns}", {"TILES": other}, (FORWARD,))
-    yield Candidate("no turns", {"TILES": {K: t._replace(turns=False) for K, t in tiles.items()}}, (FORWARD,))
-    yield Candidate("a program a tile", {"STAYS": False}, (FORWARD,))
-    for size in (1, 2**24, 2**26):
-        yield Candidate(f"sections of {size} bytes", {"SECTION_BYTES": size}, (FORWARD,))
+                    yield Candidate(name, {"tile": other}, (FORWARD,) if kind == "forward" else (BOTH,))
 
 
 def rope_tiles(module: Any) -> Iterator[Candidate]:
@@ -226,9 +190,7 @@ TUNABLE = {
     "dropout_add": Tunable("dropout_add", "bench_dropout_add", element_tiles),
     "rope": Tunable("rope", "bench_rope", rope_tiles),
     "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),
-    "attention": Tunable("attention", "bench_attention", attention_tiles),
-    "attention_ws": Tunable("_attention_ws", "bench_attention", attention_ws_tiles, "mpcore triton_ws"),
-    "attention_gluon": Tunable("_attention_gluon", "bench_attention", attention_gluon_tiles, "mpcore gluon"),
+    "attention": Tunable("attention.tiles", "bench_attention", attention_tiles),
     "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
     "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
     "grouped_linear": Tunable("grouped_linear", "bench_grouped_linear", warps),
@@ -258,15 +220,7 @@ def in_place(module: Any, candidate: Candidate | None) -> Iterator[None]:
 def kernels_of(tunable: Tunable) -> list[Kernel]:
     """The kernels of its bench."""
     held = vars(importlib.import_module(f"bench.kernels.{tunable.bench}")).values()
-    found = [k for value in held for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
-    if tunable.provider == OURS:
-        return found
-
-    def provided(kernel: Kernel) -> Kernel:
-        make = kernel.peers[tunable.provider]
-        return replace(kernel, name=tunable.provider, ours=lambda **inputs: make({})(**inputs))
-
-    return [provided(kernel) for kernel in found]
+    return [k for value in held for k in (value if isinstance(value, list) else [value]) if isinstance(k, Kernel)]
 
 
 def tune(

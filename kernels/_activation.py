@@ -1,10 +1,10 @@
-"""How an activation runs over rows: alone, `y = f(z)`, or gated, `y = f(z) u`, with an optional bias inside.
+"""Activations over rows: plain, `y = f(z)`, or gated, `y = f(z) u`, with an optional bias added first.
 
     x = z or z | u,  bias added;   dz = dy u f'(z),  du = dy f(z),  dbias = sum over rows of dz | du
 
 Without a gate, u is 1. f and f' are one Triton function, z -> (f(z), f'(z)): `silu`, `gelu_tanh`, `gelu_erf` or
-`squared`. Only x and the bias are saved for the backward pass, which computes f anew. There each program sums dbias
-over its rows, and a second kernel sums over programs in a fixed order, so gradients repeat bit for bit.
+`squared`. Only x and the bias are saved for the backward pass, which computes f again. In backward each program sums
+dbias over its rows, and a second kernel sums over programs in a fixed order, so gradients repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import define, launches, refuse_second_derivative
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
+from ._triton import launch, multiprocessors, tl, triton
 
 
 def check_gated(x: Tensor, bias: Tensor | None) -> None:
-    """Raise `ValueError` unless `x` is `[..., 2F]` and the bias `[2F]`, both of dtypes and devices that fit."""
+    """Raise `ValueError` unless `x` is `[..., 2F]` and the bias `[2F]`, and their dtypes and devices go together."""
     check_inputs(x, bias=bias)
     if x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x + bias` as kernels compute it: in float32, or float64 for a float64 `x`, and not rounded to the dtype of x."""
+    """Add the bias as kernels do: in float32, or float64 for a float64 `x`, without rounding to the dtype of `x`."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return x.to(exact) if bias is None else x.to(exact) + bias.to(exact)
 
 
 def activate(x: Tensor, bias: Tensor | None, f: str, gated: bool, name: str) -> Tensor:
-    """y of a kernel that is known by `name`, with f by the name of its Triton function."""
+    """Compute y by the kernel; `f` names a Triton function below, and `name` is the public function, for errors."""
     return _Activation.apply(x, bias, f, gated, name)
 
 
@@ -68,7 +68,7 @@ backward_op = define(
 
 
 def function(f: str) -> Any:
-    """The Triton function of this name, as it is now: `decorate` puts another in its place."""
+    """Return the Triton function of this name. Look it up at each launch: `decorate_all` replaces it."""
     return {"silu": silu, "gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf, "squared": squared}[f]
 
 
@@ -99,8 +99,12 @@ def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: 
     block_m, block_f, tiles = _tiles(F)
     groups, partials, stages, num_warps = ceil_div(M, block_m), None, 1, 4  # one block of rows per program
     if bias is not None:
-        bias, stages, num_warps = bias.contiguous(), 2, 8  # many blocks, and as many registers again for their sums
-        groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partials: under 3 % of all traffic
+        bias, stages, num_warps = (
+            bias.contiguous(),
+            2,
+            8,
+        )  # many blocks a program; the sums double the registers
+        groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partial sums: under 3 % of the traffic
         partials = x.new_empty((1, groups, x.shape[-1]), dtype=torch.float32)
     constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
     launch(_backward_kernel, (tiles * groups, 1, 1), (dy, rows, bias, dx, partials), (M,), constants, num_warps)
@@ -110,14 +114,14 @@ def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: 
 
 
 def _tiles(F: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile of 2048 elements, and the tiles in a row."""
+    """Return rows and columns of a program's tile of 2048 elements, and the number of tiles in a row."""
     block_f = min(2048, next_power_of_2(F))
     return min(64, 2048 // block_f), block_f, ceil_div(F, block_f)
 
 
 @triton.jit
 def _sigmoids(v):
-    """Return s(v) and s(-v) = 1 - s(v), neither by a difference nor by an exponential that may overflow."""
+    """Return s(v) and s(-v) = 1 - s(v) without a difference and without an exponential that may overflow."""
     e = tl.exp(-tl.abs(v))
     large = 1.0 / (1.0 + e)
     small = e * large

@@ -1,4 +1,4 @@
-"""FLOP formulas of operators that have products, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""FLOP formulas of the operators that multiply matrices, for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _formulas: list[tuple[Any, Callable]] = []
 def flops(op: Any) -> Callable[[Callable], Callable]:
     """Decorate the formula of an operator, `formula(*shapes, out_shape, **kwargs) -> int`.
 
-    Torch's counter imports Triton, so it is told when somebody imports it.
+    torch's counter imports Triton, so the formulas are registered when another module imports the counter.
 
     Args:
         op: such as `torch.ops.mpcore.attention_forward`.
@@ -34,7 +34,7 @@ def flops(op: Any) -> Callable[[Callable], Callable]:
 
 
 class _OnImport:
-    """Finds the counter as Python does, and has it hear of the formulas when it is there."""
+    """A finder on `sys.meta_path` that registers the formulas once the counter is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:
@@ -43,7 +43,7 @@ class _OnImport:
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # whoever asks need not import
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a caller may search without importing
         if spec is not None and spec.loader is not None:
             plain = spec.loader.exec_module
 

@@ -1,9 +1,9 @@
-"""Gradients that a kernel adds to a parameter's `main_grad` instead of handing them to autograd.
+"""Gradient accumulation into `main_grad`: a kernel adds its weight gradient there and returns none to autograd.
 
 A parameter may have the attribute `main_grad`, float32 of its shape, and `grad_added_to_main_grad`, which says whether
-anything was added. A kernel that sums its weight gradient over programs adds the sum there in the same launch, and
-gives autograd nothing, so that `.grad` stays None and nothing is added twice. References leave it to autograd; whoever
-set the attribute then moves what autograd accumulated.
+a kernel added a gradient. A kernel that sums its weight gradient over programs adds the sum to `main_grad` in the same
+launch and returns no gradient to autograd, so `.grad` stays None and no gradient counts twice. The references leave the
+gradient to autograd; the owner of the attribute then moves what autograd accumulated.
 """
 
 from __future__ import annotations
@@ -12,30 +12,34 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ._torch import engine_will_execute
+
 
 def remember_main_grad(*parameters: Tensor | None) -> tuple[Tensor | None, ...] | None:
-    """In forward: the parameters, if each of them has a main gradient to add to; else None."""
+    """In forward, return the parameters if each has a main gradient to add to, else `None`."""
     for p in parameters:
         if p is not None and getattr(p, "main_grad", None) is None:
             return None
-    return None if torch.compiler.is_compiling() else parameters  # compiled, autograd's way: it mutates nothing
+    return None if torch.compiler.is_compiling() else parameters  # a compiled graph mutates nothing
 
 
 def will_accumulate(parameter: Tensor) -> bool | None:
-    """In backward: whether this pass accumulates a gradient of the parameter; a backward in two passes asks in both.
+    """In backward, return whether this pass accumulates a gradient of the parameter.
 
-    None: `torch.autograd.grad` wants it, to return and not to accumulate it, or nobody does, for it is frozen.
+    `None`: `torch.autograd.grad` returns the gradient instead, or the parameter is frozen. A backward in two passes
+    asks in both.
     """
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return engine_will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:
         return None
 
 
 def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...] | None:
-    """In backward: what to add to, if this pass accumulates gradients of the parameters; None: autograd wants them.
+    """In backward, return the main gradients to add to, or `None` if autograd needs the gradients itself.
 
-    `torch.autograd.grad` wants them to return, and a backward in two passes comes here once for the input alone.
+    Autograd needs them if `torch.autograd.grad` returns them. A backward in two passes calls this in both, and the
+    first accumulates no gradient of a parameter.
     """
     if parameters is None:
         return None

@@ -1,10 +1,10 @@
-"""What rms_norm and layer_norm share: the residual stream in front of them, the gain, and how wide a row may be."""
+"""What rms_norm and layer_norm share: the residual stream that they read, the gain, and how wide a row may be."""
 
 from __future__ import annotations
 
-from ._dispatch import tl, triton
+from ._triton import tl, triton
 
-# Wider rows no longer fit in a program's registers: tests/kernels/golden_compile.json shows no spills up to here.
+# Wider rows do not fit in a program's registers: up to here tests/kernels/golden_compile.json shows no spills.
 WIDEST_FORWARD = 16384
 WIDEST_BACKWARD = 8192
 
@@ -20,7 +20,7 @@ def load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, cols, mask, X_STRID
 
 @triton.jit
 def inverse_root(x):
-    """1 / sqrt(x), each rounded to nearest, unlike a GPU's `rsqrt`: once a row that costs nothing."""
+    """Return 1 / sqrt(x), both rounded to nearest, unlike a GPU's `rsqrt`; once a row, that costs nothing."""
     return tl.div_rn(1.0, tl.sqrt_rn(x))
 
 

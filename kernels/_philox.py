@@ -1,4 +1,4 @@
-"""Random words that depend on the place of an element alone: in torch, and as Triton kernels draw them.
+"""Random words that depend only on the place of an element, drawn by torch and by Triton kernels.
 
 Source: Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table 2.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, tl, triton
+from ._dispatch import define, launches
+from ._triton import tl, triton
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
@@ -17,7 +18,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of a 64-bit key and a counter of four words.
+    """Compute Philox4x32-10 of a 64-bit key and a counter of four words.
 
     Args:
         key: 64 bits, the low word first.
@@ -28,7 +29,7 @@ def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Te
     """
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # int64 wraps, and the low 64 bits are right
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # int64 wraps; the low 64 bits are exact
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
             p1 & _MASK,
@@ -41,7 +42,7 @@ def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Te
 
 
 def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> Tensor:
-    """One random word for each element of an activation, from the element's global place alone.
+    """Draw one random word for each element of an activation; it depends only on the element's global place.
 
     Feature d is word d % 4 of the counter (d // 4, token, low word of sample, high word of sample).
 
@@ -61,8 +62,8 @@ def _empty_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: in
     return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
 
 
-# One operator: Inductor's C++ has wrong words for keys whose products overflow, and none for a symbol; and whatever
-# looks at each operation, as selective recomputation does, would see 150.
+# One operator, because Inductor's C++ computes wrong words for keys whose products overflow and can't take a symbolic
+# key, and because a mode that inspects each operation, as selective recomputation does, would see 150 of them.
 _words_op = define(
     "random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor", _empty_words
 )
@@ -78,20 +79,20 @@ def _run_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int)
 
 
 def threshold_of(p: float) -> int:
-    """The word below which an element is dropped with probability `p`."""
+    """Return the threshold: a word below it drops its element, with probability `p`."""
     return int(p * 2**32)
 
 
 def as_int32(word: int) -> int:
-    """The signed number with the same low 32 bits, so that kernels get each word in one and the same type."""
+    """Return the signed number with the same low 32 bits, so that kernels get every word in the same type."""
     return (word + 2**31) % 2**32 - 2**31
 
 
 @triton.jit
 def keep_mask(key_low, key_high, threshold, sample, token, counter):
-    """[M, 4 C] booleans, true where an element stays, for samples (int64) and tokens [M, 1] and counters [1, C].
+    """Return [M, 4 C] booleans, true for kept elements, for samples (int64) and tokens [M, 1] and counters [1, C].
 
-    Element 4 j + i has word i of counter j. The key and the threshold come as signed words of 32 bits.
+    Element 4 j + i takes word i of counter j. The key and the threshold are signed words of 32 bits.
     """
     key = (key_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | key_low.to(tl.uint32, bitcast=True).to(tl.uint64)
     c0, c1, c2 = counter.to(tl.uint32), token.to(tl.uint32), sample.to(tl.uint32)

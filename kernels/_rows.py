@@ -1,4 +1,4 @@
-"""How kernels see a tensor `[..., D]`: as M rows of D contiguous elements, covered by power-of-two tiles."""
+"""Tensors as kernels read them: `[..., D]` is M rows of D contiguous elements, covered by power-of-two tiles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, tl, triton
-from ._launch import launch
+from ._dispatch import REFERENCE_DTYPES
+from ._triton import launch, tl, triton
 
 MAX_ROWS = 2**31 - 1  # row numbers are 32-bit in the grid; offsets are 64-bit
 
@@ -46,13 +46,13 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
         x = x.reshape(-1, D)
         if x.stride(1) != 1:
             x = x.contiguous()
-        if x.shape[0] > 1:  # a lone row has no next one, and its stride must not make a new kernel
+        if x.shape[0] > 1:  # the stride of a single row means nothing, and must not compile a new kernel
             return x, x.stride(0)
     return x, D
 
 
 def count_rows(x: Tensor) -> int:
-    """Return M of `x` `[..., D]`, which has elements."""
+    """Return M of `x` `[..., D]`, which must not be empty."""
     M = x.numel() // x.shape[-1]
     if M > MAX_ROWS:
         raise ValueError(f"{M} rows are more than the {MAX_ROWS} that a kernel can count")
@@ -60,7 +60,7 @@ def count_rows(x: Tensor) -> int:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up; triton's own takes microseconds."""
+    """Return a / b, rounded up; triton's own function takes microseconds."""
     return -(-a // b)
 
 
@@ -94,13 +94,13 @@ def row_tile(D: int, elements_per_thread: int, elements: int = 4096) -> RowTile:
 
 
 def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, accumulate: bool = False) -> None:
-    """Second stage of one or two column sums: write `partials.sum(1)`, always added in the same order.
+    """Finish one or two column sums: write `partials.sum(1)`, added in the same order every time.
 
     Args:
         partials: `[1, P, D]` or `[2, P, D]` float32, one row per program of the first stage.
-        first: `[D]` of any kernel dtype, takes `partials[0].sum(0)`.
+        first: `[D]` of any kernel dtype; receives `partials[0].sum(0)`.
         second: the same for `partials[1]`.
-        accumulate: add to what `first` and `second` hold.
+        accumulate: add to the values of `first` and `second`.
     """
     S, P, D = partials.shape
     grid, constants = (ceil_div(D, 32), S, 1), (D, accumulate, 64, 32)

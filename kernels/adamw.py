@@ -1,4 +1,4 @@
-"""AdamW of one parameter in one pass, and the sum of squares that a gradient's norm is made of.
+"""AdamW of one parameter in one pass, and the sum of squares of a gradient, from which its norm follows.
 
     g = scale grad                                         (unscale and clip: one number, read on the device)
     w = w - lr decay w
@@ -7,10 +7,10 @@
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, with the constants of torch's AdamW.
 
-w is float32 (the master, where the parameter itself is narrower), and so is the arithmetic. m, v and a parameter
-without a master may be bfloat16. With a key these are rounded up or down at random, so that on average nothing is lost
-(Gupta et al. 2015, arXiv:1502.02551, section 3): the random bits are Philox words of the element's index in the
-logical tensor and of t, which no layout changes.
+w is float32 (the master weight, where the parameter is narrower), and so is the arithmetic. m, v and a parameter
+without a master weight may be bfloat16. With a key these are rounded stochastically, so that the expected value is
+exact (Gupta et al. 2015, arXiv:1502.02551, section 3). The random bits are Philox words of the element's index in the
+logical tensor and of t, so they do not depend on the layout.
 
 The sum of squares has two stages of fixed order: a partial sum per program, then a sum over programs in float64.
 """
@@ -18,14 +18,15 @@ The sum of squares has two stages of fixed order: a partial sum per program, the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
 from ._philox import philox
 from ._rows import ceil_div
+from ._triton import launch, multiprocessors, tl, triton
 
 _BLOCK = 1024
 
@@ -47,23 +48,26 @@ def adamw(
     place: tuple[Tensor, Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
-    """Update a parameter, its moments and its master in place. Nothing is differentiated.
+    """Update a parameter, its moments and its master weight in place. Not differentiable.
 
     Args:
         param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
         grad: of that shape and any such dtype.
         exp_avg, exp_avg_sq: m and v, of that shape.
-        now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` gives them.
+        now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` returns them.
         betas, eps, weight_decay: as of `torch.optim.AdamW`.
-        master: float32, of that shape: what is updated; `param` becomes its rounding to nearest.
-        scale: a scalar that the gradient is multiplied by first.
-        key: below 2^63; what is bfloat16 is then rounded at random. All else is rounded to nearest.
+        master: float32 of that shape. The update goes to `master`, and `param` becomes `master` rounded to nearest.
+        scale: a scalar that multiplies the gradient first.
+        key: below 2^63: round every bfloat16 output stochastically. `None`: round to nearest.
         place: with a key, int64 `[R]` and `[C]` with R C elements in all: element i of `param` has the logical index
             `place[0][i // C] + place[1][i % C]`. `None`: i.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `param`.
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
+
+    Note:
+        - Thirteen parameters: the state of one parameter, and by keyword the options of AdamW and of rounding.
     """
     _check(param, grad, exp_avg, exp_avg_sq, now, master, scale, key, place)
     if runs_triton(impl, param):
@@ -91,7 +95,7 @@ def adamw_reference(
     key: int | None = None,
     place: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """`adamw` in plain torch; computes in float32, or float64 for float64 weights."""
+    """`adamw` in plain torch, with its twelve parameters; computes in float32, or float64 for float64 weights."""
     weight = param if master is None else master
     exact = torch.promote_types(weight.dtype, torch.float32)
     lr, correction1, correction2, t = now.unbind()
@@ -112,14 +116,14 @@ def adamw_reference(
 
 
 def adamw_now(steps: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> Tensor:
-    """What `adamw` takes as `now`, for each of several parameters.
+    """Compute the `now` of `adamw` for each of several parameters.
 
     Args:
-        steps: `[n]`, how many steps each has had, this one counted.
+        steps: `[n]`, how many steps each parameter has had, this one included.
         lr, betas: as of `torch.optim.AdamW`.
 
     Returns:
-        `[n, 4]` float64 on the device of `steps`; nothing waits for the device.
+        `[n, 4]` float64 on the device of `steps`; the host does not wait for the device.
     """
     t = steps.to(torch.float64)
     corrections = [torch.ones_like(t) * lr, 1 - betas[0] ** t, (1 - betas[1] ** t).sqrt(), t]
@@ -127,21 +131,21 @@ def adamw_now(steps: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> 
 
 
 def rounding_bits(key: int, indices: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """16 random bits for the weight, for m and for v of each element: int64 of the shape of `indices`."""
+    """Draw 16 random bits for the weight, for m and for v of each element: int64 of the shape of `indices`."""
     mask = 0xFFFFFFFF
     first, second, _, _ = philox(key, indices & mask, indices >> 32, t & mask, torch.zeros_like(t))
     return first & 0xFFFF, first >> 16, second & 0xFFFF
 
 
 def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up in `bits / 65536` of the cases where nothing less than that is cut off."""
+    """Round float32 to bfloat16 stochastically: away from zero if `bits` plus the 16 cut-off bits carry over."""
     x = x.to(torch.float32)
     cut = ((x.view(torch.int32) + bits.to(torch.int32)) & -65536).view(torch.float32)
     return torch.where(x.isnan(), x, cut).to(torch.bfloat16)
 
 
 def sum_of_squares(x: Tensor, impl: str | None = None) -> Tensor:
-    """The sum of the squares of all elements, the same from run to run. Nothing is differentiated.
+    """Sum the squares of all elements, in the same order every time. Not differentiable.
 
     Args:
         x: any shape, float32, bfloat16 or float16 (the reference takes float64 too).
@@ -231,22 +235,8 @@ _sum_of_squares_op = define("sum_of_squares(Tensor x) -> Tensor", _empty_sum)
 
 
 @launches(_adamw_op)
-def _launch_adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    master: Tensor | None,
-    now: Tensor,
-    scale: Tensor | None,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    key: int | None,
-) -> None:
+def _launch_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
+    master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
     N = param.numel()
     if N == 0:
         return

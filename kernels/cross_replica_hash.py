@@ -1,4 +1,4 @@
-"""A hash of a tensor's bits that no order of summation changes, to compare what replicas hold.
+"""A hash of a tensor's bits that does not depend on the order of summation, to compare replicas.
 
     hash = sum over i of mix(w_i + i C)  mod 2^64
 
@@ -6,8 +6,8 @@
 
     mix(z): z ^= z >> 32, z *= K, z ^= z >> 32, z *= K, z ^= z >> 32
 
-A sum of terms that depend on the place too: it differs for a permuted tensor, and any split of the work gives the same
-64 bits, on any device. Equal hashes say that replicas agree; it is no defence against someone who wants a collision.
+Each term of the sum depends on the place of its word, so a permuted tensor has another hash. Any split of the work
+gives the same 64 bits, on any device. Equal hashes mean that replicas agree, unless someone constructed a collision.
 
 Carter and Wegman, "Universal classes of hash functions" (1979), for sums of keyed terms; C is 2^64 over the golden
 ratio, as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), figure 15; mix has their
@@ -19,18 +19,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, runs_triton, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import define, launches, runs_triton
 from ._rows import ceil_div
+from ._triton import launch, multiprocessors, tl, triton
 
 BLOCK = 2048
 
 
 def cross_replica_hash(x: Tensor, *, impl: str | None = None) -> Tensor:
-    """Hash the bits of a tensor, on its device and without waiting for it.
+    """Hash the bits of a tensor on its device; the host does not wait for the device.
 
-    Elements count in their logical order, whatever the strides; the shape and the dtype count by their bytes alone. Two
-    zeros of different sign differ, and so do two NaN of different bits.
+    The hash reads the elements in logical order and does not depend on strides, and on shape and dtype only through the
+    bytes. Zeros of different sign differ, and so do NaNs of different bits.
 
     Args:
         x: any shape and dtype, dense.
@@ -54,7 +54,7 @@ def cross_replica_hash_reference(x: Tensor) -> Tensor:
     size = data.new_tensor([data.numel()], dtype=torch.int64)
     words = torch.cat([data, data.new_zeros(-data.numel() % 8)]).view(torch.int64)
     z = torch.cat([words, size]) + torch.arange(words.numel() + 1, device=x.device) * _signed(0x9E3779B97F4A7C15)
-    for _ in range(2):  # int64 wraps as uint64 does; only the shift has to lose the sign
+    for _ in range(2):  # int64 wraps as uint64 does; only the shift must drop the sign
         z = (z ^ (z >> 32 & 0xFFFFFFFF)) * _signed(0xD6E8FEB86659FD93)
     return (z ^ (z >> 32 & 0xFFFFFFFF)).sum()
 
@@ -64,7 +64,7 @@ def _signed(word: int) -> int:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The bytes of `x` in logical order, `[n]`, beginning at a multiple of eight; copies only where it must."""
+    """Return the bytes of `x` in logical order, `[n]`, starting at a multiple of 8; copies only if it must."""
     x = x.resolve_conj().resolve_neg().contiguous()
     data = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous with any stride
     return data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data

@@ -1,11 +1,11 @@
-"""Bias, dropout and residual addition in one pass, with a mask that no layout changes and nobody stores.
+"""Bias, dropout and residual addition in one pass; the mask is the same on every layout and is never stored.
 
     y = residual + keep (x + bias) / (1 - p),  keep = word >= 2^32 p
 
     dx = keep dy / (1 - p),  dbias = sum over rows of dx,  dresidual = dy
 
-The word of an element is Philox4x32-10 of (key; feature / 4, token, sample), all three counted in the whole model, as
-`_philox.py` has it. So each rank draws the mask of what it holds, whatever that is, and backward draws it again.
+The word of an element is Philox4x32-10 of (key; feature / 4, token, sample), with global indices, as in `_philox.py`.
+So each rank draws the mask of the elements that it holds, and backward draws the mask again.
 
 Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting" (2014), section 4.
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton
 from ._philox import as_int32, keep_mask, random_words, threshold_of
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
+from ._triton import launch, multiprocessors, tl, triton
 
 
 def dropout_add(
@@ -36,18 +36,18 @@ def dropout_add(
     sequence_dim: int = 1,
     impl: str | None = None,
 ) -> Tensor:
-    """Add a bias, drop elements, scale what is left by 1 / (1 - p), and add the residual stream.
+    """Add a bias, drop elements, scale the others by 1 / (1 - p), and add the residual stream.
 
     Args:
         x: `[B, T, D]`, or `[T, B, D]` with `sequence_dim` 0; float32, bfloat16 or float16 (the reference takes float64
-            too), with any strides. T and D may be this rank's part. With p = 0: `[..., D]`.
+            too), with any strides. T and D may be this rank's shard. With p = 0: `[..., D]`.
         residual: of the shape of `x`, or `None`; its dtype may differ, as for a float32 residual stream.
         p: probability of zero, in [0, 1).
-        key: 64 bits, which stream to draw from.
+        key: 64 bits, the stream to draw from.
         samples: `[B]` int64, the global index of the sample in each row; needed where p > 0.
-        tokens: `[T]` int64, the index in the whole sequence of each token here; None: 0 .. T-1.
+        tokens: `[T]` int64, the index of each token in the whole sequence; `None` for 0 .. T-1.
         bias: `[D]`, added to `x` first; its dtype may differ from that of `x`.
-        first_feature: the global index of the first feature here.
+        first_feature: the global index of the first feature of `x`.
         sequence_dim: 1, or 0 where T comes before B.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
@@ -253,12 +253,12 @@ def _contiguous(*places: Tensor | None) -> list[Tensor | None]:
 
 
 def _draw(p: float, key: int, first_feature: int) -> tuple[float, int, int, int, int]:
-    """The scale, the first counter, the words of the key, and the threshold."""
+    """Return the scale, the first counter, the two words of the key, and the threshold."""
     return 1 / (1 - p), first_feature // 4, as_int32(key), as_int32(key >> 32), as_int32(threshold_of(p))
 
 
 def _tiles(D: int, first_feature: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile of 2048 elements, and the tiles in a row, whole counters each."""
+    """Return rows and columns of a program's tile of 2048 elements, in whole counters, and the tiles in a row."""
     columns = first_feature % 4 + D
     block_d = max(4, min(2048, next_power_of_2(columns)))
     return min(64, 2048 // block_d), block_d, ceil_div(columns, block_d)

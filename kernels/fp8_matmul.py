@@ -1,26 +1,26 @@
-"""The product of two matrices in blocks of eight-bit floats, summed in float32.
+"""The product of two matrices in block-wise FP8 (e4m3), summed in float32.
 
     y[m, n] = sum over blocks b of K  sA[m, b] sB[n, b]  sum over k in b of A[m, k] B[n, k]
 
-The inner sums of 128 terms are the tensor cores', the outer one is float32's: the cores of Hopper keep some 14 bits of
-a sum, which is not enough for all of K (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+Tensor cores compute the inner sums of 128 terms; the outer sum is in float32. Hopper's tensor cores keep some 14 bits
+of a sum, which is not enough for all of K (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton, tl, triton
+from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
 from ._flops import flops
-from ._launch import launch, multiprocessors
 from ._rows import as_rows, ceil_div
+from ._torch import has_no_values
+from ._triton import launch, multiprocessors, tl, triton
 from .quantize_fp8 import BLOCK, Quantized, dequantize_fp8, require_fp8
 
-# Rows and columns of a program's tile, stages of its loop and warps: the first that keeps every multiprocessor busy.
+# Rows and columns of a program's tile, stages and warps. The first tile that keeps every multiprocessor busy is used.
 TILES = ((128, 128, 4, 8), (64, 128, 4, 4), (64, 64, 4, 4), (64, 32, 4, 4))
-GROUP = 8  # tiles of rows that share their columns in the L2 cache
+GROUP = 8  # so many tiles of rows share their columns in the L2 cache
 
 
 def fp8_matmul(
@@ -37,15 +37,14 @@ def fp8_matmul(
         a: `[M, K]` of `quantize_fp8`, in blocks along K, or square ones.
         b: `[N, K]`, likewise.
         dtype: of the result; the reference sums in float64 for float64.
-        out: `[M, N]` float32 (the reference: float64 too) to add the result to, instead; then that is what comes back.
+        out: `[M, N]` float32 (the reference: float64 too); the result is added to it, and it is returned.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `a`.
 
     Returns:
         `[M, N]` in `dtype`, or `out`.
 
     Raises:
-        ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or the GPU has no eight-bit
-            floats.
+        ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or the GPU has no FP8.
     """
     _check("a", a)
     _check("b", b)
@@ -60,7 +59,7 @@ def fp8_matmul(
         if x is not None and x.device != a.values.device:
             raise ValueError(f"{name} is on {x.device}, but a is on {a.values.device}")
     like = a.scales.new_empty(0, dtype=dtype) if out is None else out
-    if not (runs_triton(impl, like) or a.values.is_meta or isinstance(a.values, FakeTensor)):
+    if not (runs_triton(impl, like) or has_no_values(a.values)):
         return fp8_matmul_reference(a, b, dtype, out)
     if out is None:
         return _matmul_op(*a, *b, dtype)
@@ -80,7 +79,7 @@ def _check(name: str, x: Quantized) -> None:
 def fp8_matmul_reference(
     a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
-    """`fp8_matmul` in plain torch: what the values stand for, multiplied."""
+    """`fp8_matmul` in plain torch: dequantize both, then multiply."""
     wide = torch.float64 if torch.float64 in (dtype, out.dtype if out is not None else None) else torch.float32
     y = dequantize_fp8(a, wide) @ dequantize_fp8(b, wide).t()
     return y.to(dtype) if out is None else out.add_(y)
@@ -129,7 +128,7 @@ def _launch_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: T
 
 
 def _tile(M: int, N: int, programs: int) -> tuple[int, int, int, int]:
-    """One of `TILES`, by how many programs at a time the device runs."""
+    """Return the first of `TILES` that gives the device at least `programs` programs."""
     for tile in TILES[:-1]:
         if ceil_div(M, tile[0]) * ceil_div(N, tile[1]) >= programs:
             return tile
@@ -157,7 +156,7 @@ def _matmul_kernel(
     A_SQUARE: tl.constexpr, B_SQUARE: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # GROUP tiles of rows go through all columns before the next ones begin
+    # GROUP tiles of rows go through all columns, then the next GROUP
     across = tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * across) * GROUP
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
@@ -167,7 +166,7 @@ def _matmul_kernel(
     term = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + row.to(tl.int64)[:, None] * A_STRIDE + term[None, :]
     b_ptrs = b_ptr + col.to(tl.int64)[:, None] * B_STRIDE + term[None, :]
-    # a tile lies in one block of a square factor
+    # a tile is within one block of a square factor
     a_scale = (tl.min(row) // BLOCK_K if A_SQUARE else row).to(tl.int64)
     b_scale = (tl.min(col) // BLOCK_K if B_SQUARE else col).to(tl.int64)
     a_scale_ptrs, b_scale_ptrs = a_scales_ptr + a_scale * A_SCALE_M, b_scales_ptr + b_scale * B_SCALE_N

@@ -1,16 +1,15 @@
-"""Linear layers of many experts in one call: rows come expert by expert, and each group has its own weight.
+"""Grouped linear layers of many experts in one call: rows are ordered by expert, and each expert has its own weight.
 
     y[r] = W[e(r)] x[r]
     dx[r] = W[e(r)]^T dy[r],  dW[e] = sum over the rows of e of dy[r] x[r]^T
 
-How many rows each expert has stands in device memory and is never read by the host, so the call can be captured in a
-CUDA graph. The forward kernel finds the expert of each tile of rows from the counts; tiles of one expert are
-neighbours, so that its weight stays in the L2 cache. The input's gradient is the same kernel with the weight turned.
-The weight's gradient is summed over an expert's rows in float32, by one program for each of its tiles, always in the
-same order.
+The host never reads how many rows each expert has, so a CUDA graph can capture the call. The forward kernel finds the
+expert of each tile of rows from the counts in device memory. Tiles of one expert are neighbours, so its weight stays in
+the L2 cache. The same kernel with the transposed weight computes the gradient of the input. One program sums each tile
+of the weight's gradient over an expert's rows in float32, in the same order every time.
 
 An activation may run on the products before they leave the chip: y = f(z) or, gated, f(z) u of the two halves of the
-outputs, z | u. What backward needs, z and u, is written beside it where there is a gradient.
+outputs, z | u. The kernel also writes z and u if backward needs them.
 
 Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), for products of groups without padding.
 """
@@ -23,13 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ._activation import backward_op, function
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton
 from ._flops import flops
-from ._launch import launch
 from ._rows import as_rows, ceil_div, next_power_of_2
+from ._torch import has_no_values
+from ._triton import launch, tl, triton
 from .geglu import geglu_reference
 from .gelu import gelu_reference
 from .relu_squared import relu_squared_reference
@@ -37,7 +36,7 @@ from .swiglu import swiglu_reference
 
 
 class Activation(NamedTuple):
-    """What may follow the products: in plain torch, and of a kernel the function's name and whether there is a gate."""
+    """An activation of the products: in plain torch, and the name of its Triton function and whether it is gated."""
 
     reference: Callable[[Tensor], Tensor]
     f: str
@@ -59,14 +58,14 @@ def grouped_linear(
 
     Args:
         x: `[R, D]`, the rows of expert 0 first.
-        weight: `[E, F, D]`, of x's dtype or wider: products are in x's, and backward keeps the weight as it is.
-        counts: `[E]` integers, the rows of each expert; their sum is at most R.
-        activation: of the products, one of `ACTIVATIONS` or `None`; a gated one makes F/2 outputs of F, the gate's
-            first.
+        weight: `[E, F, D]`, of x's dtype or wider: products are in x's dtype, and backward saves the weight uncast.
+        counts: `[E]` integers, the number of rows of each expert; their sum is at most R.
+        activation: one of `ACTIVATIONS`, applied to the products, or `None`. A gated one makes F/2 outputs of F; the
+            first half is the gate.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        `[R, F]` or `[R, F/2]`; rows past those of the last expert are zero.
+        `[R, F]` or `[R, F/2]`; rows after those of the last expert are zero.
 
     Raises:
         ValueError: shapes or dtypes don't go together, the activation is unknown, or `impl` can't run here.
@@ -85,14 +84,14 @@ def grouped_linear(
             raise ValueError(f"activation {activation!r} is none of {sorted(ACTIVATIONS)} and None")
         if ACTIVATIONS[activation].gated and weight.shape[1] % 2:
             raise ValueError(f"F is {weight.shape[1]}, but gate and up need an even number")
-    if runs_triton(impl, x) or x.is_meta or isinstance(x, FakeTensor):  # neither of the last two has counts to read
+    if runs_triton(impl, x) or has_no_values(x):  # the reference would read the counts
         keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return _GroupedLinear.apply(x, weight, counts, activation, keep)
     return grouped_linear_reference(x, weight, counts, activation)
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor, activation: str | None = None) -> Tensor:
-    """`grouped_linear` in plain torch, under torch's own autograd: a loop over experts, which reads their counts."""
+    """`grouped_linear` in plain torch, under torch's own autograd: a loop over experts that reads the counts."""
     sizes = counts.tolist()
     groups = x.split([*sizes, len(x) - sum(sizes)])
     products = [F.linear(group, w.to(x.dtype)) for group, w in zip(groups, weight.unbind(), strict=False)]
@@ -149,7 +148,7 @@ _weight_op = define("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -
 @flops(torch.ops.mpcore.grouped_linear_activated)
 @flops(torch.ops.mpcore.grouped_linear_forward)
 def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
-    return 2 * x[0] * weight[1] * weight[2]  # of all rows: how many are used only the device knows
+    return 2 * x[0] * weight[1] * weight[2]  # of all rows: only the device knows how many are used
 
 
 @flops(torch.ops.mpcore.grouped_linear_weight)
@@ -158,7 +157,7 @@ def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
 
 
 def _step(x: Tensor) -> int:
-    """Terms of a step of a product: two bytes each, or four."""
+    """Return the terms of one step of a product: 128 bytes of them."""
     return 32 if x.dtype == torch.float32 else 64
 
 
@@ -192,7 +191,7 @@ def _launch_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str
 
 
 def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None, activation: Activation | None) -> None:
-    """Launch the products into y, of the activation if there is one, whose input goes into z."""
+    """Launch the products, and the activation if there is one, into y; the input of the activation goes into z."""
     if y.numel() == 0:
         return
     (R, K), (E, _, _), N = x.shape, weight.shape, y.shape[1]
@@ -203,9 +202,9 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
         return
     x, stride = as_rows(x)
     f, gated = (None, False) if activation is None else (function(activation.f), activation.gated)
-    block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # of a gate and its up both
+    block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # a gate and its up each
     block_m, block_k = 128, _step(x)
-    tiles = R // block_m + E + 1  # each expert, and the rest after the last, ends in at most one tile that isn't full
+    tiles = R // block_m + E + 1  # each expert, and the rows after the last, end in at most one partial tile
     constants = (stride, *weight.stride(), E, N, K, gated, f, next_power_of_2(E), block_m, block_n, block_k)
     tensors = (x, weight, counts.contiguous(), y, z)
     launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
@@ -233,7 +232,7 @@ def _forward_kernel(
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # N: outputs, each of a row of the weight or, gated, of two that lie N rows apart
+    # N: outputs, each from one row of the weight or, gated, from two rows that are N apart
     across = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // across
     cols = (tl.program_id(0) % across) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -9,10 +9,10 @@
 
 Ba, Kiros and Hinton, "Layer Normalization" (2016), equation 4.
 
-Kernels compute in float32 whatever the dtypes are, and take the variance of the centred row, which a large mean
-does not harm. The forward kernel keeps whole rows in registers; rows too wide for that are read three times, in
-tiles. The backward kernel is the same in kind, and sums dweight and dbias in two stages of fixed order: a partial sum
-per program, then a sum over programs. So gradients repeat bit for bit.
+Kernels compute in float32 for every dtype. They compute the variance of the centred row, so a large mean loses no
+digits. The forward and the backward kernel keep whole rows in registers; other kernels read wider rows in tiles, three
+times forward and twice backward. Backward sums dweight and dbias in two stages of fixed order, a partial sum per
+program and then a sum over programs, so gradients repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton
 from ._main_grad import remember_main_grad, take_main_grad
 from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, inverse_root, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
+from ._triton import launch, multiprocessors, tl, triton
 
 
 @overload
@@ -67,8 +67,8 @@ def layer_norm(
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
         weight: gain, `[D]`; its dtype may differ from that of `x`.
-        bias: shift, `[D]`, of any such dtype, or `None`. The kernel adds the gradients of weight and bias to their
-            `main_grad`, float32, where both have one.
+        bias: shift, `[D]`, of any such dtype, or `None`. If weight and bias both have a `main_grad` (float32), the
+            kernel adds their gradients there.
         eps: added to the variance.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         zero_centered: the gain is `1 + weight`.
@@ -231,7 +231,7 @@ def _launch_backward(
     sums = sums[:1] if bias is None else sums
     constants = (dy_stride, dresidual_stride, h_stride, D, zero_centered, bias is not None)
     if D <= WIDEST_BACKWARD:
-        # Half as many programs, and partial sums, where 16 warps hold two sums in registers: without a mask or tail.
+        # A power of two needs no mask and no tail, so 16 warps hold both sums: half as many programs and partial sums.
         *tile, num_warps = row_tile(D, elements_per_thread=16, elements=4096 if D & (D - 1) else 8192)
         programs = min(ceil_div(M, tile[-1]), multiprocessors(h.device) * (16 // num_warps))
         partials = h.new_empty((len(sums), programs, D), dtype=torch.float32)
@@ -278,7 +278,7 @@ def _forward_kernel(
         tail_mask = (rows < M) & (tail < D)
         h_tail = load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, tail, tail_mask, X_STRIDE, RESIDUAL_STRIDE)
         mean += tl.sum(h_tail, 1, keep_dims=True)
-    mean = tl.div_rn(mean, D * 1.0)  # a GPU's own division is off by more than a mean of few may be
+    mean = tl.div_rn(mean, D * 1.0)  # a GPU's fast division errs by more than a mean of few may
     centred_main = tl.where(main < D, h_main - mean, 0.0)
     variance = tl.sum(centred_main * centred_main, 1, keep_dims=True)
     if TAIL:

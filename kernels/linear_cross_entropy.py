@@ -1,17 +1,17 @@
-"""A linear layer and the cross-entropy of its output, without ever holding all logits.
+"""Chunked linear cross-entropy: the loss of a linear layer's output; the full logits never exist.
 
     logits = x W^T,  total = sum over rows of scale loss(logits, target),  loss as in `cross_entropy.py`
     dx = dlogits W,  dW = dlogits^T x
 
-Rows come in chunks. For each, one product makes the logits, two kernels read them and turn them into their gradient in
-place, and two products make dx and add to dW: three products in all, none of them done twice, since the gradient is
-made in the forward pass (the backward pass only multiplies it by dtotal). At most one chunk of logits is alive.
+Rows are processed in chunks. For each chunk, one product computes the logits, two kernels replace them in place by
+their gradient, and two products compute dx and add to dW. The forward pass computes the gradients, and the backward
+pass only multiplies them by dtotal, so three products suffice. At most one chunk of logits is alive.
 
-What each row has by itself, its loss, or log p and the entropy, has a gradient that the backward pass alone knows. So
-that makes the logits of each chunk again: four products in all. Five numbers a row are kept, and x.
+A loss, log p or entropy of each row has a gradient that only the backward pass knows. These functions therefore compute
+the logits of each chunk again in backward: four products. Until then they keep x and five numbers a row.
 
-Where the vocabulary is cut over ranks, W is this rank's rows of the whole, dx is one term of a sum over ranks, and
-`gather` hands the statistics of a chunk, five numbers per row, to all of them; in the forward pass alone.
+Where the vocabulary is sharded over ranks, W holds this rank's rows and dx is one term of a sum over ranks. The forward
+pass calls `gather` to all-gather the statistics of each chunk, five numbers per row.
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), for the aim; the chunks follow Hsu et al.,
 "Liger Kernel" (2024), section 3.2.
@@ -48,20 +48,21 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """The sum over tokens of `scale * loss`, of the logits `x @ weight.T`.
+    """Compute the sum over tokens of `scale * loss` for the logits `x @ weight.T`.
 
     Args:
         x: `[N, D]`.
         weight: `[V/tp, D]`, this rank's rows.
-        target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Only a CPU checks them: elsewhere
-            one outside it has the logit 0. What `x` holds in an ignored row must be finite: dW is a product with it.
+        target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Ids are checked on a CPU only;
+            elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target must be
+            finite, because dW is a product with them.
         scale: `[N]`, the weight of each token in the sum, of any dtype; not differentiated.
         start: the id of the first row of `weight`.
-        vocab_size: V; `None`: `weight` has all of it.
+        vocab_size: V; `None` where `weight` has all rows.
         ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy.py`.
-        gather: makes `[4, n]` statistics of this rank `[P, 4, n]`, of all P ranks; `None`: this rank has all.
-        chunk_rows: tokens of a chunk, the same on all ranks; `None`: as many as make 512 MiB of logits.
-        impl: `"triton"`, `"reference"`, or `None`, of the kernels of `cross_entropy.py`.
+        gather: all-gathers statistics `[4, n]` of this rank to `[P, 4, n]` of all P ranks; `None` for one rank.
+        chunk_rows: tokens of a chunk, the same on all ranks; `None` for as many as make 512 MiB of logits.
+        impl: of the kernels of `cross_entropy.py`: `"triton"`, `"reference"`, or `None` to choose by the device.
 
     Returns:
         A scalar, float32, or float64 for float64 logits. With `gather`, the gradient of `x` is one term of the sum over
@@ -70,9 +71,20 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or (on a CPU) a target lies
             outside the vocabulary.
+
+    Note:
+        - Thirteen parameters: four tensors, and by keyword the options of `cross_entropy.py` and of the chunks.
+
+    Example:
+        >>> x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
+        >>> loss = linear_cross_entropy(x, weight, torch.arange(6), torch.full((6,), 1 / 6), chunk_rows=2)
+        >>> loss.backward()
+        >>> tuple(x.grad.shape), tuple(weight.grad.shape)
+        ((6, 4), (10, 4))
     """
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
     if scale.shape != target.shape:
         raise ValueError(f"scale has shape {tuple(scale.shape)}, but x has {x.shape[0]} rows")
     scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -95,21 +107,25 @@ def linear_cross_entropy_rows(
     chunk_rows: int | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """The loss of each token, of the logits `x @ weight.T`, which backward makes again.
+    """Compute the loss of each token for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target: as of `linear_cross_entropy`; `x` and `weight` are kept for backward.
+        x, weight, target: as of `linear_cross_entropy`; saved for backward.
         start, vocab_size, ignore_index, label_smoothing, z_loss, softcap, gather, chunk_rows, impl: likewise.
 
     Returns:
-        `[N]`, float32, or float64 for float64 logits; of ignored tokens 0. With `gather`, the gradient of `x` is one
+        `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens. With `gather`, the gradient of `x` is one
         term of the sum over ranks.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
+
+    Note:
+        - Twelve parameters: three tensors, and the options of `linear_cross_entropy` by keyword.
     """
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
     return _LinearRows.apply(x, weight, target, head, False)
 
 
@@ -126,21 +142,22 @@ def linear_log_prob(
     chunk_rows: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log p of each target and the entropy of p, of the logits `x @ weight.T`, which backward makes again.
+    """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target: as of `linear_cross_entropy`; `x` and `weight` are kept for backward.
+        x, weight, target: as of `linear_cross_entropy`; saved for backward.
         start, vocab_size, ignore_index, softcap, gather, chunk_rows, impl: likewise.
 
     Returns:
-        `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; of ignored tokens 0. With `gather`,
+        `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens. With `gather`,
         the gradient of `x` is one term of the sum over ranks.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    options = (ignore_index, 0.0, 0.0, softcap)
-    head = _head(x, weight, target, start, vocab_size, *options, gather, chunk_rows, impl)
+    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+    loss = {"ignore_index": ignore_index, "label_smoothing": 0.0, "z_loss": 0.0}
+    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
     return _LinearRows.apply(x, weight, target, head, True)
 
 
@@ -155,7 +172,7 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`linear_cross_entropy` of a whole vocabulary in plain torch, under torch's own autograd, with all logits."""
+    """`linear_cross_entropy` of a whole vocabulary in plain torch, under torch's own autograd; holds all logits."""
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
     loss = linear_cross_entropy_rows_reference(x, weight, target, **options)
     return (loss * scale.detach().to(loss.dtype)).sum()
@@ -171,7 +188,7 @@ def linear_cross_entropy_rows_reference(
     z_loss: float = 0.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`linear_cross_entropy_rows` of a whole vocabulary in plain torch, likewise."""
+    """`linear_cross_entropy_rows` of a whole vocabulary in plain torch; holds all logits."""
     z = _logits(x, weight, softcap)
     loss = torch.nn.functional.cross_entropy(
         z, target.long(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
@@ -184,7 +201,7 @@ def linear_cross_entropy_rows_reference(
 def linear_log_prob_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`linear_log_prob` of a whole vocabulary in plain torch, likewise."""
+    """`linear_log_prob` of a whole vocabulary in plain torch; holds all logits."""
     log_p = _logits(x, weight, softcap).log_softmax(-1)
     ignored = target == ignore_index
     log_prob = log_p.gather(-1, target.long().masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
@@ -199,18 +216,18 @@ def _logits(x: Tensor, weight: Tensor, softcap: float) -> Tensor:
 
 
 def rows_of_chunk(x: Tensor, columns: int) -> int:
-    """Rows of `x` `[N, D]` whose `columns` logits fill `CHUNK_BYTES`: equal chunks, of whole tiles of 128 if many."""
+    """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s."""
     most = max(1, CHUNK_BYTES // (max(columns, 1) * x.element_size()))
     rows = ceil_div(x.shape[0], max(1, ceil_div(x.shape[0], most)))
     return max(1, ceil_div(rows, 128) * 128 if rows > 128 else rows)
 
 
 class _Head(NamedTuple):
-    """How the logits are made and read.
+    """How the logits are computed and read.
 
     Attributes:
         gather, chunk_rows: as of `linear_cross_entropy`.
-        dtype: of the logits, which is autocast's where that is on.
+        dtype: of the logits; autocast's where autocast is on.
         columns, loss: options of `cross_entropy_stats` and of `loss_of_stats`.
     """
 
@@ -221,7 +238,7 @@ class _Head(NamedTuple):
     loss: dict[str, Any]
 
     def stats(self, z: Tensor, target: Tensor, entropy: bool = False) -> Tensor:
-        """Of all ranks."""
+        """Return the statistics of a chunk, merged over ranks."""
         smoothed = self.loss["label_smoothing"] > 0
         stats = cross_entropy_stats(z, target, sum_logits=smoothed, entropy=entropy, **self.columns)
         return stats if self.gather is None else combine_stats(self.gather(stats))
@@ -229,14 +246,14 @@ class _Head(NamedTuple):
     def backward(
         self, z: Tensor, target: Tensor, stats: Tensor, dloss: Tensor | None = None, **others: Tensor
     ) -> Tensor:
-        """The gradient of the logits, in their place."""
+        """Overwrite the logits by their gradient, and return it."""
         options = {**self.columns, **self.loss, **others}
         return cross_entropy_backward(z, target, stats, dloss, in_place=True, **options)
 
     def products(
         self, x: Tensor, weight: Tensor, wanted: Sequence[bool], gradient: Callable[[Tensor, slice], Tensor | None]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those of dx and dweight that are wanted, where `gradient(z, rows)` is that of the logits z of these rows."""
+        """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`."""
         narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = None
@@ -250,10 +267,10 @@ class _Head(NamedTuple):
                 dx[rows] = dz @ narrow
             if wanted[1]:
                 term = dz.t() @ part
-                several = x.shape[0] > self.chunk_rows  # whose sum is taken in float32
+                several = x.shape[0] > self.chunk_rows  # their sum is float32
                 term = term.to(torch.promote_types(term.dtype, torch.float32)) if several else term
                 dweight = term if dweight is None else dweight.add_(term)
-            del dz  # before the next chunk's logits are made
+            del dz  # before the next chunk's logits exist
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
         return dx, dweight
@@ -263,17 +280,13 @@ def _head(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    start: int,
+    columns: dict[str, Any],
+    loss: dict[str, Any],
     vocab_size: int | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
     gather: Callable[[Tensor], Tensor] | None,
     chunk_rows: int | None,
-    impl: str | None,
 ) -> _Head:
-    """Refuses what doesn't go together."""
+    """Raise `ValueError` unless the inputs go together; return how to compute and read their logits."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
     device = x.device.type
@@ -287,18 +300,11 @@ def _head(
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows {chunk_rows} is not positive")
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    wrong = outside(target, vocab_size, ignore_index)
+    wrong = outside(target, vocab_size, loss["ignore_index"])
     if wrong is not None:
         raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
     dtype = torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
-    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
-    loss = {
-        "vocab_size": vocab_size,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-    }
-    return _Head(gather, chunk_rows, dtype, columns, loss)
+    return _Head(gather, chunk_rows, dtype, columns, {**loss, "vocab_size": vocab_size})
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -323,7 +329,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearRows(torch.autograd.Function):
-    """The loss of each row, or log p and the entropy."""
+    """Compute the loss of each row, or log p and the entropy."""
 
     @staticmethod
     def forward(ctx, x, weight, target, head: _Head, log_prob: bool):

@@ -1,12 +1,12 @@
-"""Tokens to the experts that they chose, and back: a row for each (token, choice), all rows of an expert together.
+"""Permute tokens to the experts that they chose, and back: one row for each (token, choice), expert by expert.
 
     y[row[t, k]] = x[t]                              permute
     out[t] = sum over k of weight[t, k] y[row[t, k]] unpermute
 
-Rows are stable: expert by expert, in an expert by (t, k). A choice that is no expert (a masked token, a full or a
-remote expert) has no row. The map of rows is made on the device and nothing is read back: the number of rows is a
-bound that the caller gives, and rows that no choice has are zero. Each of the two is the other's backward, a gather
-both times: no atomics, so results repeat bit for bit.
+The order of rows is fixed: expert by expert, and within an expert by (t, k). A choice that is no expert (a masked
+token, a full or a remote expert) has no row. The device computes the map of rows and the host reads nothing back: the
+caller passes an upper bound of the number of rows, and rows without a choice are zero. Each function is the backward
+pass of the other. Both gather and use no atomics, so results repeat bit for bit.
 
 Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), section 5.2.
 """
@@ -16,23 +16,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
-from ._launch import launch
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton
 from ._rows import as_rows, ceil_div, next_power_of_2
+from ._triton import launch, tl, triton
 
-MOST_EXPERTS = 1024  # of one call: a program sees all of them at once
+MOST_EXPERTS = 1024  # of one call: a program holds all of them at once
 
 
 def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Give each choice its row: expert by expert, in an expert in the order of (token, choice).
+    """Assign a row to each choice: expert by expert, and within an expert in the order of (token, choice).
 
     Args:
-        experts: `[T, K]` integers, the experts that each token chose; those outside `[0, num_experts)` are none.
+        experts: `[T, K]` integers, the experts that each token chose; a number outside `[0, num_experts)` is no expert.
         num_experts: E.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device.
 
     Returns:
-        `(row [T, K], counts [E])`, int32: the row of each choice, or -1, and the rows of each expert.
+        `(row [T, K], counts [E])`, int32: the row of each choice, or -1, and the number of rows of each expert.
 
     Raises:
         ValueError: `experts` isn't `[T, K]` of integers, or `impl` can't run here.
@@ -44,7 +44,7 @@ def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> t
 
 
 def moe_rows_reference(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """`moe_rows` in plain torch, on any device without waiting for it."""
+    """`moe_rows` in plain torch; the host does not wait for the device."""
     flat = experts.reshape(-1).long()
     key = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     ordered, order = torch.sort(key, stable=True)
@@ -60,12 +60,12 @@ def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -
 
     Args:
         x: `[T, D]`.
-        row: `[T, K]`, no row twice; negative ones, and those not below `rows`, are none.
-        rows: R, how many rows there are.
+        row: `[T, K]`, no row twice; a number outside `[0, rows)` is no row.
+        rows: R, the number of rows of the result.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        `[R, D]`; rows of no choice are zero.
+        `[R, D]`; rows without a choice are zero.
 
     Raises:
         ValueError: shapes don't go together, or `impl` can't run here.
@@ -87,7 +87,7 @@ def moe_permute_reference(x: Tensor, row: Tensor, rows: int) -> Tensor:
 
 
 def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl: str | None = None) -> Tensor:
-    """Sum for each token the rows of its choices, times their weights.
+    """Sum the rows of each token's choices, times their weights.
 
     Args:
         y: `[R, D]`.
@@ -229,7 +229,7 @@ def _launch_backward(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tu
 def _scattered(
     x: Tensor, out: Tensor, row: Tensor, y: Tensor | None, weight: Tensor | None, dweight: Tensor | None
 ) -> Tensor:
-    """Write the rows of `x`, times their weights, and zeros where no choice writes; dweight beside."""
+    """Write the rows of `x`, times their weights, into `out`, zeros into rows without a choice, and dweight."""
     (T, K), (R, D) = row.shape, out.shape
     x, stride = as_rows(x)
     y, y_stride = (None, 0) if y is None else as_rows(y)

@@ -1,13 +1,13 @@
-"""Eight-bit floats with a scale for each block: 1 x 128 elements of activations and gradients, 128 x 128 of weights.
+"""FP8 (e4m3) with a scale for each block: 1 x 128 elements of activations and gradients, 128 x 128 of weights.
 
     s = the least power of two with amax / s <= 448,  q = round(x / s) to e4m3
 
-A power of two divides without rounding, so the only error is the rounding to four significant bits: at most 1/16 of an
-element that is at least 2^-13 of its block's largest, whatever the tensor's range. Blocks belong to the tensor and not
-to a program or a rank: a shard whose edges are multiples of 128 is quantized as the whole.
+Division by a power of two is exact, so the only error is the rounding to four significant bits: at most 1/16 of an
+element that is at least 2^-13 of its block's largest, for any range of the tensor. Blocks belong to the tensor, not to
+a program or a rank: a shard whose edges are multiples of 128 is quantized as in the whole tensor.
 
-A product sums over the last dimension of both factors, and eight-bit tensor cores read both along it. So what backward
-sums over tokens is wanted with its rows and columns exchanged, in blocks of 128 tokens: one read of x makes both.
+A product sums over the last dimension of both factors, and FP8 tensor cores read both along it. Backward sums over
+tokens, so it needs the transpose, in blocks of 128 tokens. One read of x computes both.
 
 Blocks: DeepSeek-V3 (2024), arXiv:2412.19437, section 3.3.2; e4m3: Micikevicius et al. 2022, arXiv:2209.05433, table 1.
 """
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton, tl, triton
-from ._launch import launch
+from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
 from ._rows import as_rows, ceil_div
+from ._torch import has_no_values
+from ._triton import launch, tl, triton
 
 BLOCK = 128
-ROWS = 32  # of a program that needs none of the blocks along M
+ROWS = 32  # of a program that computes no blocks along M
 
 
 class Quantized(NamedTuple):
@@ -46,23 +46,23 @@ def quantize_fp8(
 
     Args:
         x: `[M, K]`, float32, bfloat16 or float16 (the reference: float64 too); of any size.
-        square: blocks of 128 x 128, for weights; otherwise of 128 elements along K or, of columns, along M.
-        rows: whether x is wanted as it lies.
-        columns: whether x is wanted turned, `[K, M]`.
+        square: blocks of 128 x 128, for weights; otherwise blocks of 128 elements along K (rows) or M (columns).
+        rows: return x quantized.
+        columns: return its transpose `[K, M]` quantized.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        `[M, K]` in blocks along K, and `[K, M]` in blocks along M; None for what isn't wanted.
+        `[M, K]` in blocks along K, and `[K, M]` in blocks along M; `None` for one that was not asked for.
 
     Raises:
-        ValueError: x is no matrix, has another dtype, `impl` can't run here, or the GPU has no eight-bit floats.
+        ValueError: x is no matrix, has another dtype, `impl` can't run here, or the GPU has no FP8.
     """
     if x.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} is no matrix [M, K], which blocks are cut from: flatten the others")
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
     x = x.detach()
-    if runs_triton(impl, x) or x.is_meta or isinstance(x, FakeTensor):  # the last two hold what a GPU would
+    if runs_triton(impl, x) or has_no_values(x):  # traced as on a GPU
         values, scales, turned, turned_scales = _quantize_op(x, square, rows, columns)
         return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
     return quantize_fp8_reference(x, square, rows, columns)
@@ -86,7 +86,7 @@ def _quantize(x: Tensor, square: bool) -> Quantized:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """The least power of two with `largest / scale <= 448`, from 2^-126 up; NaN of what isn't finite."""
+    """Return the least power of two, at least 2^-126, with `largest / scale <= 448`; NaN if `largest` isn't finite."""
     bits = largest.contiguous().view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)  # 448 = 1.75 * 2^8
     scale = (exponent.clamp(min=1) << 23).view(torch.float32)
@@ -94,7 +94,7 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def dequantize_fp8(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the values stand for, `[M, K]`; exact in float32, but for scales below 2^-117."""
+    """Return the values times their scales, `[M, K]`; exact in float32, except for scales below 2^-117."""
     values, scales = x
     M, K = values.shape
     scales = scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :K]
@@ -105,7 +105,7 @@ def dequantize_fp8(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @functools.cache
 def require_fp8(device: torch.device) -> None:
-    """Raise `ValueError` unless the GPU multiplies e4m3; a CPU interprets."""
+    """Raise `ValueError` unless the GPU multiplies e4m3; the interpreter on a CPU does."""
     if device.type != "cuda":
         return
     found = torch.cuda.get_device_properties(device)
@@ -118,7 +118,7 @@ def require_fp8(device: torch.device) -> None:
 
 
 def _empty(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What isn't wanted has no elements. Along dimension 0 scales are contiguous, which is how cuBLAS reads them."""
+    """Allocate the outputs; empty if not asked for. Scales are contiguous along dimension 0, as cuBLAS reads them."""
     M, K = x.shape
     return *_empty_quantized(x, M, K, square, rows), *_empty_quantized(x, K, M, square, columns)
 
@@ -208,7 +208,7 @@ def _quantize_kernel(
 
 @triton.jit
 def _scales(largest):
-    """The scale of a block by the bits of its largest, and what elements are multiplied by; both exact."""
+    """Return the scale of a block, from the bits of its largest element, and the inverse of the scale; both exact."""
     exponent = tl.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
     finite = largest < 0x7F800000
     scale = tl.where(finite, exponent << 23, 0x7FC00000)

@@ -8,9 +8,9 @@
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
 
-Kernels compute in float32 whatever the dtypes are. The forward kernel keeps whole rows in registers; rows too
-wide for that are read twice, in tiles. The backward kernel is the same in kind, and sums dweight in two stages
-of fixed order: a partial sum per program, then a sum over programs. So gradients repeat bit for bit.
+Kernels compute in float32 for every dtype. The forward and the backward kernel keep whole rows in registers; other
+kernels read wider rows twice, in tiles. Backward sums dweight in two stages of fixed order, a partial sum per program
+and then a sum over programs, so gradients repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton, tl, triton
-from ._launch import launch, multiprocessors
+from ._dispatch import define, launches, refuse_second_derivative, runs_triton
 from ._main_grad import remember_main_grad, take_main_grad
 from ._norm import WIDEST_BACKWARD, WIDEST_FORWARD, inverse_root, load_gain, load_stream, store_gradient
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, row_tile, sum_partials
+from ._triton import launch, multiprocessors, tl, triton
 
 
 @overload
@@ -61,8 +61,8 @@ def rms_norm(
 
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        weight: gain, `[D]`; its dtype may differ from that of `x`. The kernel adds its gradient to `weight.main_grad`,
-            float32, where there is one, and post-accumulate hooks see a `.grad` of None; on the CPU it goes to `.grad`.
+        weight: gain, `[D]`; its dtype may differ from that of `x`. If `weight.main_grad` exists (float32), the kernel
+            adds the gradient there, and post-accumulate hooks see a `.grad` of None. The reference uses `.grad`.
         eps: added to the mean square.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         zero_centered: the gain is `1 + weight`.

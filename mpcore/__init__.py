@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from mpcore.pipeline import Pipeline
     from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
+    from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,28 +72,36 @@ __all__ = [
     "Axis",
     "ColumnParallelEmbedding",
     "ColumnParallelLinear",
+    "Compile",
     "DiLoCo",
     "Dropout",
     "GateUpParallelLinear",
     "GroupedLinear",
     "LayerNorm",
+    "LocalUpdates",
     "LossScaler",
     "Mesh",
     "MultiLatentAttention",
     "Muon",
+    "Offload",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelMoE",
     "Pipeline",
     "PositionEmbedding",
+    "Precision",
     "QKVParallelLinear",
     "RMSNorm",
+    "Recompute",
     "RotaryEmbedding",
     "Router",
     "RowParallelLinear",
+    "Run",
+    "StepResult",
     "TransformerBlock",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "Zero",
     "apply_rope",
     "build_mesh",
     "clip_gradients",
@@ -111,6 +120,7 @@ __all__ = [
     "offload_optimizer",
     "offload_parameters",
     "parallelize",
+    "prepare",
     "recompute",
     "reduce_gradients",
     "seed_dropout",
@@ -145,6 +155,7 @@ _HOMES = {
         "recompute shard_data_parallel sync_gradients "
     ),
     "pipeline": "Pipeline",
+    "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",
     "sharding": "full_state_dict load_full_state_dict shardings",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from mpcore import materialize, reduce_gradients, vocab_parallel_cross_entropy
 from mpcore.analysis.counts import Ledger, zero_bytes

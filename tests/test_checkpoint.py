@@ -32,7 +32,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
     ColumnParallelLinear,
@@ -45,7 +46,19 @@ from mpcore import (
     shardings,
 )
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
-from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, prune, save, save_async, step_path, verify
+from mpcore.checkpoint import (
+    checkpoints,
+    diff,
+    inspect,
+    latest,
+    load,
+    prune,
+    save,
+    save_async,
+    step_path,
+    tensor_file,
+    verify,
+)
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.__main__ import main
@@ -381,7 +394,7 @@ def first_chunk(path: Path, name: str):
 def flip_bit(path: Path) -> str:
     _, chunk = first_chunk(path, "model/blocks.1.mlp.down.weight")
     with safe_open(path / chunk.file, "pt") as file:
-        payload = checkpoint_format.raw(file.get_tensor(chunk.key))
+        payload = tensor_file.raw(file.get_tensor(chunk.key))
     data = bytearray((path / chunk.file).read_bytes())
     data[data.index(payload) + 3] ^= 4
     (path / chunk.file).write_bytes(data)
@@ -854,9 +867,9 @@ def test_what_fails_in_a_thread_fails_here(threads):
             raise OSError("the third")
         return -number
 
-    assert checkpoint_format.in_threads(work, [5, 4, 3, 1], threads) == [-5, -4, -3, -1]
+    assert tensor_file.in_threads(work, [5, 4, 3, 1], threads) == [-5, -4, -3, -1]
     with pytest.raises(OSError, match="the third"):
-        checkpoint_format.in_threads(work, range(5), threads)
+        tensor_file.in_threads(work, range(5), threads)
 
 
 # --- crashes and full disks ---------------------------------------------------------------------------------------
@@ -1173,14 +1186,14 @@ def check_run(sizes: dict, out: str, *flags: str, asked: int | None = None) -> t
     run = trainer(*FLAGS, "--micro-batch", str(micro_batch), "--out", out, *flags, **sizes)
     real = run.step
 
-    def step(number: int) -> dict[str, float]:
-        if number == asked and run.mesh.world.rank == run.mesh.world.size - 1:
-            run.ask_to_stop()
-        return real(number)
+    def step() -> dict[str, float]:
+        if run.run.step == asked and run.mesh.world.rank == run.mesh.world.size - 1:
+            run.stop.ask()
+        return real()
 
     run.step = step  # type: ignore[method-assign]
-    run.run()
-    return run.first_step, run.first_sample
+    run.train()
+    return run.checkpoints.first_step, run.checkpoints.first_sample
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
@@ -1235,7 +1248,7 @@ def test_virtual_stages_save_what_one_process_loads_and_the_other_way_round(rank
 
 def check_resume_refused(out: str, flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(*FLAGS, "--out", out, *flags, tp=2).run()
+        trainer(*FLAGS, "--out", out, *flags, tp=2).train()
 
 
 def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ranks, tmp_path):
@@ -1275,14 +1288,14 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
 def check_flags_of_a_resumed_run(out: str) -> None:
     check_run({}, out, "--exit-step", "2")
     run = trainer(*FLAGS, "--out", out, "--resume", "auto", "--weight-decay", "0.5")
-    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.5, 0.0]
-    assert all(len(run.optimizer.state[p]) == 3 for p in run.model.parameters())
+    assert [group["weight_decay"] for group in run.run.optimizer.param_groups] == [0.5, 0.0]
+    assert all(len(run.run.optimizer.state[p]) == 3 for p in run.model.parameters())
     begin = ["--init-from", str(latest(Path(out) / "checkpoints")), "--seed", "1", "--optimizer", "muon"]
     with pytest.raises(ValueError, match=r"--d-ff 32 is not the 24 of .*step-00000002"):
         trainer("--out", f"{out}-new", *begin, "--d-ff", "32")
     new = Trainer(parse(["--out", f"{out}-new", *begin, "--micro-batch", "1", "--dropout", "0"]), mesh())
     assert new.config == replace(run.config, dropout=0.0)
-    assert (new.first_step, new.first_sample, len(new.optimizer.state)) == (0, 0, 0)
+    assert (new.run.step, new.checkpoints.first_sample, len(new.run.optimizer.state)) == (0, 0, 0)
     for p, q in zip(new.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(p, q)
     check_run({}, out, "--resume", "auto", "--global-batch", "8", "--check-speed", "0")

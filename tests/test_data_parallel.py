@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from examples.gpt.model import GPT, GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from examples.gpt.stages import build_stages
 from mpcore import (
     Axis,
     ColumnParallelLinear,

@@ -20,7 +20,7 @@ def modules():
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            if package == "mpcore" and "kernels" in path.parts:  # the symlink
+            if package == "mpcore" and "kernels" in path.relative_to(ROOT).parts:  # the symlink
                 continue
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
             parts = ["mpcore", *parts] if package == "kernels" else parts
@@ -89,6 +89,33 @@ def floors():
     for name in sorted({room(name) for name in LIBRARY} - {"mpcore"}):
         climb(name, [])
     return {at: sorted(name for name in height if height[name] == at) for at in range(max(height.values()) + 1)}
+
+
+PICTURE = ROOT / "docs" / "floors.svg"
+WIDTH, ROW, BOX = 860, 58, 34
+
+
+def draw_floors():
+    """The rooms of each floor as an SVG, the highest floor on top."""
+    found, boxes = floors(), []
+    height = ROW * len(found) + 16
+    for at, names in found.items():
+        y = height - ROW * (at + 1)
+        boxes.append(f'<text x="8" y="{y + 22}" fill="#777">{at}</text>')
+        wide = (WIDTH - 40) / len(names)
+        for i, name in enumerate(names):
+            x = 32 + i * wide
+            boxes.append(
+                f'<rect x="{x:.0f}" y="{y}" width="{wide - 8:.0f}" height="{BOX}" rx="4" fill="#eef3fa" '
+                f'stroke="#4a6fa5"/><text x="{x + wide / 2 - 4:.0f}" y="{y + 22}" text-anchor="middle">{name}</text>'
+            )
+    font = 'font-family="sans-serif" font-size="13"'
+    body = "\n".join(boxes)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {font}>\n{body}\n</svg>\n'
+
+
+def test_the_picture_of_the_floors_is_made_from_the_imports():
+    assert PICTURE.read_text() == draw_floors(), "python -m tests.test_floors draws it anew"
 
 
 def test_the_reader_of_imports_sees_what_is_there():
@@ -277,7 +304,8 @@ def test_every_package_is_in_the_distribution():
     listed = re.search(r"^packages = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert listed
     here = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "mpcore").rglob("__init__.py")}
-    assert set(re.findall(r'"([\w.]+)"', listed[1])) == here | {"mpcore.kernels"}
+    kernels = {f"mpcore.kernels.{path.parent.name}" for path in (ROOT / "kernels").glob("*/__init__.py")}
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == here | {"mpcore.kernels"} | kernels
 
 
 def test_importing_layers_leaves_triton_alone():
@@ -288,3 +316,7 @@ def test_importing_layers_leaves_triton_alone():
         "print(sum('mpcore' in str(op) for op in flop_registry))"
     )
     assert int(python(code).stdout) >= 4
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw_floors())

@@ -32,11 +32,11 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     on = mesh(**sizes)
     args = parse([*FLAGS, *flags])
     trainer = Trainer(args, on)
-    trainer.step(0)  # with the pipeline's dry run and the first connections
-    tokens, targets, samples = trainer.batch(trainer.train, 0, args.global_batch)
+    trainer.step()  # with the pipeline's dry run and the first connections
+    tokens, targets, samples = trainer.batch(trainer.train_samples, trainer.share(0))
     scale = {"loss_scale": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
     with Ledger(on) as ledger:
-        trainer.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
+        trainer.run.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
         reduce_gradients(trainer.model)
     if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
         count = ledger.counts["pp", "all_reduce"]

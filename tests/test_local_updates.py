@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.model import GPT
 from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize, reduce_gradients, update_routers
 from mpcore.checkpoint import load, save
 from mpcore.mesh.layout import mesh_ranks

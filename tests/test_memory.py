@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt.model import GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
+from examples.gpt.stages import build_stages
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear, build_mesh, vocab_parallel_cross_entropy
 from mpcore.analysis.dry_run import Work, dry_run, pretend
 from mpcore.analysis.memory import layer_activation_bytes, main
@@ -76,10 +77,10 @@ def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:
     trainer = Trainer(parse([*FLAGS, *flags]), mesh(**sizes))
     parameters = [local_tensor(p) for p in trainer.model.parameters()]
     found = {"parameters": storage_bytes(parameters), "gradients": 0, "activations": 0}
-    loss, storages = trainer.pipeline.loss, StorageTracker()
+    loss, storages = trainer.run.pipeline.loss, StorageTracker()
 
     def states() -> list[Tensor]:
-        each = trainer.optimizer.state.values()
+        each = trainer.run.optimizer.state.values()
         return [local_tensor(x) for state in each for x in state.values() if isinstance(x, Tensor)]
 
     own = list(trainer.model.parameters())  # those gathered meanwhile are others, with gradients not summed yet
@@ -103,15 +104,15 @@ def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:
     def before_step(*_) -> None:
         found["gradients"] = max(found["gradients"], storage_bytes(gradients()))
 
-    trainer.optimizer.register_step_pre_hook(before_step)
+    trainer.run.optimizer.register_step_pre_hook(before_step)
     with storages:
-        trainer.step(0)
+        trainer.step()
         gc.collect()  # of step 0 hooks of fully_shard keep gradients in cycles
         for stage in trainer.stages:
             if not stage.last:
                 stage.register_forward_hook(sample)
-        trainer.pipeline.loss = loss_and_sample
-        trainer.step(1)
+        trainer.run.pipeline.loss = loss_and_sample
+        trainer.step()
     return found | {"optimizer": storage_bytes(states())}
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
-from mpcore.checkpoint import diff, load, save, step_path
+from mpcore.checkpoint import diff, save, step_path
 from mpcore.memory_footprint import StorageTracker
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon
@@ -137,10 +138,9 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
     results = []
     for what in (["none"], offload):
         trainer = Trainer(parse([*FLAGS, *flags, "--offload", *what]), mesh(**sizes))
-        records = [trainer.step(i) for i in range(3)]
+        records = [trainer.step() for i in range(3)]
         trainer.evaluate()
-        elsewhere = trainer.parameters_elsewhere
-        with elsewhere.here() if elsewhere else nullcontext():
+        with trainer.run.parameters():
             results.append((records, {n: p.clone() for n, p in full_state_dict(trainer.model).items()}))
     assert results[0][0] == results[1][0]
     for name, want in results[0][1].items():
@@ -166,30 +166,26 @@ def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
     """Its states lie where the loader puts them, its parameters are written behind the optimizer's back."""
     flags = [*FLAGS, "--steps", "4", "--eval-every", "0", "--out", str(tmp_path / "out")]
     whole = Trainer(parse([*FLAGS, "--steps", "4", "--out", str(tmp_path / "whole")]), mesh())
-    want = [whole.step(i)["loss"] for i in range(4)]
+    want = [whole.step()["loss"] for i in range(4)]
     first = Trainer(parse([*flags, "--offload", *EACH]), mesh())
-    got = [first.step(i)["loss"] for i in range(2)]
-    first.save(2)
+    got = [first.step()["loss"] for i in range(2)]
+    first.checkpoints.save()
     second = Trainer(parse([*flags, "--resume", "auto", "--offload", *EACH]), mesh())
-    got += [second.step(i)["loss"] for i in (2, 3)]
+    got += [second.step()["loss"] for i in (2, 3)]
     assert got == want
-    assert second.parameters_elsewhere is not None
-    with second.parameters_elsewhere.here():  # and back to it, with states and parameters that are in use
-        load(step_path(second.checkpoints, 2), second.model, second.optimizer, mesh=second.mesh)
-    assert [second.step(i)["loss"] for i in (2, 3)] == want[2:]
+    assert second.run.offloaded is not None
+    second.run.load(step_path(second.checkpoints.path, 2))  # with states and parameters that are in use
+    assert [second.step()["loss"] for i in (2, 3)] == want[2:]
 
 
 def two_steps(out: Path, sizes: dict, *flags: str, resume: str = "auto") -> list[float]:
     """The losses of two more steps, and a checkpoint after them."""
     args = parse([*FLAGS, "--micro-batch", "1", "--dtype", "float64", "--out", str(out), "--resume", resume, *flags])
     t = Trainer(args, mesh(**sizes))
-    losses = []
-    for step in range(t.first_step, t.first_step + 2):
-        losses.append(t.step(step)["loss"])
-        t.merge(step + 1)
-    t.save(t.first_step + 2)
-    if t.saving is not None:
-        t.saving.wait()
+    losses = [t.step()["loss"] for _ in range(2)]
+    t.checkpoints.save()
+    if t.checkpoints.saving is not None:
+        t.checkpoints.saving.wait()
     return losses
 
 
@@ -506,7 +502,7 @@ def check_sharded() -> None:
         with pytest.raises(ValueError, match=refused):
             Trainer(parse([*FLAGS, "--zero", zero, "--offload", "parameters"]), mesh(dp=2))
     whole = Trainer(parse([*FLAGS, "--zero", "0", "--offload", "parameters"]), mesh(dp=2))
-    assert math.isfinite(whole.step(0)["loss"])
+    assert math.isfinite(whole.step()["loss"])
     sharded = shard_data_parallel(build(), mesh(dp=2), zero=1)
     with pytest.raises(ValueError, match=r"block 0 is sharded over data: zero=0 leaves parameters whole"):
         offload_parameters(sharded.blocks.values())  # type: ignore[operator, union-attr]

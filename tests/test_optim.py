@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from mpcore import (
     AdamW,
     Axis,

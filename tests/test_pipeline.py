@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from mpcore import Axis, Mesh, grad_norm, materialize, reduce_gradients, shardings, vocab_parallel_cross_entropy
 from mpcore.collectives import all_reduce
 from mpcore.parallel.data import shard_data_parallel

@@ -1,4 +1,4 @@
-"""README is held to its word: its example runs, at tp=1 and tp=2 alike, and every test it names is there."""
+"""README and docs are held to their word: the example runs for every tp, and what they name and link is there."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def test_the_drop_in_example_gives_one_number_for_every_tp(ranks):
 
 
 def test_every_test_that_is_named_exists():
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README)
+    proofs = (ROOT / "docs" / "proofs.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", proofs)
     assert len(named) > 10
     for path, name in named:
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
 def test_every_file_that_is_linked_exists():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links {target}"

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.gpt.model import GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
 from examples.gpt.pretrain import Trainer, parse
+from examples.gpt.stages import build_stages
 from mpcore import (
     ColumnParallelLinear,
     Mesh,

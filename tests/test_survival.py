@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.model import GPT
 from mpcore import Mesh, materialize
 from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave_together
 from mpcore.fault_tolerance.replicas import compare_replicas

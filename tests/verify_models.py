@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt.model import GPT, GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.model import GPT
 from mpcore import (
     ColumnParallelLinear,
     LayerNorm,

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.interleave import at_least, interleave
-from examples.gpt.model import GPT, PRESETS, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from mpcore import vocab_parallel_cross_entropy
 
 # GPT-2 small with a sixth of its width and a third of its layers; its heads have 64 dimensions, as there.

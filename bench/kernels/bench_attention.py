@@ -72,20 +72,6 @@ def flex(shape: Shape) -> Function:
     return run
 
 
-def specialised(impl: str):
-    """Ours with a forward pass for Hopper."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, impl=impl)[0]
-
-    def make(shape: Shape) -> Function:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-            raise NotHereError("for GPUs of compute capability 9.0")
-        return run
-
-    return make
-
-
 def flash4(f) -> Function:
     """FA4's, which returns its lse too."""
 
@@ -108,8 +94,6 @@ ATTENTION = Kernel(
     ours,
     reference,
     {
-        "mpcore triton_ws": specialised("triton_ws"),
-        "mpcore gluon": specialised("gluon"),
         "SDPA": always(sdpa),
         "SDPA flash": pinned(SDPBackend.FLASH_ATTENTION),
         "SDPA cuDNN": pinned(SDPBackend.CUDNN_ATTENTION),

@@ -12,20 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from examples.gpt.hf import (
-    LENGTH,
-    Carried,
-    carried_by_checkpoint,
-    carried_by_hf,
-    open_checkpoint,
-    read_config,
-    read_json,
-    tokenizer_of_checkpoint,
-    tokenizer_of_hf,
-)
-from examples.gpt.model import GPT, PRESETS, GPTConfig, MoEConfig
+from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.hf import open_checkpoint, read_config, tokenizer_of_checkpoint, tokenizer_of_hf
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
+from mpcore.interop.hugging_face import LENGTH, Carried, carried_by_checkpoint, carried_by_hf, read_json
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.sequence import KINDS, check_kind
 from mpcore.layers.moe.layer import DISPATCHES
@@ -247,6 +240,7 @@ def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
     Else it is the tokenizer and what ends a document; and the length of the model to begin with, where it is larger.
     """
     carried, config = Carried(), None
+    end = tokenizer.end_of_document, getattr(tokenizer, "end_of_document_name", None)
     if args.init_from_hf:
         folder = Path(args.init_from_hf)
         carried, config = carried_by_hf(folder, read_json(folder / "config.json")), read_config(folder)
@@ -255,9 +249,9 @@ def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
     length = max(config.seq_len, carried.config.get(LENGTH, 0)) if config is not None else 0
     if args.tokenizer is not None:
         content = None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes()
-        carried = carried.with_tokenizer(content, tokenizer)
+        carried = carried.with_tokenizer(content, *end)
     elif not args.init_from_hf:
-        carried = carried.with_tokenizer(carried.files.get("tokenizer.json"), tokenizer)
+        carried = carried.with_tokenizer(carried.files.get("tokenizer.json"), *end)
     if config is not None and length > (args.seq_len or config.seq_len):
         carried = dataclasses.replace(carried, config={**carried.config, LENGTH: length})
     return carried

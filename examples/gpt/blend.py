@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.gpt.data import IndexedDataset, Samples, TokenSamples, permute, split_samples
+from examples.gpt.indexed_dataset import IndexedDataset
+from examples.gpt.samples import Samples, TokenSamples, permute, split_samples
 from mpcore.fault_tolerance.versions import file_versions
 
 PERIOD = 10_000  # samples in which shares are exact; what is below one of them can't be a share

@@ -16,7 +16,7 @@ import matplotlib
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.model import count_active_parameters, count_parameters
+from examples.gpt.flops import count_active_parameters, count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
 
@@ -41,7 +41,7 @@ def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
     curve: dict[str, list] = {"tokens": [], "held_out": [], "loads": []}
     counts: list[torch.Tensor] = []
     for step in range(1, steps + 1):
-        entry = trainer.step(step - 1)
+        entry = trainer.step()
         if "experts" in entry:
             counts.append(torch.tensor(entry["experts"]["tokens_per_expert"], dtype=torch.float64))
         if step % every == 0 or step == steps:

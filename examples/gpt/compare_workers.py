@@ -17,7 +17,7 @@ import matplotlib
 import torch.distributed as dist
 
 from examples.gpt.arguments import parse
-from examples.gpt.model import count_parameters
+from examples.gpt.flops import count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
 from mpcore.checkpoint import step_path
@@ -56,9 +56,8 @@ def train(flags: list[str], seed: int, steps: int, every: int, out: str, begin: 
     trainer = Trainer(args, build_mesh(dp=args.dp, workers=args.workers, device_type=args.device))
     found: dict[str, list] = {"tokens": [], "held_out": [], "reduced": [], "agreement": []}
     parameters, sums = count_parameters(trainer.config), 0
-    for done in range(trainer.first_step + 1, steps + 1):
-        trainer.step(done - 1)
-        merged = trainer.merge(done)
+    for done in range(trainer.run.step + 1, steps + 1):
+        merged = trainer.step().get("merge")
         if merged is not None:
             found["agreement"].append(merged.agreement)
         sums += merged is not None or not flags
@@ -67,7 +66,7 @@ def train(flags: list[str], seed: int, steps: int, every: int, out: str, begin: 
             found["held_out"].append(trainer.evaluate())
             found["reduced"].append(sums * parameters)
         if done == steps // 2 and not flags:
-            trainer.save(done)
+            trainer.checkpoints.save()
     if dist.get_rank() == 0:
         print(f"seed {seed}, {' '.join(flags) or DATA_PARALLEL}, from {begin}: {found['held_out'][-1]}", flush=True)
     return found

@@ -40,7 +40,7 @@ class Faults:
 
         Args:
             entry: what is recorded of it.
-            sample: global index of its first sample, of this worker's.
+            sample: global index of its first sample, over all workers.
             model: after it.
             stragglers: what timed this rank's loading.
 
@@ -51,7 +51,9 @@ class Faults:
             ValueError: on every rank, if the run must not go on.
         """
         step, found = entry["step"], []
-        samples = [sample, sample + self.args.global_batch // self.mesh.workers.size - 1]
+        each = self.args.global_batch // self.mesh.workers.size
+        first = sample + self.mesh.workers.rank * each
+        samples = [first, first + each - 1]
         finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
         if not finite:
             whose = "" if self.mesh.workers.size == 1 else " of the worker"

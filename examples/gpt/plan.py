@@ -22,44 +22,17 @@ from examples.gpt.arguments import (
     plan_stages,
     recompute_kind,
 )
-from examples.gpt.model import GPT, PRESETS, GPTConfig, build_stages
-from mpcore import Mesh, seed_dropout, vocab_parallel_cross_entropy
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from examples.gpt.policies import hidden, keywords, policies
+from examples.gpt.presets import PRESETS
+from examples.gpt.stages import build_stages
+from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
 from mpcore.analysis.dry_run import Work
-from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.local_updates import OUTER_SLOTS
-from mpcore.parallel.precision import convert_to_fp8
-from mpcore.parallel.recompute import recompute
-
-
-def recompute_blocks(stage: GPT, args: argparse.Namespace, mesh: Mesh) -> None:
-    """Recompute as `--recompute` says, by budget too, on plain parameters."""
-    kind, budget = recompute_kind(args.recompute)
-    if budget is None:
-        recompute(stage.blocks.values(), kind, preserve_rng_state=False)
-        return
-    x = hidden(stage, args, "meta").requires_grad_()
-    tokens = stage.tokens(stage.config.seq_len, x.device)
-    calls = stage.calls(stage.config.seq_len, tokens, x.dtype, x.device, **keywords(stage, args, "meta"))
-    arguments = dict(calls)
-    half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
-    with torch.autocast("cpu", half, enabled=half is not None):
-        options: dict[str, Any] = {"axes": (mesh.tp, mesh.data), "preserve_rng_state": False}
-        recompute(stage.blocks.values(), budget=budget, example=lambda block: ((x,), arguments[block]), **options)
-
-
-def hidden(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> Tensor:
-    """What a block takes of a micro-batch on this rank, and returns."""
-    length = stage.config.seq_len // stage.cp.size // (stage.tp.size if stage.sequence_parallel else 1)
-    dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    return torch.empty(args.micro_batch, length, stage.config.d_model, dtype=dtype, device=device)
-
-
-def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[str, Tensor]:
-    """What a stage is called with beside its first argument."""
-    samples = torch.empty(args.micro_batch, dtype=torch.int64, device=device)
-    scale = {"loss_scale": torch.empty_like(samples, dtype=torch.float64)}
-    return {"samples": samples} | (scale if stage.config.moe is not None else {})
+from mpcore.pipeline.partition import join_stages
+from mpcore.training import lay_out
 
 
 def build(mesh: Mesh, arguments: list[str]) -> Work:
@@ -89,13 +62,10 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
     options["context"] = args.cp_kind
     stages = build_stages(config, mesh, blocks, ranks, **options)
-    for stage in stages:
-        seed_dropout(stage, args.seed)
-        if args.fp8:
-            convert_to_fp8(stage)
-        recompute_blocks(stage, args, mesh)
     layers = [block for stage in stages for block in stage.blocks.values()]
-    shard_data_parallel(stages, mesh, layers, zero=args.zero, replicate=args.replicate)
+    told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "local_updates")}
+    whole = stages[0] if len(stages) == 1 else join_stages(stages)
+    lay_out(stages, mesh, whole=whole, blocks=layers, seed=args.seed, initialize=False, **told)
     ids = (args.micro_batch, config.seq_len // mesh.cp.size)
 
     def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
@@ -103,8 +73,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return (x,), keywords(stages[i], args)
 
     def loss(logits: Tensor) -> Tensor:
-        target = torch.empty(ids, dtype=torch.int64)
-        return vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=config.vocab_size, reduction="sum")
+        return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(parameters, fused=False, foreach=False)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from examples.gpt.data import IndexedDatasetWriter, encode_document, smallest_dtype
-from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_tokenizer
+from examples.gpt.indexed_dataset import IndexedDatasetWriter, smallest_dtype
+from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, encode_document, load_tokenizer, train_tokenizer
 
 _SHOWN = 10  # of what is skipped, by name
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from examples.gpt.indexed_dataset import smallest_dtype
+
 try:
     import tokenizers
 except ImportError:
@@ -227,6 +229,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
             os.unlink(temporary)
         raise
     return JsonTokenizer(path, END_OF_DOCUMENT)
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Encode a document, with the end-of-document id behind it.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the document.
+
+    Returns:
+        integers [tokens + 1].
+
+    Raises:
+        ValueError: the text holds a lone surrogate (UnicodeEncodeError).
+    """
+    end = np.array([tokenizer.end_of_document], smallest_dtype(tokenizer.vocab_size))
+    ids = np.asarray(tokenizer.encode(text))
+    return np.concatenate([ids, end]) if ids.size else end
 
 
 def _checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Run without torch.compile. Read in torch 2.11 and 2.13, which agree.
+"""Run with torch.compile and without. Read in torch 2.11 and 2.13, which agree.
 
 Nothing here imports `torch._dynamo` before it is needed: that takes a second.
 """
@@ -27,3 +27,10 @@ def eagerly() -> AbstractContextManager[object]:
     """Run compiled functions in this context as they were written."""
     nothing_compiled = "torch._dynamo" not in sys.modules
     return nullcontext() if nothing_compiled else torch.compiler.set_stance("force_eager")
+
+
+def allow_graphs(blocks: int) -> None:
+    """Let so many blocks have graphs of their own, and share those that differ in a number alone, as dropout's key."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 2 * blocks)
+    config.allow_unspec_int_on_nn_module = True

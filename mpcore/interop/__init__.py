@@ -1,1 +1,1 @@
-"""Models made elsewhere: `parallelize` swaps the layers of a model that you already have."""
+"""Models made elsewhere: `parallelize` swaps the layers of any model, `hugging_face` reads and writes its folders."""

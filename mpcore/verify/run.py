@@ -14,17 +14,14 @@ from torch import Tensor, nn
 
 from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
-from mpcore.collectives import all_reduce
-from mpcore.gradients.norm import grad_norm
-from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
 from mpcore.mesh.axis import Mesh
-from mpcore.parallel.data import shard_data_parallel
-from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.training.policies import Zero
+from mpcore.training.prepare import prepare
 from mpcore.verify.layout import Layout
 
 STEP = 0.1  # at most the length of the step: what is evaluated after it rounds as the forward before did
@@ -144,8 +141,6 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of dp x micro-batches = {each}")
     forwards = _listen(model, seen)
     returned: list[dict[str, Tensor]] = []
-    if mesh.data.size > 1:
-        shard_data_parallel(model, mesh, zero=layout.zero)
 
     def loss(output: Any, target: Tensor) -> Tensor:
         if task.loss is None and not isinstance(output, Tensor):
@@ -160,11 +155,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         batch = _cut_sequence(batch, model, mesh, seen)
     batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
     target = batch.pop("target", batch["x"])
-    pipeline = Pipeline(model, mesh, layout.micro_batches, loss)
+    run = prepare(
+        model, mesh, blocks=(), loss=loss, optimizer=lambda model: torch.optim.SGD(model.parameters()), seed=task.seed,
+        initialize=False, micro_batches=layout.micro_batches, data=Zero(layout.zero),
+    )  # fmt: skip
     x = batch.pop("x")
     with eagerly():  # or what listens to modules is compiled with them, anew for each call
-        total = pipeline.forward_backward(x, target, **batch)
-    seen.loss = float(all_reduce(total, mesh.data))
+        seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
     seen.output = _joined(returned) if returned else None
     seen.outputs = _joined(forwards[-layout.micro_batches :])  # those before are a pipeline's dry run
     parameters = {name: p for name, p, _ in declarations(model)}
@@ -172,15 +169,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         seen.local = {
             name: p.grad.clone() for name, p in parameters.items() if p.grad is not None and not declared[name].shards
         }
-    reduce_gradients(model)
+    seen.norm = float(run.finish_gradients())
     seen.gradients = _full({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
-    seen.norm = float(grad_norm(model, mesh))
-    torch.optim.SGD(model.parameters(), lr=STEP / max(seen.norm, 1.0)).step()
+    run.optimizer_step(lr=STEP / max(seen.norm, 1.0))
     seen.updated = _full(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
-    model.eval()
-    with eagerly():
-        (output,) = pipeline.forward([x], **batch)
+    with eagerly(), run.evaluating():
+        (output,) = run.pipeline.forward([x], **batch)
     seen.evaluated = _leaves(output) if returned else None
     return seen
 

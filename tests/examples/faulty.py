@@ -40,10 +40,10 @@ def main() -> None:
     mine = os.environ.get("RANK", "0") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     real_step, real_batch = pretrain.Trainer.step, pretrain.Trainer.batch
 
-    def step(self: pretrain.Trainer, number: int) -> dict[str, float]:
-        if mine and number == int(at):
-            inject(kind, self, number)
-        return real_step(self, number)
+    def step(self: pretrain.Trainer) -> dict[str, float]:
+        if mine and self.run.step == int(at):
+            inject(kind, self, self.run.step)
+        return real_step(self)
 
     def batch(self: pretrain.Trainer, *args: object) -> tuple:
         if mine and kind == "slow":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,9 +80,9 @@ def train(sizes: dict[str, int], flags: list[str]) -> dict[str, Any]:
         t = Trainer(parse([*COMMON, *flags]), mesh(**sizes))
     except ValueError as refusal:
         return {"refused": str(refusal)}
-    records = [t.step(i) for i in range(STEPS)]
+    records = [t.step() for i in range(STEPS)]
     numbers = {name: [r[name] for r in records] for name in ("loss", "grad_norm")} | {"val": [t.evaluate()]}
-    with t.parameters_elsewhere.here() if t.parameters_elsewhere else nullcontext():
+    with t.run.parameters():
         return numbers | {"state": {name: p.clone() for name, p in full_state_dict(t.model).items()}}
 
 

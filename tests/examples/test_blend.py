@@ -11,8 +11,9 @@ import pytest
 
 from examples.gpt.arguments import learning_rate
 from examples.gpt.blend import PERIOD, Blend, Corpora, counts_of_period, parse_sources
-from examples.gpt.data import IndexedDataset, IndexedDatasetWriter, TokenSamples
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.pretrain import parse
+from examples.gpt.samples import TokenSamples
 from mpcore.optim.schedules import SCHEDULES
 from tests.examples.test_pretrain import trainer
 from tests.examples.test_pretrain_command import check_refused
@@ -149,7 +150,7 @@ def test_the_learning_rate_ends_at_its_least(schedule):
 
 def lines(*flags: str, out: str, **sizes: int) -> list[float]:
     t = trainer("--eval-every", "2", "--eval-samples", "8", *flags, "--out", out, **sizes)
-    return [t.step(i)["loss"] for i in range(2)] + [t.evaluate()]
+    return [t.step()["loss"] for i in range(2)] + [t.evaluate()]
 
 
 def check_layout(flags: list[str], expected: list[float], out: str) -> None:
@@ -163,11 +164,11 @@ def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, 
     assert alone != lines("--data", web, code, out=str(tmp_path / "other"))
     ranks(4, check_layout, flags, alone, str(tmp_path / "mesh"))
     out = str(tmp_path / "run")
-    trainer(*flags, "--eval-every", "0", "--steps", "1", "--save-every", "1", "--out", out).run()
+    trainer(*flags, "--eval-every", "0", "--steps", "1", "--save-every", "1", "--out", out).train()
     again = ["--steps", "2", "--eval-every", "0", "--resume", "auto", "--out", out]
     resumed = trainer(*flags, *again)
-    assert resumed.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-    resumed.run()
+    assert resumed.run.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    resumed.train()
     with pytest.raises(ValueError, match=r"is of another run: .*blend"):
         trainer("--data", "0.6", web, "0.4", code, *again)
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from examples.gpt.arguments import check, parse
-from examples.gpt.model import GPT, GPTConfig, compile_blocks
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from mpcore import Mesh, full_state_dict, seed_dropout
+from mpcore.parallel.compile import compile_blocks
 from tests.pool import mesh
 
 FLAGS = [
@@ -41,20 +43,18 @@ def train(sizes: dict[str, int], flags: list[str], out: str) -> dict[str, Any]:
     t = Trainer(parse([*FLAGS, *flags, "--out", out]), mesh(**sizes))
     take, records, graphs = t.step, [], []
 
-    def noted(step: int) -> dict[str, Any]:
-        records.append(take(step))
+    def noted() -> dict[str, Any]:
+        records.append(take())
         graphs.append(counters["stats"]["unique_graphs"])
         return records[-1]
 
     t.step = noted
-    t.run()
+    t.train()
     numbers = {name: [r[name] for r in records] for name in ("loss", "grad_norm")}
     assert graphs[-1] == counters["stats"]["unique_graphs"]  # none for evaluations and the sample
     torch._dynamo.reset()
-    if t.parameters_elsewhere:
-        with t.parameters_elsewhere.here():
-            return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
-    return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
+    with t.run.parameters():
+        return numbers | {"graphs": graphs, "state": full_state_dict(t.model)}
 
 
 def check_layout(ranks, name: str, out: str, backend: str = "aot_eager", tolerance: float = 0.0) -> list[int]:

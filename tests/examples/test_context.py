@@ -56,7 +56,8 @@ def test_every_kind_writes_the_same_text(ranks):
 
 def check_gradients(sizes, kind, changes, options, zero=None):
     """Loss, every gradient and their norm, where most targets are masked and ranks have unequal shares of the rest."""
-    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.config import GPTConfig
+    from examples.gpt.model import GPT
     from mpcore.parallel.data import shard_data_parallel
 
     axes = mesh(**sizes)
@@ -119,7 +120,7 @@ def test_pitfall_24_25_the_whole_model_has_the_dense_models_gradients(ranks, cas
 def check_masked(sizes, kind):
     """A step whose batch has one valid token in all."""
     t = trainer("--dtype", "float64", "--cp-kind", kind, "--micro-batch", "2", **sizes)
-    whole = t.train.batch
+    whole = t.train_samples.batch
 
     def batch(indices):
         tokens, targets = whole(indices)
@@ -128,8 +129,8 @@ def check_masked(sizes, kind):
             masked[0, 5] = targets[0, 5]
         return tokens, masked
 
-    t.train.batch = batch
-    return t.step(0)
+    t.train_samples.batch = batch
+    return t.step()
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp": 2}], ids=str)
@@ -157,4 +158,4 @@ def test_sequences_of_512_tokens_have_the_losses_of_one_process(ranks):
 
 def check_long(sizes, flags):
     t = trainer(*flags, "--dropout", "0.1", **sizes)
-    return [t.step(i)["loss"] for i in range(2)]
+    return [t.step()["loss"] for i in range(2)]

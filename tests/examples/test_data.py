@@ -4,6 +4,7 @@ import os
 import pickle
 import struct
 import sysconfig
+import tempfile
 import threading
 import tracemalloc
 
@@ -13,17 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.gpt import data
-from examples.gpt.data import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    TokenSamples,
-    default_corpus,
-    permute,
-    smallest_dtype,
-    split_documents,
-    split_samples,
-)
+from examples.gpt import indexed_dataset
+from examples.gpt.default_corpus import default_corpus
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, smallest_dtype
+from examples.gpt.samples import TokenSamples, permute, split_documents, split_samples
 from examples.gpt.tokenizer import ByteTokenizer
 
 INTEGER_DTYPES = ["uint8", "int8", "int16", "int32", "int64", "uint16"]
@@ -121,7 +115,7 @@ def test_written_documents_are_read_back(tmp_path, dtype, lengths):
 def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk):
     idx = golden_index(1, [2, 0, 1, 3, 0, 1], [0, 2, 2, 3, 6, 6], [0, 0, 2, 3, 3, 5, 6, 6])
     prefix = pair(tmp_path, idx, bytes([1, 2, 3, 4, 9, 6, 7]))
-    monkeypatch.setattr(data, "_CHUNK", chunk)
+    monkeypatch.setattr(indexed_dataset, "_CHUNK", chunk)
     dataset = IndexedDataset(prefix)
     assert [document.tolist() for document in dataset] == [[], [1, 2], [3], [], [4, 9, 6], [7], []]
     with pytest.raises(ValueError, match=r"largest token id 9 .* of 9, at token 1 of document 4 \(token 4 of"):
@@ -742,7 +736,7 @@ def test_a_failed_build_leaves_nothing(small_stdlib, tmp_path, monkeypatch):
     def failing(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data.os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(ValueError, match=r"cannot be kept .*No space left"):
         default_corpus(tmp_path / "cache")
     assert files(tmp_path / "cache") == []
@@ -757,7 +751,7 @@ def test_where_the_default_corpus_is_kept(small_stdlib, tmp_path, monkeypatch):
     # A file where the folder should be: it cannot be written, even by root.
     (tmp_path / "blocked").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     assert default_corpus().startswith(str(tmp_path / "tmp" / "mpcore-"))
     with pytest.raises(ValueError, match=r"blocked.*pass a cache_dir that can be written"):
         default_corpus(tmp_path / "blocked" / "x")

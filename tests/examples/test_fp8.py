@@ -31,12 +31,10 @@ def train(sizes: dict[str, int], flags: list[str]) -> dict[str, Any]:
     from examples.gpt.pretrain import Trainer, parse
 
     t = Trainer(parse([*FLAGS, *flags]), mesh(**sizes))
-    records = [t.step(i) for i in range(STEPS)]
+    records = [t.step() for i in range(STEPS)]
     numbers = {name: [r[name] for r in records] for name in ("loss", "grad_norm")}
-    if t.parameters_elsewhere:
-        with t.parameters_elsewhere.here():
-            return numbers | {"state": full_state_dict(t.model)}
-    return numbers | {"state": full_state_dict(t.model)}
+    with t.run.parameters():
+        return numbers | {"state": full_state_dict(t.model)}
 
 
 def check_layouts(ranks, names: list[str], layers: str) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,27 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from examples.gpt import hf
+from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
-from examples.gpt.hf import config_from_hf, config_to_hf, export_hf, import_hf, load_hf, main, open_hf, read_json
-from examples.gpt.model import GPT, GPTConfig, MoEConfig
+from examples.gpt.hf import SPEC, export_hf, import_hf, load_hf, main, open_checkpoint
+from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer
 from mpcore import Mesh, materialize
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
+from mpcore.interop import hugging_face as hf
+from mpcore.interop.hugging_face import convert, read_json
+from mpcore.interop.hugging_face.config import JSON_LIMIT
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
-from tests.examples.test_pretrain import trainer
+from tests.examples.test_pretrain import save_as, trainer
 from tests.pool import mesh
 
+config_from_hf, config_to_hf, open_hf, parts_of = (
+    partial(f, spec=SPEC) for f in (hf.config_from_hf, hf.config_to_hf, hf.open_hf, hf.parts_of)
+)
 SIZES = {
     "vocab_size": 53, "hidden_size": 24, "intermediate_size": 21, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -257,13 +264,13 @@ LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_hidden_layers": 4}
 DEEPSEEK_V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "hidden_act": "silu", "first_k_dense_replace": 1}
 REFUSED = [
-    ({**LLAMA, "model_type": "gemma2"}, r"family 'gemma2'"),
+    ({**LLAMA, "model_type": "gemma2"}, r"model_type 'gemma2'"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
-    ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6': it must be a number, not text"),
-    ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0': it must be a number"),
+    ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6' must be a number, not text"),
+    ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0' must be a number"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, r"rope_type 'longrope' is unknown"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
@@ -281,19 +288,19 @@ REFUSED = [
     ({**LLAMA, "model_type": "mixtral", "norm_topk_prob": True}, r"norm_topk_prob': True"),
     ({**QWEN3_MOE, "n_group": 2}, r"n_group': 2"),
     ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, r"routed_scaling_factor': 2.5"),
-    ({**QWEN3_MOE, "mlp_only_layers": [1]}, r"mlp_only_layers \[1\], so experts in the layers \[0, 2, 3\] of 4"),
-    ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"so experts in the layers \[0, 2\] of 4"),
+    ({**QWEN3_MOE, "mlp_only_layers": [1]}, r"mlp_only_layers \[1\] put experts in the layers \[0, 2, 3\] of 4"),
+    ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"put experts in the layers \[0, 2\] of 4"),
     ({**QWEN3_MOE, "decoder_sparse_step": 5}, r"decoder_sparse_step 5 .* in the layers \[\] of 4"),
-    ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4, which not all"),
+    ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4 means different things"),
     ({**DEEPSEEK_V3, "topk_group": 1}, r"num_experts_per_tok 4 and topk_group 1 of 4: .* two best experts, .* 4"),
     ({**DEEPSEEK_V3, "num_experts_per_tok": 2}, r"_tok 2 and topk_group 2 of 4: .* two best experts, .* 1"),
-    ({**DEEPSEEK_V3, "moe_layer_freq": 2}, r"moe_layer_freq 2: this model has only 1"),
+    ({**DEEPSEEK_V3, "moe_layer_freq": 2}, r"moe_layer_freq 2 is not supported: only 1 is"),
     ({**DEEPSEEK_V3, "mlp_bias": True}, r"mlp_bias True"),
-    ({**DEEPSEEK_V3, "qk_head_dim": 12}, r"qk_head_dim 12: this model has only 10"),
-    ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05: this model has only 1e-06"),
+    ({**DEEPSEEK_V3, "qk_head_dim": 12}, r"qk_head_dim 12 is not supported: only 10 is"),
+    ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05 is not supported: only 1e-06 is"),
     ({**DEEPSEEK_V3, "rope_interleave": False}, r"rope_interleave False"),
     ({**DEEPSEEK_V3, "scoring_func": "softmax"}, r"scoring_func 'softmax'"),
-    ({**DEEPSEEK_V3, "num_key_value_heads": 3}, r"num_key_value_heads 3: this model has only 6"),
+    ({**DEEPSEEK_V3, "num_key_value_heads": 3}, r"num_key_value_heads 3 is not supported: only 6 is"),
     (
         {**DEEPSEEK_V3, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
         r"topk_method 'group_limited",
@@ -317,12 +324,12 @@ def test_an_epsilon_of_zero_is_one():
 def test_a_model_of_no_family_is_not_exported(tmp_path, capsys):
     config = GPTConfig(vocab_size=53, layers=1, d_model=8, heads=2, activation="relu_squared")
     save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
-    with pytest.raises(ValueError, match="no Hugging Face family is made as this model"):
+    with pytest.raises(ValueError, match=r"closest is llama, but: .*activation 'relu_squared' would be None"):
         export_hf(tmp_path / "step", tmp_path / "back")
     assert generate_main(["--checkpoint", str(tmp_path / "step"), "--tokenizer", "byte"]) == 2
     assert "the tokenizer has 257 tokens, the model 53" in capsys.readouterr().err
     save(tmp_path / "other", build(config), mesh=Mesh(), step=0)
-    with pytest.raises(ValueError, match="holds no GPT of this example"):
+    with pytest.raises(ValueError, match="holds no such model"):
         export_hf(tmp_path / "other", tmp_path / "back")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "step"]
 
@@ -391,26 +398,26 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "of_mixture"),
+    ("changes", "of_mixture", "message"),
     [
-        ({}, {"score": "softmax", "groups": 1, "top_groups": 1}),
-        ({}, {"score": "softmax", "normalize": False}),  # with its groups
-        ({}, {"shared_experts": 0}),
-        ({}, {"bias": None}),
-        ({}, {"groups": 4, "top_groups": 1}),
-        ({}, {"dense": 0, "every": 2}),
-        ({}, {"capacity_factor": 1.5}),
-        ({}, {"jitter": 0.1}),
-        ({"norm_eps": 1e-5}, {}),
-        ({"window": 5}, {}),
-        ({"activation": "geglu"}, {}),
+        ({}, {"score": "softmax", "groups": 1, "top_groups": 1}, "deepseek_v2, but: moe.normalize True would be False"),
+        ({}, {"score": "softmax", "normalize": False}, "deepseek_v3, but: moe.score 'softmax' would be 'sigmoid'"),
+        ({}, {"shared_experts": 0}, "deepseek_v3, but: n_shared_experts 0 is not supported: it must be 1 or more"),
+        ({}, {"bias": None}, "deepseek_v3, but: moe.bias False would be True"),
+        ({}, {"groups": 4, "top_groups": 1}, "deepseek_v3, but: num_experts_per_tok 4 and topk_group 1 of 4"),
+        ({}, {"dense": 0, "every": 2}, "but: moe.every 2 would be 1"),
+        ({}, {"capacity_factor": 1.5}, "but: moe.capacity_factor 1.5 would be None"),
+        ({}, {"jitter": 0.1}, "but: moe.jitter 0.1 would be 0.0"),
+        ({"norm_eps": 1e-5}, {}, "but: norm_eps 1e-05 would be 1e-06"),
+        ({"window": 5}, {}, "but: window 5 would be None"),
+        ({"activation": "geglu"}, {}, "but: activation 'geglu' would be 'swiglu'"),
     ],
     ids=str,
 )
-def test_latent_attention_of_another_model_than_deepseeks_is_not_exported(changes, of_mixture):
+def test_latent_attention_of_another_model_than_deepseeks_is_not_exported(changes, of_mixture, message):
     config = config_from_hf(DEEPSEEK_V3)
     assert config.moe is not None
-    with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model with latent"):
+    with pytest.raises(ValueError, match=f"no supported Hugging Face architecture is .*{message}"):
         config_to_hf(replace(config, **changes, moe=replace(config.moe, **of_mixture)))
 
 
@@ -420,14 +427,14 @@ MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=Mo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shared_experts": 1}, r"has what this mixture has: \{'shared_experts': 1\}"),
-        ({"score": "sigmoid"}, r"\{'score': 'sigmoid'\}"),
-        ({"groups": 2, "top_groups": 1}, r"\{'top_groups': 1\}"),
-        ({"routed_scale": 2.0}, r"\{'routed_scale': 2.0\}"),
-        ({"capacity_factor": 1.5}, r"\{'capacity_factor': 1.5\}"),
-        ({"normalize": False}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
-        ({"every": 2}, r"neither mixtral nor qwen3_moe is made as this mixture is"),
-        ({"dense": 1}, r"\{'dense': 1\}"),
+        ({"shared_experts": 1}, "mixtral, but: moe.shared_experts 1 would be 0"),
+        ({"score": "sigmoid"}, "mixtral, but: moe.score 'sigmoid' would be 'softmax'"),
+        ({"groups": 2, "top_groups": 1}, "mixtral, but: moe.groups 2 would be 1"),
+        ({"routed_scale": 2.0}, "mixtral, but: moe.routed_scale 2.0 would be 1.0"),
+        ({"capacity_factor": 1.5}, "mixtral, but: moe.capacity_factor 1.5 would be None"),
+        ({"normalize": False}, "mixtral, but: moe.normalize False would be True"),
+        ({"every": 2}, "mixtral, but: moe.every 2 would be 1"),
+        ({"dense": 1}, "mixtral, but: moe.dense 1 would be 0"),
     ],
     ids=str,
 )
@@ -444,7 +451,7 @@ def test_what_routers_keep_besides_their_weight_is_left_out_unless_it_counts(fol
     model = build(config)
     options: dict[str, Any] = {"mesh": Mesh(), "config": {"model": asdict(config)}}
     zero = save(tmp_path / "zero", model, step=0, **options)
-    assert hf.open_checkpoint(zero)[2] == config
+    assert open_checkpoint(zero)[2] == config
     back = export_hf(zero, tmp_path / "back")
     assert not [key for key in tensors_of(back) if "router" in key]
     with torch.no_grad():
@@ -559,7 +566,7 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
 
 def missing_tensor(folder: Path) -> str:
     change_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.v_proj.weight"))
-    return r"no tensor 'model.layers.1.self_attn.v_proj.weight', of which blocks.1.attention.qkv.weight is made"
+    return r"no tensor 'model.layers.1.self_attn.v_proj.weight', which blocks.1.attention.qkv.weight needs"
 
 
 def extra_tensor(folder: Path) -> str:
@@ -574,12 +581,12 @@ def another_shape(folder: Path) -> str:
 
 def mixed_dtypes(folder: Path) -> str:
     change_tensors(folder, lambda t: t.update({k: v.half() for k, v in t.items() if "v_proj" in k}))
-    return r"blocks.0.attention.qkv.weight would be made of several dtypes"
+    return r"blocks.0.attention.qkv.weight would consist of several dtypes"
 
 
 def integers(folder: Path) -> str:
     change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(53, 24, dtype=torch.int8)}))
-    return r"lm_head.weight holds I8, which are no weights"
+    return r"lm_head.weight has dtype I8: weights are floating-point"
 
 
 def empty_index(folder: Path) -> str:
@@ -607,7 +614,7 @@ def no_config(folder: Path) -> str:
 
 def broken_config(folder: Path) -> str:
     (folder / "config.json").write_text("[" * 100_000)
-    return r"config.json is no JSON"
+    return r"config.json is not JSON"
 
 
 def no_object(folder: Path) -> str:
@@ -616,8 +623,8 @@ def no_object(folder: Path) -> str:
 
 
 def giant_config(folder: Path) -> str:
-    os.truncate(folder / "config.json", hf.JSON_LIMIT + 1)
-    return rf"config.json has {hf.JSON_LIMIT + 1} bytes, more than {hf.JSON_LIMIT}"
+    os.truncate(folder / "config.json", JSON_LIMIT + 1)
+    return rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}"
 
 
 DAMAGES = [
@@ -674,18 +681,18 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "publish", failing)
+        patch.setattr(convert, "publish", failing)
         with pytest.raises(OSError, match="No space left"):
             import_hf(folders["qwen2"], tmp_path / "step")
     path = import_hf(folders["qwen2"], tmp_path / "step")
     (tmp_path / "back").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "sync_folder", failing)
+        patch.setattr(convert, "publish", failing)
         with pytest.raises(OSError, match="No space left"):
             export_hf(path, tmp_path / "back")
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == ["back", hf.FOLDER, "step"]
     export_hf(path, tmp_path / "back")
-    with pytest.raises(ValueError, match="back is there"):
+    with pytest.raises(ValueError, match="back exists"):
         export_hf(path, tmp_path / "back")
     (path / hf.FOLDER / "tokenizer.json").write_text('{"made": "anew"}')
     with pytest.raises(ValueError, match="is damaged: its CRC-32"):
@@ -726,7 +733,7 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
-    parts = hf.parts_of(config_from_hf(values))
+    parts = parts_of(config_from_hf(values))
     tensors = {p.key: torch.ones(p.stored) for _, found in parts.values() for p in found}
     save_file(tensors, folder / "model.safetensors")
     total, largest = (f(t.nbytes for t in tensors.values()) for f in (sum, max))
@@ -747,12 +754,12 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     step, back = str(tmp_path / "step"), str(tmp_path / "back")
     assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 0
     assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 2
-    assert f"error: {step} is there: --force replaces it" in capsys.readouterr().err
+    assert f"error: {step} exists: --force replaces it" in capsys.readouterr().err
     assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step, "--force"]) == 0
     assert main(["convert", "--from", step, "--to-hf", back, "--dtype", "bfloat16"]) == 0
     assert tensors_of(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["convert", "--from", step, "--to-hf", back]) == 2
-    assert "is there: it is not overwritten" in capsys.readouterr().err
+    assert "exists: it is not overwritten" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "gone.json"):
         assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
         assert f"error: {path} is no tokenizer.json, and no folder with one of tok" in capsys.readouterr().err
@@ -771,9 +778,9 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
     t = trainer("--init-from-hf", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
-    losses = [t.step(i)["loss"] for i in range(2)]
+    losses = [t.step()["loss"] for i in range(2)]
     if not sizes:
-        t.save(2)
+        t.checkpoints.save()
     return value, losses
 
 
@@ -782,7 +789,10 @@ def check_training_refused(folder: str, out: str) -> None:
         (["--tokenizer", "byte", "--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
         (["--tokenizer", "byte", "--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
         (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
-        ([], r"hf has no tokenizer.json, but config.json, generation_config.json, model.safetensors: --tokenizer says"),
+        (
+            [],
+            r"hf has no tokenizer.json, but config.json, generation_config.json, model.safetensors: --tokenizer names",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             trainer("--init-from-hf", folder, "--out", out, *flags, tp=2)
@@ -808,7 +818,7 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     export_hf(step, tmp_path / "trained", tokenizer=folder)
     trained = theirs(tmp_path / "trained")
     sample = IDS[:1]
-    ours = build(hf.open_checkpoint(step)[2])
+    ours = build(open_checkpoint(step)[2])
     load(step, ours, mesh=Mesh())
     with torch.no_grad():
         assert (trained(sample).logits - ours(sample)).abs().max() < 1e-5
@@ -861,12 +871,12 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
     for begin, files in ((["--init-from-hf", str(folder)], folder), (["--init-from", str(first)], first)):
         here = [*flags, "--out", str(tmp_path / "out" / files.name)]
         begun = Trainer(parse([*here, *begin]), mesh())
-        begun.step(0)
-        begun.save(1)
+        begun.step()
+        begun.checkpoints.save()
         (weights,) = files.glob("*.safetensors")
         weights.write_bytes(bytes(weights.stat().st_size))
         went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
-        assert went_on.first_step == 1
+        assert went_on.run.step == 1
         for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
             assert torch.equal(p, q)
         with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from-hf or --init-from, give tha"):
@@ -885,14 +895,14 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
         flags = ("--data", str(tmp_path / "corpus"), "--tokenizer", str(tmp_path / name), *flags)
         return trainer(*flags, "--out", str(tmp_path / "out"))
 
-    run("ab.json").save(1)
-    assert run("ab.json", "--resume", "auto").first_step == 1
+    save_as(1, run("ab.json"))
+    assert run("ab.json", "--resume", "auto").run.step == 1
     with pytest.raises(ValueError, match=r"another run: tokenizer is '\w+-0' there, '\w+-0' here\. --init-from"):
         run("cd.json", "--resume", "auto")
     older = run("ab.json")
-    older.about = lambda about=older.about: {k: v for k, v in about().items() if k != "tokenizer"}
-    older.save(2)
-    assert run("cd.json", "--resume", "auto").first_step == 2
+    del older.checkpoints.about["tokenizer"]
+    save_as(2, older)
+    assert run("cd.json", "--resume", "auto").run.step == 2
 
 
 def check_carried(folder: str, data: str, out: str) -> None:
@@ -905,9 +915,9 @@ def check_carried(folder: str, data: str, out: str) -> None:
     for i, begin in enumerate(begins):
         flags = [*begin, "--data", data, "--seq-len", "8", "--out", out]
         t = Trainer(parse(flags), mesh())
-        t.save(i + 1)
-        if t.saving is not None:
-            t.saving.wait()
+        save_as(i + 1, t)
+        if t.checkpoints.saving is not None:
+            t.checkpoints.saving.wait()
 
 
 def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_path, capsys):
@@ -964,16 +974,16 @@ def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, ca
     prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=(flags or [None])[-1])
     flags += ["--tokenizer", named]
     t = trainer("--data", str(tmp_path / "corpus"), *flags, "--out", str(tmp_path / "out"))
-    end = t.tokenizer.end_of_document
+    end = t.setup.tokenizer.end_of_document
     for parameter in t.model.parameters():
         parameter.zero_()
     stage = t.stages[0]
     for parameter in (stage.embedding.weight, stage.norm.weight, stage.head.weight[end]):
         parameter.fill_(1.0)  # whatever there is, a document ends
-    t.save(1)
-    back = export_hf(step_path(t.checkpoints, 1), tmp_path / "back")
+    t.checkpoints.save()
+    back = export_hf(step_path(t.checkpoints.path, 1), tmp_path / "back")
     assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
-    assert generate_main(["--checkpoint", str(t.checkpoints / "step-00000001"), "--prompt", "d", *flags]) == 0
+    assert generate_main(["--checkpoint", str(t.checkpoints.path / "step-00000001"), "--prompt", "d", *flags]) == 0
     assert capsys.readouterr().out == "d\n"
     if kind != "byte":
         tokenizer = AutoTokenizer.from_pretrained(back)

@@ -9,9 +9,13 @@ import math
 import pytest
 import torch
 
-from examples.gpt.hf import family_of
-from examples.gpt.model import GPT, PRESETS, GPTConfig, LatentConfig, count_parameters
+from examples.gpt.config import GPTConfig, LatentConfig
+from examples.gpt.flops import count_parameters
+from examples.gpt.hf import SPEC
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from mpcore import full_state_dict
+from mpcore.interop.hugging_face import architecture_of
 from tests.pool import mesh
 
 FLAGS = [
@@ -29,7 +33,7 @@ def run(sizes: dict, *flags: str) -> dict:
     parts = ["--micro-batch", str(micro_batch), "--steps", str(STEPS), "--eval-samples", "4"]
     t = Trainer(parse([*FLAGS, *parts, *flags]), mesh(**sizes))
     hashes = {n: hashlib.sha256(p.numpy().tobytes()).hexdigest() for n, p in full_state_dict(t.model).items()}
-    records = [t.step(i) for i in range(STEPS)]
+    records = [t.step() for i in range(STEPS)]
     numbers = [r[key] for r in records for key in ("loss", "grad_norm")]
     return {"numbers": [*numbers, t.evaluate()], "hashes": hashes}
 
@@ -84,6 +88,6 @@ def test_what_latent_attention_has_not_is_refused():
         GPTConfig(latent=latent, kv_heads=2, qk_norm=True)
     with pytest.raises(ValueError, match="latent attention has no biases of one projection alone"):
         GPTConfig(latent=latent, qkv_bias=True)
-    with pytest.raises(ValueError, match="neither deepseek_v2 nor deepseek_v3 is made as this model"):
-        family_of(GPTConfig(latent=latent))
+    with pytest.raises(ValueError, match="architecture has latent attention without experts"):
+        architecture_of(GPTConfig(latent=latent), spec=SPEC)
     assert torch.is_tensor(GPT(GPTConfig(layers=1, latent=latent, bias=True), device="cpu")(torch.zeros(1, 2).long()))

@@ -26,10 +26,7 @@ STEPS = 8
 
 def run(sizes: dict, out: str, *flags: str) -> tuple[int, list[float], float]:
     t = trainer(*FLAGS, *MERGES, "--out", out, *flags, **sizes)
-    losses = []
-    for step in range(STEPS):
-        losses.append(t.step(step)["loss"])
-        t.merge(step + 1)
+    losses = [t.step()["loss"] for _ in range(STEPS)]
     return t.mesh.workers.rank, losses, t.evaluate()
 
 
@@ -37,13 +34,13 @@ def by_hand() -> tuple[list[list[float]], list[float]]:
     """Two dense runs, each of two samples a step, merged by torch's SGD."""
     runs = [trainer(*FLAGS, "--global-batch", "2") for _ in range(2)]
     for worker, t in enumerate(runs):
-        t.share = lambda step, worker=worker: (4 * step + 2 * worker, 2)
+        t.share = lambda step, worker=worker: range(4 * step + 2 * worker, 4 * step + 2 * worker + 2)
     anchors = [p.detach().clone().requires_grad_() for p in runs[0].model.parameters()]
     outer = torch.optim.SGD(anchors, lr=0.5, momentum=0.8, nesterov=True)
     losses: list[list[float]] = [[], []]
     for step in range(STEPS):
         for t, seen in zip(runs, losses, strict=True):
-            seen.append(t.step(step)["loss"])
+            seen.append(t.step()["loss"])
         if (step + 1) % 3 == 0:
             with torch.no_grad():
                 for anchor, *each in zip(anchors, *(t.model.parameters() for t in runs), strict=True):
@@ -78,20 +75,18 @@ def save_at(sizes: dict, out: str, steps: list[list[int]]) -> tuple[int, list[fl
     t = trainer(*FLAGS, *MERGES, "--out", out, **sizes)
     losses = []
     for step in range(STEPS):
-        losses.append(t.step(step)["loss"])
-        t.merge(step + 1)
+        losses.append(t.step()["loss"])
         if step + 1 in steps[t.mesh.workers.rank]:
-            t.save(step + 1)
+            t.checkpoints.save()
     return t.mesh.workers.rank, losses
 
 
 def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
     t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", *flags, **sizes)
     losses = []
-    for step in range(t.first_step, STEPS):
-        losses.append(t.step(step)["loss"])
-        t.merge(step + 1)
-    return t.mesh.workers.rank, t.first_step, losses
+    while t.run.step < STEPS:
+        losses.append(t.step()["loss"])
+    return t.mesh.workers.rank, t.checkpoints.first_step, losses
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_workers_go_on_from_checkpoints_between_the_same_merges(ranks, tmp_path,
             assert losses == pytest.approx(wanted[worker][begun:], rel=1e-10)
 
 
-def shares(out: str, batch: str) -> list[tuple[int, int]]:
+def shares(out: str, batch: str) -> list[range]:
     t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", "--global-batch", batch, workers=2)
     return [t.share(step) for step in range(5, STEPS)]
 
@@ -121,7 +116,7 @@ def shares(out: str, batch: str) -> list[tuple[int, int]]:
 def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp_path, batch):
     ranks(2, save_at, {"workers": 2}, str(tmp_path), [[4], [5]])
     first, second = ranks(2, shares, str(tmp_path), str(batch))
-    seen = [range(start, start + count) for start, count in first + second]
+    seen = [*first, *second]
     assert sorted(i for each in seen for i in each) == list(range(seen[0].start, seen[0].start + 3 * batch))
     assert seen[0].start >= 20  # five steps of four samples are behind them
 
@@ -131,14 +126,14 @@ def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
     t = trainer(*FLAGS, *MERGES, *flags, "--out", out, **sizes)
     real = t.step
 
-    def step(number: int) -> dict:
-        if number == at and t.mesh.job.rank == t.mesh.job.size - 1:
-            t.ask_to_stop()
-        return real(number)
+    def step() -> dict:
+        if t.run.step == at and t.mesh.job.rank == t.mesh.job.size - 1:
+            t.stop.ask()
+        return real()
 
     t.step = step
-    t.run()
-    return t.mesh.workers.rank, t.stopped, [inspect(path).step for path in checkpoints(t.checkpoints, t.mesh)]
+    t.train()
+    return t.mesh.workers.rank, t.stop.stopped, [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,11 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
 
 def save_in_background(out: str) -> list[int]:
     t = trainer(*FLAGS, *MERGES, "--layers", "3", "--global-batch", "6", "--out", out, "--async-save", workers=2, pp=3)
-    t.step(0)
-    t.save(1)
-    assert t.saving is not None
-    t.saving.wait()
-    return [inspect(path).step for path in checkpoints(t.checkpoints, t.mesh)]
+    t.step()
+    t.checkpoints.save()
+    assert t.checkpoints.saving is not None
+    t.checkpoints.saving.wait()
+    return [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
 @pytest.mark.slow
@@ -168,11 +163,7 @@ def test_three_stages_save_in_the_background(eight_ranks, tmp_path):
 
 def offload(out: str, *flags: str) -> list[float]:
     t = trainer(*FLAGS, *MERGES, "--zero", "0", "--out", out, *flags, workers=2)
-    losses = []
-    for step in range(4):
-        losses.append(t.step(step)["loss"])
-        t.merge(step + 1)
-    return losses
+    return [t.step()["loss"] for _ in range(4)]
 
 
 def test_what_is_offloaded_is_merged_too(ranks, tmp_path):
@@ -197,15 +188,14 @@ def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_pat
 def save_alone(out: str) -> list[int]:
     t = trainer(*FLAGS, *MERGES, "--out", out, "--async-save", workers=2, tp=2)
     for step in range(3):
-        t.step(step)
+        t.step()
         if step == 0 and t.mesh.workers.rank == 1:
-            t.save(1)
-            assert t.saving is not None
-            t.saving.wait()
-        t.merge(step + 1)
+            t.checkpoints.save()
+            assert t.checkpoints.saving is not None
+            t.checkpoints.saving.wait()
     again = build_mesh(workers=2, tp=2)  # the groups that all make later are still the same on all
     assert all_reduce(torch.ones(()), again.workers) == 2
-    return [inspect(path).step for path in checkpoints(t.checkpoints, t.mesh)]
+    return [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
 def test_a_worker_saves_in_the_background_without_the_others(ranks, tmp_path):
@@ -216,15 +206,15 @@ def skip_on_one(out: str) -> None:
     t = trainer(*FLAGS, *MERGES, "--steps", "4", "--eval-every", "0", "--out", out, workers=2)
     real = t.step
 
-    def step(number: int) -> dict:
-        bad = number == 2 and t.mesh.workers.rank == 1
+    def step() -> dict:
+        bad = t.run.step == 2 and t.mesh.workers.rank == 1
         hook = t.model.norm.weight.register_hook(lambda grad: grad * (torch.nan if bad else 1.0))
-        found = real(number)
+        found = real()
         hook.remove()
         return found
 
     t.step = step
-    t.run()
+    t.train()
 
 
 def test_a_worker_that_skips_a_step_merges_all_the_same(ranks, tmp_path):
@@ -240,8 +230,8 @@ def test_a_worker_that_skips_a_step_merges_all_the_same(ranks, tmp_path):
 
 def go_on_alone(out: str) -> tuple[int, set[str], list[float]]:
     t = trainer(*FLAGS, "--out", out, "--resume", "auto")
-    slots = {slot for state in t.optimizer.state.values() for slot in state}
-    return t.first_step, slots, [float(local_tensor(p).sum()) for p in t.model.parameters()]
+    slots = {slot for state in t.run.optimizer.state.values() for slot in state}
+    return t.run.step, slots, [float(local_tensor(p).sum()) for p in t.model.parameters()]
 
 
 def test_the_number_of_workers_may_change(ranks, tmp_path):
@@ -261,8 +251,8 @@ def test_the_number_of_workers_may_change(ranks, tmp_path):
 def held_by_optimizer(zero: str, momentum: str) -> int:
     flags = ["--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
     t = trainer(*flags, workers=2, dp=2)
-    t.step(0)
-    return sum(local_tensor(x).nbytes for state in t.optimizer.state.values() for x in state.values())
+    t.step()
+    return sum(local_tensor(x).nbytes for state in t.run.optimizer.state.values() for x in state.values())
 
 
 @pytest.mark.parametrize(

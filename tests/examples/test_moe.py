@@ -46,7 +46,7 @@ def run(sizes: dict, kind: str, zero: int, micro_batch: int, *flags: str) -> dic
 
     mine = ["--zero", str(zero), "--micro-batch", str(micro_batch), "--eval-samples", "4", *flags]
     t = Trainer(parse([*TINY, *MIXTURE, *KINDS[kind], *mine]), mesh(**sizes))
-    records = [t.step(i) for i in range(STEPS)]
+    records = [t.step() for i in range(STEPS)]
     return {"records": records, "val": t.evaluate(), "state": full_state_dict(t.model)}
 
 
@@ -98,8 +98,8 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
     begun = {}
     for kind in ("bias", "global", "sequence"):
         t = trainer(*MIXTURE, *KINDS[kind], "--out", str(tmp_path / kind))
-        t.step(0)
-        t.save(1)
+        t.step()
+        t.checkpoints.save()
         begun[kind] = str(tmp_path / kind / "checkpoints" / "step-00000001"), full_state_dict(t.model)
     bias, fractions = "expert_bias", "fractions"
     for kind, flags, (aux, rate), there in (
@@ -126,7 +126,7 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
         for name, value in before.items():
             want = state.get(name, math.nan if not name.endswith(tuple(there)) else float(name.endswith(fractions)))
             close(value, value.new_tensor(want).expand_as(value) if isinstance(want, float) else want, name)
-        t.step(0)
+        t.step()
         moved = [
             name for name, p in full_state_dict(t.model).items() if name.endswith(bias) and (p != before[name]).any()
         ]
@@ -138,7 +138,8 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
 def check_text(sizes: dict, **options) -> torch.Tensor:
     """The logits of each token of a text."""
     from examples.gpt import generate as command
-    from examples.gpt.model import GPT, GPTConfig, MoEConfig
+    from examples.gpt.config import GPTConfig, MoEConfig
+    from examples.gpt.model import GPT
     from examples.gpt.tokenizer import load_tokenizer
 
     m, seen = mesh(**sizes), []

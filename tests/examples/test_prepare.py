@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.gpt import prepare as module
-from examples.gpt.data import IndexedDataset
+from examples.gpt.indexed_dataset import IndexedDataset
 from examples.gpt.prepare import main, prepare
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
 

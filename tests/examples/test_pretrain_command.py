@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import matplotlib.figure
@@ -26,8 +25,8 @@ from examples.gpt.arguments import inner_size, model_config
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
 from mpcore.checkpoint import step_path
-from mpcore.fault_tolerance import leave as survival
-from tests.examples.test_pretrain import STEPS, TINY, trainer
+from mpcore.fault_tolerance import metrics
+from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +88,7 @@ def test_a_mesh_that_does_not_fit_stops_every_rank_within_seconds(tmp_path):
 
 
 def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
-    from examples.gpt.data import IndexedDatasetWriter
+    from examples.gpt.indexed_dataset import IndexedDatasetWriter
 
     with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
         for _ in range(documents):
@@ -99,7 +98,7 @@ def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
 
 def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(*flags, "--out", out, **sizes).run()
+        trainer(*flags, "--out", out, **sizes).train()
     assert not Path(out).exists()
 
 
@@ -205,7 +204,7 @@ def test_checkpoints_that_cannot_be_written_stop_the_run_before_its_first_step(t
     run = trainer("--out", str(tmp_path), "--save-every", "1")
     (tmp_path / "checkpoints" / ".rank0.tmp").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"checkpoints can't be written: .*Is a directory"):
-        run.run()
+        run.train()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -220,9 +219,9 @@ def test_of_a_record_that_was_torn_the_whole_lines_are_read(tmp_path):
 @pytest.mark.parametrize("newest", ["", "worker-0"])
 def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_path, newest):
     for place in ("", "worker-0"):
-        trainer("--out", str(tmp_path / place)).save(7 if place == newest else 3)
+        save_as(7 if place == newest else 3, trainer("--out", str(tmp_path / place)))
     run = trainer("--out", str(tmp_path), "--resume", "auto")
-    assert run.first_step == 7
+    assert run.run.step == 7
 
 
 def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
@@ -285,8 +284,8 @@ def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
     out, gone = tmp_path / "r1", tmp_path / "gone"
     flags = ["--dtype", "float64", "--kv-heads", "4", "--out", str(out)]
     run = trainer(*flags)
-    run.save(9)
-    run.save(10)
+    save_as(9, run)
+    save_as(10, run)
     newest = out / "checkpoints" / "step-00000010"
     none = f"is no complete checkpoint: it has no manifest.json; the newest in it is {newest}"
     other = f"^{newest} has float64 weights: --dtype float64 goes on from it, not float32$"
@@ -299,7 +298,7 @@ def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
         with pytest.raises(ValueError, match=other):
             trainer(*flags, "--dtype", "float32", flag, str(newest))
     run = trainer(*flags[2:], "--kv-heads", "2")
-    run.save(11)
+    save_as(11, run)
     path = out / "checkpoints" / "step-00000011"
     with pytest.raises(ValueError, match=r"^.* has float32 weights: --dtype float32 goes on from it, not float64$"):
         trainer(*flags, "--kv-heads", "2", "--resume", str(path))
@@ -329,7 +328,7 @@ def test_a_fault_on_one_rank_stops_all(ranks, tmp_path):
 
 def check_out_is_a_file(out: str) -> None:
     with pytest.raises(ValueError, match="can't be written"):
-        trainer("--out", out, tp=2).run()
+        trainer("--out", out, tp=2).train()
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
@@ -347,13 +346,14 @@ def check_full_disk(out: str) -> str:
         def write(self, data) -> int:
             return super().write(data[: left[0]] if left else data)
 
-    def step(number: int) -> dict:
+    def step() -> dict:
+        number = run.run.step
         if number in (2, 3):  # a disk that takes a part of a line, and then nothing
             left[:] = [9 * (3 - number)]
         if number == 4:
             assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1, 1]
             left.clear()
-        return real(number)
+        return real()
 
     def full(figure, path, **_) -> None:
         Path(path).write_text("a part")
@@ -362,9 +362,9 @@ def check_full_disk(out: str) -> str:
     run.step = step
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
-        patch.setattr(survival, "open", lambda path, mode, buffering=-1: File(path, mode), raising=False)
+        patch.setattr(metrics, "open", lambda path, mode, buffering=-1: File(path, mode), raising=False)
         patch.setattr(matplotlib.figure.Figure, "savefig", full)
-        run.run()
+        run.train()
     return told.getvalue()
 
 
@@ -383,12 +383,12 @@ def test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on(ranks, 
 
 def check_out_in_use(out: str) -> None:
     held, second = (trainer("--out", out, tp=2) for _ in range(2))
-    with ExitStack() as stack:
-        assert held.begin(stack) == []
+    with held.checkpoints.folder() as records:
+        assert records == []
         with pytest.raises(ValueError, match=f"--out {out} is in use by another run"):
-            second.run()
-    with ExitStack() as stack:
-        second.begin(stack)
+            second.train()
+    with second.checkpoints.folder():
+        pass
 
 
 def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
@@ -398,7 +398,7 @@ def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
 def check_half(dtype: str) -> list[float]:
     t = trainer("--dtype", dtype, "--sequence-parallel", "--lr", "1e-2", tp=2, pp=2)
     assert {p.dtype for p in t.model.parameters()} == {torch.float32}
-    return [t.step(i)["loss"] for i in range(8)]
+    return [t.step()["loss"] for i in range(8)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -418,9 +418,9 @@ def check_skipped_step() -> None:
             output.register_hook(lambda g: torch.full_like(g, math.inf))
 
         t.model.norm.register_forward_hook(poison)
-    record = t.step(0)
+    record = t.step()
     assert not math.isfinite(record["grad_norm"])
-    assert t.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
+    assert t.run.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
     for p, old in zip(t.model.parameters(), before, strict=True):
         assert torch.equal(p.detach().to_local(), old)  # type: ignore[attr-defined]
 
@@ -433,7 +433,7 @@ def check_generation(sizes: dict, flags: list[str]) -> str:
     from examples.gpt.generate import generate
 
     t = trainer("--dtype", "float64", *flags, **sizes)
-    return generate(t.model, t.pipeline, mesh(**sizes), t.tokenizer, "import ", new_tokens=20, seed=3)
+    return generate(t.model, t.run.pipeline, mesh(**sizes), t.setup.tokenizer, "import ", new_tokens=20, seed=3)
 
 
 def test_every_layout_writes_the_same_text(ranks):
@@ -450,8 +450,9 @@ def check_padded_vocabulary(sizes: dict) -> str:
     """Half of the table's rows are of no byte, and as likely as the others."""
     from dataclasses import replace
 
+    from examples.gpt.config import GPTConfig
     from examples.gpt.generate import generate
-    from examples.gpt.model import GPT, GPTConfig
+    from examples.gpt.model import GPT
     from examples.gpt.tokenizer import ByteTokenizer
     from mpcore import materialize
     from mpcore.pipeline import Pipeline
@@ -471,10 +472,10 @@ def test_a_sample_that_fails_ends_no_run_that_is_done(tmp_path, monkeypatch, cap
     def failing(*_, **options) -> str:
         raise Exception("token id 315 is outside the vocabulary of 300")
 
-    monkeypatch.setattr("examples.gpt.pretrain.generate", failing)
+    monkeypatch.setattr("examples.gpt.train.generate", failing)
     data = write_corpus(tmp_path / "corpus", list(range(100)))
     out = tmp_path / "out"
-    trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).run()
+    trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).train()
     assert "--- a sample\nnone: token id 315 is outside the vocabulary of 300\n" in capsys.readouterr().out
     assert (out / "loss.png").is_file()
 
@@ -509,7 +510,7 @@ def test_ranks_that_torchrun_did_not_start_meet_too(tmp_path):
 def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path, monkeypatch):
     out, other = str(tmp_path / "a"), str(tmp_path / "b")
     whole = trainer("--out", out, "--save-every", "1", "--eval-every", "0")
-    whole.run()
+    whole.train()
     middle = str(step_path(tmp_path / "a" / "checkpoints", STEPS - 2))
     with pytest.raises(
         ValueError, match=f"leaves behind what was trained after it, up to .*step-0*{STEPS}, from which"
@@ -520,4 +521,4 @@ def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path,
     assert trainer("--out", out, "--resume", last).first_step == STEPS
     again = trainer("--out", out, "--resume", "auto", "--eval-every", "0", "--trace")
     assert again.first_step == STEPS
-    again.run()  # with nothing left to train, nor to draw a trace of
+    again.train()  # with nothing left to train, nor to draw a trace of

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-MODULES = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("[a-z]*.py"))
+KERNELS = Path(__file__).parents[2] / "kernels"
+MODULES = sorted(
+    [path.stem for path in KERNELS.glob("[a-z]*.py")] + [path.parent.name for path in KERNELS.glob("*/__init__.py")]
+)
 # The inputs that each has a gradient for.
 GRADIENTS = {
     "adamw": "",
@@ -56,7 +59,7 @@ def functions() -> Iterator[tuple[ModuleType, Callable]]:
     for name in MODULES:
         module = importlib.import_module(f"mpcore.kernels.{name}")
         for function in vars(module).values():
-            own = inspect.isfunction(function) and function.__module__ == module.__name__
+            own = inspect.isfunction(function) and f"{function.__module__}.".startswith(f"{module.__name__}.")
             if own and not function.__name__.startswith("_") and "impl" in inspect.signature(function).parameters:
                 yield module, function
 

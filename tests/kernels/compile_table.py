@@ -24,7 +24,6 @@ from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
     _activation,
-    _attention_ws,
     adamw,
     attention,
     cross_entropy,
@@ -97,35 +96,6 @@ def run_rope(
 
 def run_cross_replica_hash(size: int) -> None:
     ops.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
-
-
-def run_attention_ws(
-    K: int, mask: str = "causal", softcap: float = 0.0, out_dtype: torch.dtype | None = None, V: int | None = None,
-    T: int = 512,
-) -> None:  # fmt: skip
-    q, k, v = (torch.empty(2, T, H, size, dtype=torch.bfloat16) for H, size in ((8, K), (2, K), (2, V or K)))
-    bound = torch.zeros(T, dtype=torch.int32) if mask == "bounds" else None
-    options = (bound, bound, mask == "causal", K**-0.5, softcap, "triton_ws", out_dtype)
-    output, lse = ops.attention_forward(q, k, v, *options)
-    if max(K, V or K) < 256:  # there the backward pass is the portable one
-        ops.attention_backward(output.to(q.dtype), None, q, k, v, output, lse, *options)
-
-
-def run_attention_ws_persistent(K: int, mask: str = "causal") -> None:
-    tile = _attention_ws._tile
-    with mock.patch.object(_attention_ws, "_tile", lambda *given: tile(*given)._replace(persistent=True)):
-        q, k = (torch.empty(2, 512, H, K, dtype=torch.bfloat16) for H in (8, 2))
-        bound = torch.zeros(512, dtype=torch.int32) if mask == "bounds" else None
-        ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, 0.0, "triton_ws", None)
-
-
-def run_attention_gluon(
-    K: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
-    softcap: float = 0.0,
-) -> None:  # fmt: skip
-    q, k = torch.empty(2, 512, 8, K, dtype=dtype), torch.empty(2, 512, 2, K, dtype=dtype)
-    bound = torch.zeros(512, dtype=torch.int32) if mask == "bounds" else None
-    ops.attention_forward(q, k, k, bound, bound, mask == "causal", K**-0.5, softcap, "gluon", out_dtype)
 
 
 def run_attention(
@@ -240,33 +210,6 @@ CASES: dict[str, Callable[[], None]] = {
     "grouped_linear D=2048 F=2816 E=64 bf16 swiglu": lambda: run_grouped_activation(2048, 2816, 64, "swiglu", True),
     "grouped_linear D=1000 F=200 E=8 fp32": lambda: run_grouped_linear(1000, 200, 8, torch.float32),
 }
-# For Hopper alone, where warps take roles.
-HOPPER_CASES: dict[str, Callable[[], None]] = {
-    "attention_ws K=64 bf16": lambda: run_attention_ws(64),
-    "attention_ws K=128 bf16": lambda: run_attention_ws(128),
-    "attention_ws K=128 bf16 full": lambda: run_attention_ws(128, "full"),
-    "attention_ws K=128 bf16 bounds": lambda: run_attention_ws(128, "bounds"),
-    "attention_ws K=128 bf16 softcap": lambda: run_attention_ws(128, softcap=30.0),
-    "attention_ws K=128 bf16 full softcap": lambda: run_attention_ws(128, "full", 30.0),
-    "attention_ws K=128 bf16 fp32 output": lambda: run_attention_ws(128, out_dtype=torch.float32),
-    "attention_ws K=256 bf16": lambda: run_attention_ws(256),
-    "attention_ws K=256 bf16 bounds softcap": lambda: run_attention_ws(256, "bounds", 30.0),
-    "attention_ws K=64 bf16 one token": lambda: run_attention_ws(64, T=1),
-    "attention_ws K=128 bf16 persistent": lambda: run_attention_ws_persistent(128),
-    "attention_ws K=128 bf16 bounds persistent": lambda: run_attention_ws_persistent(128, "bounds"),
-    "attention_ws K=64 V=128 bf16 bounds fp32 output": lambda: run_attention_ws(64, "bounds", 0.0, torch.float32, 128),
-    "attention_gluon K=64 bf16": lambda: run_attention_gluon(64),
-    "attention_gluon K=128 bf16": lambda: run_attention_gluon(128),
-    "attention_gluon K=128 fp16 full": lambda: run_attention_gluon(128, "full", torch.float16),
-    "attention_gluon K=128 bf16 bounds": lambda: run_attention_gluon(128, "bounds"),
-    "attention_gluon K=128 bf16 softcap": lambda: run_attention_gluon(128, softcap=30.0),
-    "attention_gluon K=256 bf16 softcap": lambda: run_attention_gluon(256, softcap=30.0),
-    "attention_gluon K=256 bf16": lambda: run_attention_gluon(256),
-    "attention_gluon K=256 bf16 bounds": lambda: run_attention_gluon(256, "bounds"),
-    "attention_gluon K=128 bf16 bounds fp32 output": lambda: run_attention_gluon(
-        128, "bounds", out_dtype=torch.float32
-    ),
-}
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")
 FP8_CASES: dict[str, Callable[[], None]] = {
@@ -277,8 +220,8 @@ FP8_CASES: dict[str, Callable[[], None]] = {
     "fp8_matmul K=4096 one token": lambda: run_fp8_matmul(1, 4096, 4096),
     "fp8_matmul K=8177 added": lambda: run_fp8_matmul(4096, 4096, 8177, False, True),
 }
-QUICK = {"attention K=64 bf16", "attention K=128 bf16", "attention_ws K=128 bf16 bounds"}
-SLOW = {case for case in CASES | HOPPER_CASES if case.startswith("attention")} - QUICK
+QUICK = {"attention K=64 bf16", "attention K=128 bf16"}
+SLOW = {case for case in CASES if case.startswith("attention")} - QUICK
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
 if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
@@ -295,8 +238,7 @@ Facts = dict[str, Any]
 
 def cases_of(target: str) -> dict[str, Callable[[], None]]:
     """The cases that are compiled for a target."""
-    hopper = HOPPER_CASES if target == "sm_90" else {}
-    return CASES | hopper | (FP8_CASES if target in FP8_TARGETS else {})
+    return CASES | (FP8_CASES if target in FP8_TARGETS else {})
 
 
 def compile_case(target: str, case: str) -> dict[str, Facts]:
@@ -326,7 +268,6 @@ def _nvidia_facts(launch: Launch) -> Facts:
     access["ld"] += [int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared[^;]*\], (\w+)", ptx)]
     return {
         **_matrix(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", ptx),
-        **_roles(launch.kernel.asm["ttgir"]),
         "registers": int(registers),
         "spills": int(stack),  # spilled registers live on the stack, and nothing else of ours does
         "wide_loads": _wide(access["ld"]),
@@ -356,15 +297,6 @@ def _matrix(name: str, code: str) -> Facts:
     return {"matrix": count} if count else {}
 
 
-def _roles(code: str) -> Facts:
-    """Groups of 4 warps that only copy and that multiply, and what a product of these is, where warps take roles."""
-    if "ttg.warp_specialize" not in code:
-        return {}
-    groups = re.split(r"^ +(?:default \{|partition\d+\()", code, flags=re.MULTILINE)[1:]
-    products = [re.findall(r"ttng\.warp_group_dot.*-> tensor<(\d+x\d+)xf32", group) for group in groups]
-    return {"copy": products.count([]), "multiply": len(list(filter(None, products))), "products": max(products)}
-
-
 def _wide(sizes: list[int]) -> str:
     return f"{sum(size >= 16 for size in sizes)}/{len(sizes)}"
 
@@ -391,8 +323,7 @@ def table(document: dict[str, Any]) -> str:
         "Generated by `python tests/kernels/compile_table.py`; `tests/kernels/test_compile.py` holds kernels to it.",
         f"Compiled without a GPU by Triton {document['triton']}. Each cell: registers per thread / spilled, bytes of",
         "shared memory, 16-byte loads of all loads, 16-byte stores of all stores. Copies to shared memory are loads.",
-        "Kernels that multiply matrices also show how many instructions of the tensor cores (`mma`) they have, and",
-        "where warps take roles how many groups of 4 copy and how many multiply.",
+        "Kernels that multiply matrices also show how many instructions of the tensor cores (`mma`) they have.",
         "",
         "| case | kernel | warps | " + " | ".join(targets) + " |",
         "|---" * (3 + len(targets)) + "|",
@@ -408,8 +339,7 @@ def _cell(c: Facts | None) -> str:
     if c is None:
         return "-"
     text = f"{c['registers']}/{c['spills']}, {c['shared']}, ld {c['wide_loads']}, st {c['wide_stores']}"
-    text += f", mma {c['matrix']}" if "matrix" in c else ""
-    return text + (f", {c['copy']}+{c['multiply']} groups" if "copy" in c else "")
+    return text + (f", mma {c['matrix']}" if "matrix" in c else "")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from mpcore.kernels import _dispatch, _launch
+from mpcore.kernels import _dispatch, _triton
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -91,13 +91,13 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Lau
     _dispatch.launching_on_cpu = True
     if record:
         CompiledKernel.launch_metadata = append
-    _launch._compiled.clear()
+    _triton._compiled.clear()
     try:
         yield launches
     finally:
         driver._active, CompiledKernel.launch_metadata = previous, plain
         _dispatch.launching_on_cpu = launching
-        _launch._compiled.clear()
+        _triton._compiled.clear()
 
 
 class Empty(torch.autograd.Function):

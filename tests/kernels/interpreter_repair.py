@@ -158,8 +158,7 @@ def _init_args(self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_addresses(ptrs: Any, mask: Any) -> None:
-    inside = mask if isinstance(mask, np.ndarray) else mask.data  # an array from a descriptor
-    addresses = ptrs.data[np.broadcast_to(inside.astype(bool), ptrs.data.shape)]
+    addresses = ptrs.data[np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)]
     if addresses.size == 0:
         return
     first, end = int(addresses.min()), int(addresses.max()) + ptrs.get_element_ty().primitive_bitwidth // 8

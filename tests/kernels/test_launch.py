@@ -1,16 +1,14 @@
 """What a launch remembers of the one before, and the device it goes to."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_gpu import fake_gpu
 
-from mpcore.kernels import _launch
-from mpcore.kernels._dispatch import made
-from mpcore.kernels._launch import launch
+from mpcore.kernels import _triton
 from mpcore.kernels._rows import _sum_partials_kernel
+from mpcore.kernels._triton import decorated, launch
 
 
 def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
@@ -21,7 +19,7 @@ def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
 def test_a_second_launch_does_not_ask_triton(monkeypatch):
     with fake_gpu() as launches:
         sum_partials()
-        monkeypatch.setattr(type(made(_sum_partials_kernel)), "run", lambda *args, **kwargs: pytest.fail("asked"))
+        monkeypatch.setattr(type(decorated(_sum_partials_kernel)), "run", lambda *args, **kwargs: pytest.fail("asked"))
         sum_partials(P=5)
     first, second = launches
     assert first.kernel is second.kernel
@@ -37,32 +35,10 @@ def test_whatever_changes_the_code_is_compiled_anew(change):
     assert launches[0].kernel is not launches[1].kernel
 
 
-class AnyGrid(dict):
-    """A kernel that remembers what it was launched with, and says that it was compiled for CUDA."""
-
-    def __missing__(self, grid):
-        self.metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
-        return lambda *args, **options: self
-
-
-@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"block_shape": [1, 8]}, {}, None])
-def test_boxes_of_other_dtypes_and_shapes_are_other_kernels(change, monkeypatch):
-    """Descriptors are said by no tensor: of what they hold the code depends on these alone."""
-    monkeypatch.setattr(_launch, "_compiled", {})
-    kernel, x = AnyGrid(), torch.empty(2)
-
-    def box(dtype=torch.bfloat16, block_shape=(1, 64)):
-        return SimpleNamespace(base=torch.empty(2, dtype=dtype), block_shape=block_shape)
-
-    for descriptor in (box(), None if change is None else box(**change)):
-        launch(kernel, (1, 1, 1), (x,), (), (), 4, (descriptor,))
-    assert len(_launch._compiled) == (1 if change == {} else 2)
-
-
 def test_on_amd_triton_is_asked_each_time():
     with fake_gpu("gfx942") as launches:
         sum_partials()
-        assert (len(launches), _launch._compiled) == (1, {})
+        assert (len(launches), _triton._compiled) == (1, {})
 
 
 class Elsewhere(torch.Tensor):

@@ -6,11 +6,10 @@ import importlib
 import json
 
 import pytest
-import torch
 from compile_table import cases_of
 from fake_gpu import fake_gpu
 
-from bench.kernels.protocol import NotHereError, WrongError
+from bench.kernels.protocol import WrongError
 from bench.tune import AS_IT_IS, TUNABLE, Candidate, in_place, kernels_of, line, main, summary
 
 CASES = cases_of("sm_90")
@@ -22,8 +21,6 @@ CASE = {
     "rope": "rope 32+8 heads of 128 bf16",
     "cross_entropy": "cross_entropy V=50257 bf16",
     "attention": "attention K=64 bf16",
-    "attention_ws": "attention_ws K=64 bf16",
-    "attention_gluon": "attention_gluon K=64 bf16",
     "adamw": "adamw fp32",
     "cross_replica_hash": "cross_replica_hash of 10007 bf16",
     "grouped_linear": "grouped_linear D=1000 F=200 E=8 fp32",
@@ -56,15 +53,6 @@ def test_candidates_are_launched_in_the_place_of_what_is_there(name):
         same += [candidate.name] if changed == before else []
     assert len(same) <= len(tried) // 3, same  # what this one shape makes no difference to, or what is there already
     assert launched(CASE[name]) == before
-
-
-@pytest.mark.parametrize(("name", "provider"), [("ws", "triton_ws"), ("gluon", "gluon")])
-def test_a_pass_for_hopper_is_tuned_by_its_name_in_the_bench(name, provider):
-    (kernel,) = kernels_of(TUNABLE[f"attention_{name}"])
-    assert kernel.name == f"mpcore {provider}"
-    if not torch.cuda.is_available():
-        with pytest.raises(NotHereError, match=r"compute capability 9\.0"):
-            kernel.ours(query=None, key=None, value=None)
 
 
 def test_a_choice_is_put_back_after_an_error():

@@ -18,7 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.gpt.model import GPT, GPTConfig, build_stages
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from examples.gpt.stages import build_stages
 from mpcore import (
     ColumnParallelLinear,
     Mesh,

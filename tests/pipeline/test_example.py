@@ -19,7 +19,7 @@ FLAGS = [
 
 
 def run(sizes: dict, out: str, *flags: str) -> list[float]:
-    Trainer(parse([*FLAGS, "--out", out, *flags]), mesh(**sizes)).run()
+    Trainer(parse([*FLAGS, "--out", out, *flags]), mesh(**sizes)).train()
     entries = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
     return [entry[key] for entry in entries for key in ("loss", "grad_norm", "val_loss") if key in entry]
 

@@ -159,7 +159,7 @@ class ParallelAttention(HeadAttention):
         causal: each token sees itself and what is before it; False: all of its document.
         window: with causal, the number of tokens each one sees, itself counted; None: all.
         softcap: c of scores c tanh(s / c); None: scores as they are.
-        impl: `"triton"`, `"triton_ws"`, `"gluon"` or `"reference"` of `mpcore.kernels.attention`; None: torch's
+        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's
             `scaled_dot_product_attention` for causal and full masks, where it isn't measured to be slower, and else the
             kernel that the device has.
         tp: the axis.

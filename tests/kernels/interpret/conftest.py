@@ -33,11 +33,3 @@ else:
     def on_the_gpu() -> Iterator[None]:
         with torch.device("cuda"):
             yield
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-        """What is made for another GPU is skipped on this one."""
-        report = yield
-        if report.failed and "is for GPUs of compute capability" in str(report.longrepr):
-            report.outcome, report.longrepr = "skipped", (str(item.path), None, "needs an H100 or H200")
-        return report

@@ -5,7 +5,6 @@ import pytest
 import torch
 from attention_cases import draw, mask, seen
 
-from mpcore.kernels import _attention_ws
 from mpcore.kernels.attention import attention, attention_backward, attention_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -16,12 +15,8 @@ def triton(**arguments):
     return attention(**arguments, impl="triton")
 
 
-def triton_ws(**arguments):
-    return attention(**arguments, impl="triton_ws")
-
-
-def check(inputs, layout="contiguous", how=triton, **options):
-    laws.check_errors(seen(how), seen(attention_reference), inputs, layout, **options)
+def check(inputs, layout="contiguous", **options):
+    laws.check_errors(seen(triton), seen(attention_reference), inputs, layout, **options)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -29,105 +24,70 @@ def test_errors_of_every_mask_over_many_blocks(name):
     check(draw(130), **mask(name, 130))
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "dtype"),
-    [
-        *((name, triton, dtype) for dtype in (BF16, F16) for name in ("causal", "full", "packed window", "bounds")),
-        *((name, triton_ws, BF16) for name in ("causal", "packed window")),
-        *((name, triton_ws, F16) for name in ("full", "bounds")),
-    ],
-)
-def test_errors_in_half_precision(name, how, dtype):
-    check(draw(130, dtype=dtype), how=how, **mask(name, 130))
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("name", ["causal", "full", "packed window", "bounds"])
+def test_errors_in_half_precision(name, dtype):
+    check(draw(130, dtype=dtype), **mask(name, 130))
 
 
 @pytest.mark.parametrize(
-    ("name", "T", "how", "dtype"),
+    ("name", "T", "dtype"),
     [
-        *((name, T, triton, F32) for T in (1, 37) for name in MASKS),
-        *((name, 37, triton_ws, BF16) for name in ("window", "packed", "packed full")),
+        *((name, T, F32) for T in (1, 37) for name in MASKS),
+        *((name, 37, BF16) for name in ("window", "packed", "packed full")),
     ],
 )
-def test_errors_of_short_rows(name, T, how, dtype):
-    heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # of a lone row the reference's error is luck
-    check(draw(T, **heads, dtype=dtype), how=how, **mask(name, T))
+def test_errors_of_short_rows(name, T, dtype):
+    heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # one row's error in the reference is luck
+    check(draw(T, **heads, dtype=dtype), **mask(name, T))
 
 
-@pytest.mark.parametrize(("H", "groups", "how"), [(4, 4, triton), (6, 2, triton), (3, 1, triton), (6, 2, triton_ws)])
-def test_errors_of_grouped_heads_in_a_batch(H, groups, how):
+@pytest.mark.parametrize(("H", "groups"), [(4, 4), (6, 2), (3, 1)])
+def test_errors_of_grouped_heads_in_a_batch(H, groups):
     for name in ("causal", "bounds"):
-        check(draw(37, H, groups, B=2, dtype=BF16), how=how, **mask(name, 37))
+        check(draw(37, H, groups, B=2, dtype=BF16), **mask(name, 37))
 
 
 @pytest.mark.parametrize(
     ("K", "V", "dtype"),
     [
         *((K, V, F32) for K, V in ((80, 80), (96, 64), (64, 128), (128, 80), (256, 256), (6, 40), (32, 32))),
-        *((K, V, BF16) for K, V in ((32, 32), (192, 128))),
+        *((K, V, BF16) for K, V in ((32, 32), (64, 128), (128, 64), (192, 128), (256, 256))),
     ],
 )
 def test_errors_of_every_head_dimension(K, V, dtype):
-    heads = {"H": 8, "groups": 4} if K < 64 else {}  # of few numbers the reference's error is luck
+    heads = {"H": 8, "groups": 4} if K < 64 else {}  # the reference's error of few numbers is luck
     check(draw(37, K=K, V=V, dtype=dtype, **heads), **mask("window", 37))
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 256)])
-def test_errors_of_every_head_dimension_for_hopper(K, V):
-    for name in ("causal", "window"):
-        check(draw(37, K=K, V=V, dtype=BF16), how=triton_ws, **mask(name, 37))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+def test_errors_with_softcap(dtype, softcap):
+    check(draw(70, dtype=dtype), softcap=softcap, scale=0.3, **mask("causal", 70))
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype", "softcap"),
-    [*((triton, dtype, cap) for dtype in (F32, BF16) for cap in (0.5, 20.0)), (triton_ws, BF16, 0.5)],
-)
-def test_errors_with_softcap(how, dtype, softcap):
-    check(draw(70, dtype=dtype), how=how, softcap=softcap, scale=0.3, **mask("causal", 70))
-
-
-@pytest.mark.parametrize(
-    ("T", "keys", "how", "dtype"),
+    ("T", "keys", "dtype"),
     [
-        *((T, keys, triton, F32) for T, keys in ((37, 130), (130, 37), (1, 70), (70, 1))),
-        *((T, keys, triton_ws, BF16) for T, keys in ((37, 130), (130, 37))),
+        *((T, keys, F32) for T, keys in ((37, 130), (130, 37), (1, 70), (70, 1))),
+        *((T, keys, BF16) for T, keys in ((37, 130), (130, 37))),
     ],
 )
-def test_errors_of_other_keys_than_queries(T, keys, how, dtype):
-    heads = {"H": 64, "groups": 64} if T == 1 else {"H": 2}  # of few rows the reference's error is luck
+def test_errors_of_other_keys_than_queries(T, keys, dtype):
+    heads = {"H": 64, "groups": 64} if T == 1 else {"H": 2}  # the reference's error of few rows is luck
     inputs = draw(T, **heads, keys=keys, dtype=dtype)
-    check(inputs, how=how, **mask("bounds", T, keys))
-    check(inputs, how=how, causal=False)
+    check(inputs, **mask("bounds", T, keys))
+    check(inputs, causal=False)
 
 
-@pytest.mark.parametrize("how", [triton, triton_ws])
 @pytest.mark.parametrize("layout", ["strided rows", "strided columns"])
-def test_errors_of_strided_tensors(layout, how):
-    check(draw(37, B=2, dtype=BF16), layout, how, **mask("causal", 37))
+def test_errors_of_strided_tensors(layout):
+    check(draw(37, B=2, dtype=BF16), layout, **mask("causal", 37))
 
 
-@pytest.mark.parametrize(("how", "dtype"), [(triton, F32), (triton_ws, BF16)])
-def test_errors_of_rows_that_are_far_apart(how, dtype):
-    check(draw(3, H=8, groups=4, dtype=dtype), "far rows", how, **mask("causal", 3))
-
-
-@pytest.mark.parametrize("name", ["causal", "bounds"])
-def test_a_program_that_takes_one_block_after_another_writes_the_same(name, monkeypatch):
-    tile, given = _attention_ws._tile, {**draw(130, 6, 2, B=2, dtype=BF16), **mask(name, 130)}
-    wanted = triton_ws(**given)
-    monkeypatch.setattr(_attention_ws, "_tile", lambda *options: tile(*options)._replace(persistent=True))
-    far = {
-        name: x.transpose(1, 2).contiguous().transpose(1, 2) if x is given["key"] else x for name, x in given.items()
-    }
-    for found in (triton_ws(**given), triton_ws(**far)):
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def test_heads_before_tokens_are_as_columns_of_a_row_on_hopper():
-    """Columns that lie further apart than rows: rows overlap."""
-    inputs = draw(37, 6, 2, B=2, dtype=BF16)
-    turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
-    ours, theirs = (laws.results(triton_ws, x) for x in (inputs, turned))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_errors_of_rows_that_are_far_apart(dtype):
+    check(draw(3, H=8, groups=4, dtype=dtype), "far rows", **mask("causal", 3))
 
 
 def test_errors_of_a_packed_projection():
@@ -146,12 +106,12 @@ def test_errors_of_a_packed_projection():
 )
 def test_nothing_in_gives_nothing_out(B, T, H, keys):
     inputs = draw(T, H, min(H, 1), keys=keys, B=B)
-    for dtype, how in ((F32, triton), (BF16, triton), (BF16, triton_ws)):
-        check({name: x.to(dtype) for name, x in inputs.items()}, how=how, causal=False)
+    for dtype in (F32, BF16):
+        check({name: x.to(dtype) for name, x in inputs.items()}, causal=False)
 
 
-@pytest.mark.parametrize(("impl", "softcap"), [("triton", None), ("triton", 5.0), ("triton_ws", None)])
-def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(impl, softcap):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
     """Each block's backward pass, from the merged output and lse alone, is its term of the gradient."""
     inputs, blocks = draw(48, 4, 2, dtype=BF16), 6
     exact = {name: x.double().requires_grad_() for name, x in inputs.items()}
@@ -159,7 +119,7 @@ def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(impl, softc
     gradients = [torch.randn_like(y).to(BF16).double() for y in want]
     torch.autograd.backward(want, gradients)
     index, size = torch.arange(48, dtype=torch.int32), 48 // blocks
-    common = {"softcap": softcap, "impl": impl, "out_dtype": F32}
+    common = {"softcap": softcap, "impl": "triton", "out_dtype": F32}
 
     def parts():
         for n in range(blocks):
@@ -208,10 +168,8 @@ def test_the_same_bits_each_time():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("name", "impl"),
-    [*((n, i) for n in ("causal", "bounds") for i in ("triton", "reference")), ("bounds", "triton_ws")],
-)
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["causal", "bounds"])
 def test_operators(name, impl):
     inputs, ops = draw(5, 4, 2, dtype=BF16), torch.ops.mpcore
     low, high = mask(name, 5).get("bounds", (None, None))
@@ -223,6 +181,6 @@ def test_operators(name, impl):
         laws.check_operator(ops.attention_backward, *given, *numbers)
 
 
-@pytest.mark.parametrize(("how", "name"), [(triton, "causal"), (triton, "packed window"), (triton_ws, "window")])
-def test_compiles_in_one_graph(how, name):
-    laws.check_compiles(how, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))
+@pytest.mark.parametrize("name", ["causal", "packed window", "window"])
+def test_compiles_in_one_graph(name):
+    laws.check_compiles(triton, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))

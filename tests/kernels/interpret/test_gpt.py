@@ -6,7 +6,8 @@ import laws
 import pytest
 import torch
 
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
 from mpcore import VocabParallelCrossEntropy, materialize
 from mpcore.kernels import _dispatch
 

@@ -1,0 +1,253 @@
+"""A run's checkpoints: from which one it goes on, and when it writes one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.gpt.console import Console
+from examples.gpt.faults import check_writable, was_restarted
+from examples.gpt.hf import load_hf
+from examples.gpt.records import locked, read_records, write_whole
+from examples.gpt.resume import init_from, left_behind, other_run
+from examples.gpt.setup import Setup, about
+from mpcore import Run
+from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
+from mpcore.checkpoint.format import read_manifest
+from mpcore.collectives import all_reduce
+from mpcore.mesh import raise_together
+
+
+class Checkpoints:
+    """Loads and saves a run; each of several workers has a folder of its own."""
+
+    def __init__(self, run: Run, setup: Setup, args: argparse.Namespace, out: Path, console: Console) -> None:
+        self.run, self.setup, self.args, self.out, self.console = run, setup, args, out, console
+        self.mesh, self.path = run.mesh, out / "checkpoints"
+        self.about = about(setup, args.optimizer)
+        self.first_step = self.first_sample = 0
+        self.saving: Saving | None = None
+        self.told: Saving | None = None
+
+    def sample(self, step: int) -> int:
+        """Global index of a step's first sample, over all workers: the whole state of the data."""
+        return self.first_sample + (step - self.first_step) * self.args.global_batch
+
+    # --- where a run begins -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Go on from a checkpoint, or begin with the weights that flags name, or with the first values."""
+        args = self.args
+        if not self._resume():
+            with self.run.parameters() as model:
+                if args.init_from_hf:
+                    load_hf(args.init_from_hf, model, self.mesh)
+                if args.init_from:
+                    init_from(args.init_from, model, self.mesh)
+            moe = self.setup.config.moe
+            if args.init_from and self.console.lead and moe is not None and moe.bias and moe.bias_rate == 0:
+                print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
+        self.run.begin_merges()
+
+    def _resume(self) -> bool:
+        """Go on from the checkpoint that `--resume` asks for, if there is one; auto passes over damaged ones.
+
+        Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges;
+        one that has none there takes worker 0's.
+        """
+        resume = self.args.resume
+        restarted = torch.tensor(int(was_restarted() and self.args.save_every > 0), device=self.mesh.device)
+        if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts on each node by itself
+            own = self._common(self.own())
+            resume = resume if resume != "none" and not own else "auto"
+        if resume == "none":
+            return False
+        found = self.own() if resume == "auto" else [Path(resume)]
+        error, loaded, path = None, None, None
+        while path := next(iter(self._common(found)), None):
+            self._check(path, resume)
+            loaded, problem, failed = self._try_to_load(path)
+            if not failed:
+                break
+            loaded, error = None, error or problem
+            if problem is not None:
+                found = [other for other in found if other != path]
+                if self.console.lead and resume == "auto":
+                    print(f"passed over: {error}", file=sys.stderr, flush=True)
+        if loaded is None:
+            raise_together(error)
+            if found and self.console.lead:
+                print(f"{found[0]} is passed over: the workers have none in common", file=sys.stderr, flush=True)
+            return False
+        self.first_step, self.first_sample = loaded.step, loaded.sample
+        before = self.first_step * self.args.global_batch  # of one line for all, where the batch has changed
+        ahead = torch.tensor(self.first_sample - before, device=self.mesh.device)
+        self.first_sample = before + int(all_reduce(ahead, self.mesh.workers, "max"))
+        if self.console.lead:
+            worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
+            other = f" of {path}" if path is not None and self.out not in path.parents else ""
+            print(f"{worker}resumed after step {loaded.step}, from sample {loaded.sample}{other}", flush=True)
+        return True
+
+    def _check(self, path: Path, resume: str) -> None:
+        newest = None if resume == "auto" else latest(self.path, self.mesh)
+        begun_elsewhere = bool(self.args.init_from_hf or self.args.init_from)
+        refused = other_run(path, self.about, self.args.seed, self.args.dtype, begun_elsewhere)
+        raise_together(refused or left_behind(path, newest))
+
+    def _try_to_load(self, path: Path) -> tuple[Loaded | None, ValueError | None, bool]:
+        """What was read, what was wrong here, and whether anything was wrong on any worker."""
+        loaded, problem = None, None
+        try:
+            loaded = self.run.load(path)
+        except ValueError as refused:
+            problem = refused
+        failed = torch.tensor(int(problem is not None), device=self.mesh.device)
+        if int(all_reduce(failed, self.mesh.workers, "max")):
+            return None, problem, True
+        try:
+            self.run.begin_merges()
+        except ValueError as refused:  # on all workers: each tries the one before
+            return None, refused, True
+        return loaded, None, False
+
+    def own(self) -> list[Path]:
+        """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""
+        places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
+        by_place = [checkpoints(at / "checkpoints", self.mesh) for at in dict.fromkeys(places)]
+        found = [path for paths in by_place for path in paths]
+        if self.run.workers is None and sum(map(bool, by_place)) > 1:
+            found.sort(key=lambda path: -read_manifest(path).step)
+        return found
+
+    def _common(self, found: list[Path]) -> list[Path]:
+        """Those that have seen as many merges as some that each worker can take, of the most merges that there are."""
+        if self.run.workers is None:
+            return found
+        merges = {path: self.run.workers.merges_until(read_manifest(path).step) for path in found}
+        every: list = [None] * self.mesh.workers.size
+        dist.all_gather_object(every, set(merges.values()), group=self.mesh.workers.group)
+        most = max(set.intersection(*every), default=None)
+        return [path for path in found if merges[path] == most]
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def folder(self) -> Iterator[list[dict]]:
+        """Make the run's folder ready, and hold it against other runs. Gives what is recorded of earlier steps.
+
+        Raises:
+            ValueError: on every rank, if it holds another run or can't be written.
+        """
+        args, error = self.args, None
+        found = self.own() if args.resume == "none" and self.first_step == 0 else []
+        if found:
+            error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+        raise_together(error)
+        records: list[dict] = []
+        with ExitStack() as stack:
+            try:
+                if self.console.lead:
+                    records = self._write_config(stack)
+            except ValueError as problem:
+                error = problem
+            except OSError as problem:
+                error = ValueError(f"--out {self.out} can't be written: {problem}")
+            raise_together(error)
+            try:
+                if args.save_every:
+                    check_writable(self.path, self.mesh.world.rank)
+            except ValueError as problem:
+                error = problem
+            raise_together(error)
+            yield records
+
+    def _write_config(self, stack: ExitStack) -> list[dict]:
+        out = self.out
+        out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(out))
+        config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
+        write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
+        records = read_records(out / "metrics.jsonl", self.first_step)
+        write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
+        if self.args.save_every:
+            self.path.mkdir(exist_ok=True)  # fails now, or never
+        return records
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps that are done."""
+        carried = self.setup.carried
+        state: dict[str, Any] = {"sample": self.sample(self.run.step), "config": self.about, "extra": carried.extra}
+        state |= {"keep": self.args.keep, "beside": carried.beside}
+        if not self.args.async_save:
+            self.run.save(self.path, **state)
+            return
+        after, self.saving = self.saving, None
+        if after is not None:
+            after.wait()
+            self.tell_saved(after)
+        began = time.perf_counter()
+        saving = self.run.save(self.path, background=True, after=after, **state)
+        assert isinstance(saving, Saving)
+        self.saving = saving
+        name, seconds = step_path(self.path, self.run.step).name, time.perf_counter() - began
+        self.console.tell(f"saving {name} in the background, copied in {seconds:.2f} s")
+
+    def try_to_save(self) -> None:
+        """Save; where that fails, say so loudly and train on: the next save is tried again."""
+        self._try(self.save)
+
+    def save_last(self) -> None:
+        """Save, and see it written. Here a save that fails is an error: nothing comes after it."""
+        if self.saving is not None:
+            self._try(self.saving.wait)
+            self.tell_saved()
+            self.saving = None
+        self.save()
+        if self.saving is not None:
+            self.saving.wait()
+            self.tell_saved()
+
+    def save_and_leave(self) -> None:
+        """Save before the run's end."""
+        self.save_last()
+        if self.console.lead:
+            path = step_path(self.path, self.run.step)
+            print(f"saved {path} and left: --resume auto goes on from it", flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank."""
+        return self.saving is not None and self.saving.failed
+
+    def tell_failed(self) -> None:
+        """Say on all ranks why a save in the background failed."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self._try(saving.wait)
+
+    def tell_saved(self, saving: Saving | None = None) -> None:
+        """Say once, when a save in the background has ended, how it went."""
+        saving = saving or self.saving
+        if saving is not None and self.console.lead and saving.done and saving.bytes and saving is not self.told:
+            self.told = saving
+            size, rate = saving.bytes / 1e6, saving.bytes / 1e6 / max(saving.seconds, 1e-9)
+            self.console.tell(f"saved {saving.path.name}: {size:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)")
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except ValueError as error:
+            self.console.tell(f"NOT SAVED, training goes on: {error}", file=sys.stderr)

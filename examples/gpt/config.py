@@ -1,0 +1,172 @@
+"""What a GPT is (`GPTConfig`), and how it lies on the ranks (`Layout`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpcore import Mesh
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of a dense MLP; names as in `mpcore.ParallelMoE` and `mpcore.Router`."""
+
+    experts: int = 8
+    top_k: int = 2
+    shared_experts: int = 0
+    d_ff: int | None = None  # of each expert; None: the dense MLP's
+    every: int = 1  # block i has experts where (i + 1) % every == 0, and a dense MLP elsewhere
+    dense: int = 0  # the first blocks have a dense MLP, whatever `every` says
+    score: str = "softmax"
+    normalize: bool = True
+    routed_scale: float = 1.0
+    groups: int = 1
+    top_groups: int | None = None
+    aux_loss: str | None = "sequence"
+    aux_coefficient: float = 0.01
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+    bias: bool | None = None  # True with a rate of 0: the bias was learned earlier and stays fixed
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    dispatch: str | None = None
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention in place of `kv_heads` and `head_dim`; names as in `mpcore.MultiLatentAttention`."""
+
+    kv_lora_rank: int = 32
+    q_lora_rank: int | None = 48  # None: queries are projected from x directly
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What the model computes, on any layout."""
+
+    vocab_size: int = 257  # bytes, and the end of a document
+    seq_len: int = 256
+    layers: int = 4
+    d_model: int = 128
+    heads: int = 4
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: d_model / heads
+    d_ff: int | None = None  # None: 4 d_model; with a gate 8/3 d_model, rounded up to a multiple of 64
+    activation: str = "swiglu"
+    norm: str = "rms"  # or "layer"
+    norm_eps: float | None = None  # None: 1e-6 for "rms", 1e-5 for "layer"
+    qk_norm: bool = False  # RMSNorm of each query and key head
+    positions: str = "rope"  # or "learned"
+    rope_base: float = 10000.0
+    rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)  # as in `RotaryEmbedding`
+    window: int | None = None  # number of tokens that each token attends to, itself included; None: all before it
+    bias: bool = False
+    qkv_bias: bool | None = None  # these three: None: as `bias`
+    output_bias: bool | None = None  # of the attention's output projection
+    mlp_bias: bool | None = None
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+    init_std: float = 0.02  # as in GPT-2
+    moe: MoEConfig | None = None  # None: every MLP is dense
+    latent: LatentConfig | None = None  # None: attention with `kv_heads` and `head_dim`
+
+    def __post_init__(self) -> None:
+        if isinstance(self.moe, dict):  # from a checkpoint's config
+            object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if isinstance(self.latent, dict):
+            object.__setattr__(self, "latent", LatentConfig(**self.latent))
+        for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.head_dim is None and self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.norm not in ("rms", "layer") or self.positions not in ("rope", "learned"):
+            raise ValueError(
+                f"norm {self.norm!r} must be 'rms' or 'layer', positions {self.positions!r} 'rope' or 'learned'"
+            )
+        if self.moe is not None:
+            self._check_moe(self.moe)
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        qkv, output, _ = self.biases
+        given = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "qk_norm": self.qk_norm or None}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given or qkv != output:
+            raise ValueError(
+                f"latent attention has no {given or 'biases of one projection alone'}: every head has its own keys, as "
+                f"wide as {latent} says, and either all down projections and the output have biases or none has"
+            )
+
+    def _check_moe(self, moe: MoEConfig) -> None:
+        if self.biases[2]:
+            raise ValueError(f"{moe.experts} experts in the place of an MLP with biases: experts have none")
+        if not 1 <= moe.every <= self.layers:
+            raise ValueError(f"moe every {moe.every} is not between 1 and the {self.layers} layers")
+        if not 0 <= moe.dense < self.layers:
+            raise ValueError(f"moe dense {moe.dense} leaves no experts in the {self.layers} layers")
+
+    @property
+    def eps(self) -> float:
+        """Epsilon of all norms."""
+        if self.norm_eps is not None:
+            return self.norm_eps
+        return 1e-6 if self.norm == "rms" else 1e-5
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether the QKV projection, the attention's output projection and the MLP have biases."""
+        own = (self.qkv_bias, self.output_bias, self.mlp_bias)
+        qkv, output, mlp = (self.bias if one is None else one for one in own)
+        return qkv, output, mlp
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head of attention without latents."""
+        return self.head_dim or self.d_model // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the dense MLP."""
+        if self.d_ff is not None:
+            return self.d_ff
+        gated = self.activation in ("swiglu", "geglu")
+        return -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of what adds to the residual stream: 2 branches a block, so the sum keeps its scale."""
+        return self.init_std / math.sqrt(2 * self.layers)
+
+    def has_experts(self, block: int) -> bool:
+        """Whether a block has experts in place of a dense MLP."""
+        return self.moe is not None and block >= self.moe.dense and (block + 1) % self.moe.every == 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on the ranks: every layer is built with the same.
+
+    Attributes:
+        mesh: the axes; `Mesh()` is one process.
+        context: how attention meets the tokens of other ranks of `mesh.cp`; see `mpcore.shard_sequence`.
+        sequence_parallel: between tensor-parallel regions each rank holds its part of the sequence.
+        device, dtype: of the parameters.
+    """
+
+    mesh: Mesh = Mesh()
+    context: str = "zigzag"
+    sequence_parallel: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None

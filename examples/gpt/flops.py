@@ -1,0 +1,38 @@
+"""Parameters of a GPT, and the floating-point operations of training it on one token."""
+
+from __future__ import annotations
+
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from mpcore.sharding import owners
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """Count the logical parameters of the whole model."""
+    return sum(p.numel() for p in GPT(config, device="meta").parameters() if p.requires_grad)
+
+
+def count_active_parameters(config: GPTConfig) -> int:
+    """Count the logical parameters that one token goes through: of the experts, only those that it is sent to."""
+    if config.moe is None:
+        return count_parameters(config)
+    held = owners(GPT(config, device="meta"))
+    return round(sum(p.numel() * getattr(module, "used_share", 1) for _, module, _, p in held if p.requires_grad))
+
+
+def flops_of_token(config: GPTConfig) -> int:
+    """Count the FLOPs of one token's forward and backward: 6 for each parameter that multiplies, and attention's.
+
+    Embedding tables multiply nothing, except a tied table, which is the head too. Attention counts all tokens of the
+    window or the sequence, by convention also those that the causal mask hides.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    c = config
+    looked_up = (0 if c.tie_embeddings else c.vocab_size) + (c.seq_len if c.positions == "learned" else 0)
+    if c.latent is None:
+        widths = 2 * c.head_width  # of a head's scores and values
+    else:
+        widths = c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim + c.latent.v_head_dim
+    seen = min(c.window or c.seq_len, c.seq_len)
+    return 6 * (count_active_parameters(c) - looked_up * c.d_model + c.layers * c.heads * widths * seen)

@@ -1,0 +1,29 @@
+"""Models by name, for `--preset`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+
+_gpt2 = partial(
+    GPTConfig, vocab_size=50257, seq_len=1024, activation="gelu", norm="layer", positions="learned", bias=True,
+    tie_embeddings=True,
+)  # fmt: skip
+_llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0)
+PRESETS = {
+    "tiny": GPTConfig(),
+    "tiny-moe": GPTConfig(moe=MoEConfig(experts=8, top_k=2, d_ff=192)),
+    "tiny-mla": GPTConfig(latent=LatentConfig()),
+    "mixtral-8x7b": GPTConfig(
+        vocab_size=32000, seq_len=32768, layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, rope_base=1e6,
+        moe=MoEConfig(experts=8, top_k=2, aux_coefficient=0.02),
+    ),
+    "gpt2": _gpt2(layers=12, d_model=768, heads=12),
+    "gpt2-medium": _gpt2(layers=24, d_model=1024, heads=16),
+    "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
+    "gpt2-xl": _gpt2(layers=48, d_model=1600, heads=25),
+    "llama3-1b": _llama3(layers=16, d_model=2048, heads=32, d_ff=8192, tie_embeddings=True),
+    "llama3-8b": _llama3(layers=32, d_model=4096, heads=32, d_ff=14336),
+    "llama3-70b": _llama3(layers=80, d_model=8192, heads=64, d_ff=28672),
+}  # fmt: skip

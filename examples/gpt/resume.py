@@ -1,0 +1,94 @@
+"""Whether a run may go on from a checkpoint, and the first weights where it doesn't."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from examples.gpt.config import GPTConfig
+from mpcore import Mesh
+from mpcore.checkpoint import Manifest, inspect, load
+from mpcore.checkpoint.format import read_manifest
+from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
+
+
+def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun_elsewhere: bool) -> ValueError | None:
+    """Why a run can't go on from a checkpoint; None too where it can't be read, of which `load` tells.
+
+    Args:
+        path: the checkpoint.
+        about: what must be the same there.
+        seed, dtype: of the run.
+        begun_elsewhere: whether the flags name a model to begin with.
+    """
+    try:
+        manifest = inspect(path)
+    except (ValueError, OSError):
+        return None
+    saved: dict[str, Any] = {"tokenizer": about["tokenizer"], **manifest.config, "seed": manifest.seed}
+    saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
+    refused = other_dtype(path, manifest, dtype)
+    if refused is not None:
+        return refused
+    found = differing(saved, {**about, "seed": seed})
+    if not found:
+        return None
+    begun = ""
+    if not begun_elsewhere and saved["model"] != about["model"]:
+        begun = " If it began with --init-from-hf or --init-from, give that again: the shape comes from there."
+    return ValueError(
+        f"{path} is of another run: {'; '.join(found)}.{begun} --init-from {path} with another --out begins a new "
+        f"one from its weights"
+    )
+
+
+def left_behind(path: Path, newest: Path | None) -> ValueError | None:
+    """Why a run can't go on here from a checkpoint: `auto` and restarts would go on from a later one instead."""
+    try:
+        if newest is None or read_manifest(newest).step <= read_manifest(path).step:
+            return None
+    except (ValueError, OSError):  # of which `load` tells
+        return None
+    return ValueError(
+        f"--resume {path} leaves behind what was trained after it, up to {newest}, from which restarts and "
+        f"--resume auto would go on: take another --out, or remove or rename the later checkpoints"
+    )
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
+    """The fields in which two configs differ, each with both values."""
+    found = []
+    for name in dict.fromkeys([*here, *there]):
+        a, b = there.get(name), here.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing(a, b, f"{within}{name}.")
+        elif a != b:
+            a, b = ("not set" if value is None else repr(value) for value in (a, b))
+            found.append(f"{within}{name} is {a} there, {b} here")
+    return found
+
+
+def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
+    """Load the weights of a checkpoint; a router's bias and statistics begin anew where the checkpoint has none.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    loaded = load(path, model, mesh=mesh, strict=False, cast=True)  # an import may be in half precision
+    missing = [name for name in loaded.missing_keys if not name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
+    if missing or any(not name.endswith(ROUTER_STATISTICS) for name in loaded.unexpected_keys):
+        load(path, model, mesh=mesh, cast=True)  # raises, and names them
+
+
+def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:
+    """Why weights of a checkpoint can't be those of a run: they are float64 for --dtype float64, else float32."""
+    found = {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("model/")}
+    if dtype == "float64" and "F64" not in found and "F32" in found:
+        return ValueError(f"{path} has float32 weights: --dtype float32 goes on from it, not float64")
+    if dtype != "float64" and "F64" in found:
+        return ValueError(f"{path} has float64 weights: --dtype float64 goes on from it, not {dtype}")
+    return None

@@ -1,0 +1,37 @@
+"""The private names of torch that kernels use. No other file of `kernels/` may name one.
+
+Read in torch 2.11 and 2.13:
+
+- `torch._subclasses.fake_tensor.FakeTensor`, the tensors with which `torch.compile` and dry runs trace;
+- `torch._C._will_engine_execute_node`, which torch's own `torch.autograd.graph` calls too;
+- `OpOverload._schema`, from which torch's own code reads the arguments that an operator mutates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Return whether `x` is a meta or a fake tensor: it has a shape, a dtype and a device, and no values to read."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def engine_will_execute(node: Any) -> bool:
+    """In a backward pass, return whether this pass executes `node` of the graph and accumulates its gradient.
+
+    Raises:
+        RuntimeError: no backward pass runs, or `torch.autograd.grad` wants the gradient as a result.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def mutated_arguments(op: Callable) -> list[int]:
+    """Return the positions of the arguments that `op` mutates, as its schema declares them."""
+    arguments = op._schema.arguments  # pyright: ignore[reportFunctionMemberAccess]
+    return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]

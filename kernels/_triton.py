@@ -1,0 +1,131 @@
+"""Triton: imported by the first launch of a kernel, and launched without looking up a compiled kernel twice.
+
+Importing Triton takes as long as importing all of mpcore, so only a launch imports it. Until then, `triton.jit` here is
+a stand-in that remembers the kernel, and `tl` is an empty name. Other modules import both from here.
+
+Note:
+    - A Triton kernel takes its pointers, sizes, strides and constants one by one, because the language has no
+      structures that hold them. That is why kernels have more than ten parameters; their launchers pack them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ValueError, ImportError):  # sys.modules holds None for the package, or an import hook forbids it
+        return False
+
+
+HAS_TRITON = _has("triton")
+# Triton reads the same variable when it decorates a kernel.
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+class LazyKernel:
+    """A kernel that waits for the first launch to be decorated by `triton.jit`."""
+
+    def __init__(self, function: Callable, options: dict[str, Any]) -> None:
+        self.function, self.options = function, options
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    @functools.cached_property
+    def jit(self) -> Any:
+        """The kernel as Triton decorates it; imports Triton."""
+        decorator = importlib.import_module("triton").jit
+        return decorator(**self.options)(self.function) if self.options else decorator(self.function)
+
+
+def _jit(function: Callable | None = None, **options: Any) -> Any:
+    return LazyKernel(function, options) if function is not None else lambda function: LazyKernel(function, options)
+
+
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+else:
+    triton = SimpleNamespace(jit=_jit)
+    tl = SimpleNamespace()  # kernels use it in their bodies and annotations only
+
+
+def decorated(value: Any) -> Any:
+    """Return the kernel that Triton decorated for a `LazyKernel`; any other value comes back unchanged."""
+    return value.jit if isinstance(value, LazyKernel) else value
+
+
+def decorate_all() -> None:
+    """Import Triton, and replace the stand-ins in every module of this package: Triton reads a kernel's globals."""
+    language, package = importlib.import_module("triton.language"), __name__.rpartition(".")[0]
+    placeholder = tl
+    for module in [m for name, m in sys.modules.items() if name.startswith(package + ".") and m is not None]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, LazyKernel):
+                setattr(module, name, value.jit)
+            elif value is placeholder and name == "tl":
+                setattr(module, name, language)
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Any, ...],
+    scalars: tuple[int | float, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+) -> None:
+    """Launch `kernel[grid](*tensors, *scalars, *constants)` on the device and the current stream of `tensors[0]`.
+
+    Triton searches for the compiled kernel at each launch, which takes twice the host time of everything else. This
+    function remembers it instead. Triton's choice depends on the key below only; on AMD it also depends on the sizes of
+    the tensors, so there Triton searches.
+
+    Args:
+        kernel: decorated with `triton.jit`.
+        grid: how many programs.
+        tensors: pointer arguments; `None` for a tensor that the kernel can do without. The first is a tensor.
+        scalars: run-time numbers.
+        constants: `tl.constexpr` arguments, which may be kernels.
+        num_warps: of a program.
+    """
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, tensors, scalars, constants, num_warps)
+    pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    numbers = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in scalars]
+    # Modules hold their kernels for ever, so an id is never reused.
+    key = (id(kernel), device.index, num_warps, constants, *pointers, *numbers)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](*tensors, *scalars, *constants)
+        return None
+    if any(type(held) is LazyKernel for held in (kernel, *constants)):
+        decorate_all()
+        kernel, constants = decorated(kernel), tuple(map(decorated, constants))
+    compiled = kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
+    if compiled is not None and compiled.metadata.target.backend == "cuda":  # the interpreter returns None
+        _compiled[key] = compiled
+    return None
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device; a CPU counts as one."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

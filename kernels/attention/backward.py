@@ -1,0 +1,233 @@
+"""The backward pass of attention: the operator, its launches, and its three kernels."""
+
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch import define, launches
+from .._flops import flops
+from .._triton import launch, tl, triton
+from . import tiles
+from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, query_spans, sees_keys
+from .forward import OPTIONS
+from .reference import backward_reference
+from .tiles import capped_scores, load_rows, store_rows
+
+
+def _empty_backward(
+    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty(t.shape, dtype=options[-1]) for t in (query, key, value))
+    return dq, dk, dv
+
+
+backward_op = define(
+    "attention_backward(Tensor grad, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
+    f" {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _empty_backward,
+)
+
+
+@flops(torch.ops.mpcore.attention_backward)
+def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
+    """Count five products, one of which the forward pass computed already."""
+    B, T, H, K = query
+    return 2 * B * H * T * key[1] * (3 * K + 2 * value[3])
+
+
+@launches(backward_op)
+def _launch_backward(
+    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *given, impl, out_dtype = options
+    scores, (dq, dk, dv) = Scores(*given), (outs := _empty_backward(grad, dlse, query, key, value, out_dtype))
+    if impl == "reference":
+        with torch.autocast(query.device.type, enabled=False):
+            backward_reference(outs, grad, dlse, query, key, value, output, lse, scores)
+        return outs
+    if dq.numel() == 0 or dk.numel() == 0:
+        for gradient in outs:
+            gradient.zero_()
+        return outs
+    (B, T, H, _), (keys, groups), V = query.shape, key.shape[1:3], value.shape[3]
+    q, k, v, do, o = map(tiles.heads_of, (query, key, value, grad, output))
+    lse, dlse, low, high = map(tiles.contiguous, (lse, dlse, scores.low, scores.high))
+    rows = query.new_empty((2, B, H, T), dtype=torch.float32)  # lse log2 e, and delta
+    launch(
+        _rows_kernel,
+        (tiles.programs(T, 32, B * H), 1, 1),
+        (do.x, o.x, lse, dlse, rows),
+        (T, H, B * H * T, *do.strides, *o.strides),
+        (V, tiles.padded(V), 32),
+        num_warps=4,
+    )
+    scalars = (T, keys, H, H // groups, scores.scale, B * H * T, *q.strides, *k.strides, *v.strides, *do.strides)
+    constants = tiles.constants(query, value, scores)
+    for name, kernel, written, count, heads in (
+        ("dkdv", _backward_keys_kernel, (dk, dv), keys, groups),
+        ("dq", _backward_queries_kernel, (dq,), T, H),
+    ):
+        tile = tiles.tile(name, query, value, scores)
+        tensors = (q.x, k.x, v.x, do.x, rows, low, high, *written)
+        grid = (tiles.programs(count, tile.blocks[name == "dkdv"], B * heads), 1, 1)
+        launch(kernel, grid, tensors, scalars, (*constants, *tile.blocks, tile.stages), tile.warps)
+    return outs
+
+
+@triton.jit
+def _rows_kernel(
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, rows_ptr, T, H, size, do_batch, do_token, do_head, o_batch, o_token, o_head,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Store lse log2 e and delta of each query; for a query that sees no key, inf and 0, so that its p is 0."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    queries = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    do = load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+    o = load_rows(o_ptr + batch * o_batch + head * o_head, queries, o_token, T, V, BLOCK_V, True)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    at = heads.to(tl.int64) * T + queries
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=queries < T, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + at, mask=queries < T, other=0.0)
+    nothing = lse == float("-inf")
+    tl.store(rows_ptr + at, tl.where(nothing, float("inf"), lse * LOG2_E), mask=queries < T)
+    tl.store(rows_ptr + size + at, tl.where(nothing, 0.0, delta), mask=queries < T)
+
+
+@triton.jit
+def _add_to_keys(
+    dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+    begin, inner, outer, end, GROUP, T, KEYS, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Add the queries of `SIDE`, of all heads of the group, to dk and dv of a block of keys."""
+    left, blocks = count_blocks(begin, inner, outer, end, BLOCK_M, SIDE)
+    for turn in tl.range(0, GROUP * blocks, num_stages=STAGES):  # one loop: nested loops take more registers
+        head, block = (turn // blocks).to(tl.int64), turn % blocks
+        queries = block_start(block, left, begin, inner, outer, BLOCK_M, SIDE) + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+        lse_ptr = rows_ptr + head * T
+        lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
+        z, unit, slope = capped_scores(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
+        log2_p = tl.fma(z, unit, -lse[None, :])
+        if SIDE != "within":
+            low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
+            sees = sees_keys(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
+            log2_p = tl.where(sees, log2_p, float("-inf"))
+        p = tl.exp2(log2_p)
+        do = load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        delta = tl.load(lse_ptr + size + queries, mask=queries < T, other=0.0)
+        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def _backward_keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dk_ptr, dv_ptr, T, KEYS, H, GROUP, scale, size,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(KEYS, BLOCK_N)
+    start = tl.program_id(0) % blocks * BLOCK_N  # under a causal mask, the longest program starts first
+    groups = H // GROUP
+    batch, group = (tl.program_id(0) // blocks // groups).to(tl.int64), (tl.program_id(0) // blocks % groups)
+    keys = start + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr + batch * k_batch + group.to(tl.int64) * k_head, keys, k_token, KEYS, K, BLOCK_K, True)
+    v = load_rows(v_ptr + batch * v_batch + group.to(tl.int64) * v_head, keys, v_token, KEYS, V, BLOCK_V, True)
+    begin, inner, outer, end = query_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    first = group.to(tl.int64) * GROUP
+    rows_ptr += (batch * H + first) * T
+    q_ptr += batch * q_batch + first * q_head
+    do_ptr += batch * do_batch + first * do_head
+    dk, dv = _add_to_keys(
+        dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+        begin, inner, outer, end, GROUP, T, KEYS, scale,
+        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, "within",
+    )  # fmt: skip
+    if MASK != "full":
+        HIDDEN_STAGES: tl.constexpr = 1 if MASK == "bounds" else STAGES  # Triton can't pipeline the loads of bounds
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
+            begin, inner, outer, end, GROUP, T, KEYS, scale,
+            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, HIDDEN_STAGES, "both" if MASK == "bounds" else "left",
+        )  # fmt: skip
+    at = batch * KEYS * groups + group
+    store_rows(dk_ptr + at * K, keys, groups * K, KEYS, dk * scale, K, BLOCK_K)
+    store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, BLOCK_V)
+
+
+@triton.jit
+def _add_to_queries(
+    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, count, begin, inner, outer, end, KEYS,
+    scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of `SIDE` to dq of a block of queries."""
+    left, blocks = count_blocks(begin, inner, outer, end, BLOCK_N, SIDE)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        keys = block_start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
+        z, unit, slope = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+        log2_p = tl.fma(z, unit, -lse[:, None])
+        if SIDE != "within":
+            sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
+            log2_p = tl.where(sees, log2_p, float("-inf"))
+        v = load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
+        ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        if SOFTCAP != 0.0:
+            ds *= slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _backward_queries_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dq_ptr, T, KEYS, H, GROUP, scale, size,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // blocks
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
+    k_ptr += batch * k_batch + head // GROUP * k_head
+    v_ptr += batch * v_batch + head // GROUP * v_head
+    queries = start + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+    do = load_rows(do_ptr + batch * do_batch + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+    rows_ptr += heads.to(tl.int64) * T
+    lse = tl.load(rows_ptr + queries, mask=queries < T, other=float("inf"))
+    delta = tl.load(rows_ptr + size + queries, mask=queries < T, other=0.0)
+    low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
+    begin, inner, outer, end = key_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+
+    dq = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    dq = _add_to_queries(
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
+    )  # fmt: skip
+    dq = _add_to_queries(
+        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
+        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
+    )  # fmt: skip
+    store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, BLOCK_K)

@@ -1,0 +1,233 @@
+"""Masks: the host turns each one into bounds of the keys that a query sees; kernels read from them what is hidden."""
+
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._triton import tl, triton
+
+Bounds = tuple[Tensor, Tensor]
+
+
+class Scores(NamedTuple):
+    """How scores come from queries and keys.
+
+    Attributes:
+        low, high: int32 `[Tq]`, or `None` where `causal` is the whole mask.
+        causal: without bounds: whether a query sees itself and the keys before it only.
+        scale: factor of the products.
+        softcap: 0 for none.
+    """
+
+    low: Tensor | None
+    high: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float
+
+    @property
+    def mask(self) -> str:
+        """The kind of mask that kernels are compiled for."""
+        return "bounds" if self.low is not None else "causal" if self.causal else "full"
+
+
+def key_bounds(
+    T: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Bounds:
+    """Return the bounds of a mask of T queries and as many keys.
+
+    Args:
+        T: number of tokens.
+        causal, window, cu_seqlens: as of `attention`.
+        device: of the result.
+
+    Returns:
+        `(low, high)`, int32 `[T]` each: query i sees the keys low[i] <= j < high[i].
+
+    Raises:
+        ValueError: `cu_seqlens` does not rise from 0 to T.
+    """
+    index = torch.arange(T, device=device, dtype=torch.int32)
+    low, high = torch.zeros_like(index), torch.full_like(index, T)
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, T)
+        ends = cu_seqlens.to(torch.int32)
+        document = torch.searchsorted(ends, index, right=True)
+        low, high = ends[document - 1], ends[document]
+    if causal:
+        high = index + 1
+    if window is not None:
+        low = torch.maximum(low, high - window)
+    return low, high
+
+
+def check_documents(cu_seqlens: Tensor, T: int) -> None:
+    """Raise `ValueError` unless document ends rise from 0 to T.
+
+    On a GPU and while compiling, only dtype and shape are checked: reading the values would wait for the device.
+    """
+    check_ends(cu_seqlens)
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    first, last, falls = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff() < 0
+    if first != 0 or last != T or bool(falls.any()):
+        where = [f", falling from {int(cu_seqlens[i])} to {int(cu_seqlens[i + 1])}" for i in falls.nonzero()[:1]]
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}{''.join(where)}"
+        )
+
+
+def check_ends(cu_seqlens: Tensor) -> None:
+    """Raise `ValueError` unless document ends are a one-dimensional tensor of integers; reads no value."""
+    if not isinstance(cu_seqlens, Tensor):
+        found = f"a {type(cu_seqlens).__name__}"
+    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+    else:
+        return
+    raise ValueError(
+        f"cu_seqlens is {found}, but must be int32 or int64 [n + 1], such as torch.tensor([0, 3, 8]) for documents of "
+        f"3 and 5 tokens"
+    )
+
+
+def mask_bounds(
+    query: Tensor, key: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None, bounds: Bounds | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Check the options of a mask and return its bounds, or `(None, None)` where `causal` is the whole mask."""
+    B, T, keys = query.shape[0], query.shape[1], key.shape[1]
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+    if bounds is not None:
+        if window is not None or cu_seqlens is not None:
+            raise ValueError("bounds are the whole mask: give no window and no cu_seqlens with them")
+        for name, bound in zip(("low", "high"), bounds, strict=True):
+            if bound.shape != (T,) or bound.dtype != torch.int32 or bound.device != query.device:
+                there = f"{bound.dtype} {tuple(bound.shape)} on {bound.device}"
+                raise ValueError(f"bound {name} is {there}; it must be torch.int32 ({T},) on {query.device}")
+        return bounds
+    if keys != T and (causal or cu_seqlens is not None):
+        raise ValueError(f"{T} queries of {keys} keys have no diagonal: give bounds, or causal=False")
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]")
+    if cu_seqlens is None and window is None:
+        return None, None
+    return key_bounds(T, causal=causal, window=window, cu_seqlens=cu_seqlens, device=query.device)
+
+
+# --- in kernels: MASK is "bounds", "causal" or "full" -----------------------------------------------------------------
+
+
+@triton.jit
+def _first_query(bound_ptr, T, limit):
+    """Return the first query whose bound is at least `limit`, or T, by binary search: bounds never fall."""
+    first, last = 0, T
+    while first < last:
+        middle = (first + last) // 2
+        if tl.load(bound_ptr + middle) < limit:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@triton.jit
+def _whole_blocks(begin, inner, outer, end, BLOCK: tl.constexpr):
+    """Round begin, inner and outer to whole blocks, so that from inner to outer the mask hides nothing."""
+    begin = begin // BLOCK * BLOCK
+    inner = tl.maximum(begin, tl.minimum(tl.cdiv(inner, BLOCK), tl.cdiv(end, BLOCK)) * BLOCK)
+    return begin, inner, tl.maximum(inner, outer // BLOCK * BLOCK), end
+
+
+@triton.jit
+def key_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return begin, inner, outer and end for a block of queries.
+
+    Every query sees all keys from inner to outer. Some queries see keys from begin to inner and from outer to end.
+    """
+    if MASK == "bounds":
+        last = tl.minimum(start + BLOCK_M, T) - 1
+        begin, inner = tl.maximum(tl.load(low_ptr + start), 0), tl.maximum(tl.load(low_ptr + last), 0)
+        end, outer = tl.minimum(tl.load(high_ptr + last), KEYS), tl.minimum(tl.load(high_ptr + start), KEYS)
+        return _whole_blocks(begin, inner, tl.maximum(outer, 0), tl.maximum(end, 0), BLOCK_N)
+    elif MASK == "causal":
+        return 0, 0, start // BLOCK_N * BLOCK_N, tl.minimum(start + BLOCK_M, KEYS)
+    else:
+        return 0, 0, KEYS // BLOCK_N * BLOCK_N, KEYS
+
+
+@triton.jit
+def query_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return begin, inner, outer and end for a block of keys.
+
+    Queries from inner to outer see every key. Queries from begin to inner and from outer to end see some keys. A block
+    past the last query counts as inner: its rows are loaded as 0.
+    """
+    stop = tl.minimum(start + BLOCK_N, KEYS)
+    if MASK == "bounds":
+        begin, inner = _first_query(high_ptr, T, start + 1), _first_query(high_ptr, T, stop)
+        outer, end = _first_query(low_ptr, T, start + 1), _first_query(low_ptr, T, stop)
+    elif MASK == "causal":
+        begin, inner, outer, end = start, stop, T, T
+    else:
+        begin, inner, outer, end = 0, 0, T, T
+    return _whole_blocks(begin, inner, tl.where(outer == T, T + BLOCK_M - 1, outer), end, BLOCK_M)
+
+
+@triton.jit
+def count_blocks(begin, inner, outer, end, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    """Return how many blocks lie left of inner, and how many `SIDE` has: "left", "right", "both" or "within"."""
+    left, right = tl.cdiv(inner - begin, BLOCK), tl.cdiv(tl.maximum(end - outer, 0), BLOCK)
+    if SIDE == "left":
+        return left, left
+    elif SIDE == "right":
+        return left, right
+    elif SIDE == "both":
+        return left, left + right
+    else:
+        return left, (outer - inner) // BLOCK
+
+
+@triton.jit
+def block_start(block, left, begin, inner, outer, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    """Return where a block of `SIDE` starts."""
+    if SIDE == "left":
+        return begin + block * BLOCK
+    elif SIDE == "right":
+        return outer + block * BLOCK
+    elif SIDE == "both":
+        return tl.where(block < left, begin, outer - left * BLOCK) + block * BLOCK
+    else:
+        return inner + block * BLOCK
+
+
+@triton.jit
+def load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK: tl.constexpr):
+    """Return the first key that each query sees and how many it sees; without bounds, two values that nobody reads."""
+    if MASK == "bounds":
+        queries = tl.minimum(queries, T - 1)
+        low, high = tl.load(low_ptr + queries), tl.load(high_ptr + queries)
+        return low, tl.maximum(tl.minimum(high, KEYS) - low, 0)
+    else:
+        return queries, queries
+
+
+@triton.jit
+def sees_keys(queries, keys, low, count, KEYS, MASK: tl.constexpr):
+    """Return whether each query sees each key."""
+    if MASK == "bounds":
+        return (keys - low).to(tl.uint32) < count.to(tl.uint32)  # one comparison instead of two
+    elif MASK == "causal":
+        return keys <= queries
+    else:
+        return keys < KEYS

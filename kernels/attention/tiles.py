@@ -1,0 +1,155 @@
+"""What the forward and the backward kernels share: tile sizes, views of heads, and how a block is loaded and scored."""
+
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._rows import MAX_ROWS, ceil_div, next_power_of_2
+from .._softcap import tanh_and_slope
+from .._triton import INTERPRETING, tl, triton
+from .bounds import Scores
+
+WIDEST_HEAD = 256  # the largest head dimension, of keys and of values, that the tables below have tiles for
+
+
+class Tile(NamedTuple):
+    """How one kernel is launched.
+
+    Attributes:
+        blocks: queries and keys of a program's block.
+        stages: of the software pipeline.
+        warps: of a program.
+    """
+
+    blocks: tuple[int, int]
+    stages: int
+    warps: int
+
+
+# By kernel and head dimension: plain attention, then attention with bounds, a soft cap, padded heads or heads below 64.
+# The largest blocks that spill no registers. No GPU has timed them.
+_LARGE = {  # 227 KiB of shared memory: H100, B200
+    "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
+    "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
+    "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
+}
+_BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64)), 256: ((64, 64), (32, 64))}}
+_SMALL = {  # at least 99 KiB: other GPUs of Nvidia
+    "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
+    "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
+    "dq": {64: ((64, 64), (64, 32)), 128: ((64, 64), (64, 32)), 256: ((32, 32), (32, 32))},
+}
+_AMD = {  # 64 KiB
+    "forward": {64: ((128, 64), (64, 32)), 128: ((128, 64), (32, 32)), 256: ((64, 32), (32, 32))},
+    "dkdv": {64: ((64, 64), (16, 32)), 128: ((32, 32), (16, 32)), 256: ((32, 32), (16, 32))},
+    "dq": {64: ((64, 32), (32, 32)), 128: ((64, 32), (32, 16)), 256: ((32, 32), (32, 16))},
+}
+
+
+def tile(kernel: str, query: Tensor, value: Tensor, scores: Scores) -> Tile:
+    """Return the tile of "forward", "dkdv" or "dq" on the current GPU."""
+    dims = query.shape[3], value.shape[3]
+    width = max(64, next_power_of_2(max(dims)))
+    if query.dtype == torch.float32:  # no matrix instruction computes it exactly
+        return Tile((16, 16) if width > 128 else (32, 32), 1, 8)
+    table = _SMALL if INTERPRETING else _tiles_of(_driver().get_current_device())
+    odd = dims != tuple(map(padded, dims)) or max(dims) < 64
+    blocks = table[kernel][width][scores.low is not None or scores.softcap > 0 or odd]
+    return Tile(blocks, 1, 4) if table is _AMD else Tile(blocks, 2, 8)
+
+
+def _driver() -> Any:
+    return importlib.import_module("triton.runtime").driver.active
+
+
+@functools.cache
+def _tiles_of(device: object) -> dict:
+    driver = _driver()
+    target = driver.get_current_target()
+    if target.backend != "cuda":
+        return _AMD
+    if driver.utils.get_device_properties(device)["max_shared_mem"] < 200 * 1024:
+        return _SMALL
+    return _BLACKWELL if target.arch >= 100 else _LARGE
+
+
+class Heads(NamedTuple):
+    """A tensor `[B, T, H, K]` whose last dimension is contiguous, and its strides of batch, tokens and heads."""
+
+    x: Tensor
+    strides: tuple[int, int, int]
+
+
+def heads_of(x: Tensor) -> Heads:
+    """View `x` `[B, T, H, K]` as kernels read it; copies only if its last dimension is not contiguous."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    return Heads(x, (x.stride(0), x.stride(1), x.stride(2)))
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Return `x` contiguous; `None` stays `None`."""
+    return None if x is None else x.contiguous()
+
+
+def constants(query: Tensor, value: Tensor, scores: Scores) -> tuple:
+    """Return the constants K, V, BLOCK_K, BLOCK_V, MASK and SOFTCAP that all kernels take."""
+    K, V = query.shape[3], value.shape[3]
+    return K, V, padded(K), padded(V), scores.mask, scores.softcap
+
+
+def padded(dim: int) -> int:
+    """Return the head dimension that the matrix instructions multiply: a power of two, at least 16."""
+    return max(16, next_power_of_2(dim))
+
+
+def programs(tokens: int, block: int, heads: int) -> int:
+    """Return the number of programs for all blocks of tokens of all heads.
+
+    Raises:
+        ValueError: a launch can't count them.
+    """
+    count = ceil_div(tokens, block) * heads
+    if count > MAX_ROWS:
+        raise ValueError(f"{count} blocks of tokens are more than the {MAX_ROWS} that a launch can count")
+    return count
+
+
+@triton.jit
+def load_rows(x_ptr, tokens, stride, count, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr):
+    """Load `[tokens, BLOCK_D]` of one head, 0 past D; with `CHECK`, also 0 past token `count`."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = x_ptr + tokens[:, None].to(tl.int64) * stride + cols
+    if CHECK and D != BLOCK_D:
+        return tl.load(ptrs, mask=(tokens[:, None] < count) & (cols < D), other=0.0)
+    elif CHECK:
+        return tl.load(ptrs, mask=tokens[:, None] < count, other=0.0)
+    elif D != BLOCK_D:
+        return tl.load(ptrs, mask=cols < D, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_rows(x_ptr, tokens, stride, count, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store `[tokens, D]` of one head, up to token `count`."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = (tokens[:, None] < count) & (cols < D)
+    tl.store(x_ptr + tokens[:, None].to(tl.int64) * stride + cols, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def capped_scores(products, scale, SOFTCAP: tl.constexpr):
+    """Return z and its unit (e^score = 2^(z unit)), and the slope of the soft cap."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if SOFTCAP != 0.0:
+        tanh, slope = tanh_and_slope(products * (scale / SOFTCAP))
+        return tanh, SOFTCAP * LOG2_E, slope
+    else:
+        return products, scale * LOG2_E, 1.0

@@ -1,0 +1,27 @@
+"""Models of Hugging Face, both ways: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2, V3.
+
+Each of their tensors is a box of one of ours, fused with others, transposed or in place. So a folder of theirs is read
+straight into any layout, and converts tensor by tensor. Fields of config.json that a model of ours cannot have are
+refused by name. Start with `architectures`: the tables.
+"""
+
+from mpcore.interop.hugging_face.architectures import ARCHITECTURES, LENGTH, Architecture
+from mpcore.interop.hugging_face.carried import FOLDER, Carried, carried_by_checkpoint, carried_by_hf
+from mpcore.interop.hugging_face.command import main
+from mpcore.interop.hugging_face.config import (
+    ModelSpec,
+    architecture_of,
+    config_from_hf,
+    config_to_hf,
+    read_config,
+    read_json,
+)
+from mpcore.interop.hugging_face.convert import export_hf, import_hf, load_hf, open_checkpoint
+from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Source, open_hf, parts_of
+
+__all__ = [
+    "ARCHITECTURES", "FOLDER", "INDEX", "LENGTH", "ROUTER_BIAS", "ROUTER_STATISTICS", "Architecture", "Carried",
+    "ModelSpec", "Source", "architecture_of", "carried_by_checkpoint", "carried_by_hf", "config_from_hf",
+    "config_to_hf", "export_hf", "import_hf", "load_hf", "main", "open_checkpoint", "open_hf", "parts_of",
+    "read_config", "read_json",
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""What goes along with a model besides its weights: the tokenizer's files, and the token ids of config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpcore.checkpoint import inspect
+from mpcore.checkpoint.folders import resolve
+from mpcore.interop.hugging_face.architectures import TOKENS
+
+FOLDER = "hugging_face"  # in a checkpoint
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What goes along with a model besides its weights.
+
+    Attributes:
+        config: fields of config.json: token ids, and the maximum length if the run's sequences are shorter.
+        files: the tokenizer's files and generation_config.json, by name.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of it."""
+        sums = {name: zlib.crc32(data) for name, data in self.files.items()}
+        return {FOLDER: {"config": self.config, "files": sums}} if self.config or self.files else {}
+
+    @property
+    def beside(self) -> dict[str, bytes]:
+        """The files by their path in a checkpoint."""
+        return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
+
+    def with_tokenizer(self, content: bytes | None, end_id: int, end_name: str | None = None) -> Carried:
+        """What goes along with a model that is trained with another tokenizer, or with its own.
+
+        Either names the token that ends a document: transformers would else use the default of its architecture, at
+        which nothing stops.
+
+        Args:
+            content: of the tokenizer.json; None: the tokenizer has no file.
+            end_id, end_name: the token that ends a document.
+        """
+        own = content == self.files.get("tokenizer.json")
+        if own and "eos_token_id" in self.config:
+            return self
+        ids = {"bos_token_id": None, "eos_token_id": end_id}
+        if own:
+            return dataclasses.replace(self, config=ids | self.config)
+        if content is None or end_name is None:
+            return Carried(ids)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_name}
+        return Carried(ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()})
+
+
+def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> Carried:
+    """Find what goes along in a folder of Hugging Face, whose config.json has this content."""
+    return Carried({name: value for name, value in values.items() if name in TOKENS}, _read_files(Path(folder)))
+
+
+def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
+    """Find what goes along in one of our checkpoints.
+
+    Raises:
+        ValueError: if the checkpoint can't be read, or a file is missing or damaged.
+    """
+    found = inspect(path).extra.get(FOLDER, {})
+    return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
+
+
+def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Read the tokenizer's files of a folder, or one file as tokenizer.json.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    path = Path(path)
+    found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
+    if not found:
+        raise ValueError(f"{path} is no tokenizer.json, and no folder with one of {', '.join(_FILES)}")
+    return found
+
+
+def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
+    """The files by name, each checked against its CRC-32 if these are given."""
+    found = {}
+    for name in _FILES:
+        if not (folder / name).is_file():
+            if sums and name in sums:
+                raise ValueError(f"{folder / name} is missing")
+            continue
+        found[name] = (folder / name).read_bytes()
+        if sums is not None and sums.get(name) != zlib.crc32(found[name]):
+            raise ValueError(
+                f"{folder / name} is damaged: its CRC-32 is {zlib.crc32(found[name]):08x}, written was {sums.get(name)}"
+            )
+    return found

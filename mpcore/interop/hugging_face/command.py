@@ -1,0 +1,48 @@
+"""The command line: convert between Hugging Face and our checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from mpcore.checkpoint.folders import resolve
+from mpcore.interop.hugging_face.config import ModelSpec
+from mpcore.interop.hugging_face.convert import export_hf, import_hf
+
+
+def main(argv: Sequence[str] | None = None, *, spec: ModelSpec, prog: str) -> int:
+    """Run the command for a model.
+
+    Returns:
+        0: done; 2: it failed, and said why.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Convert models between Hugging Face and checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
+    convert.add_argument("--from-hf", metavar="DIR", help="a folder with config.json and safetensors files")
+    convert.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
+    convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
+    convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
+    convert.add_argument("--force", action="store_true", help="with --to: replace an existing checkpoint")
+    convert.add_argument(
+        "--tokenizer", metavar="PATH", help="with --to-hf: a tokenizer.json, or a folder whose tokenizer files go along"
+    )
+    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: no cast)")
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    try:
+        if args.from_hf and args.to and not (args.source or args.to_hf):
+            if resolve(args.to).exists() and not args.force:
+                raise ValueError(f"{args.to} exists: --force replaces it")
+            print(f"wrote {import_hf(args.from_hf, args.to, spec=spec, dtype=dtype)}")
+        elif args.source and args.to_hf and not (args.from_hf or args.to):
+            print(f"wrote {export_hf(args.source, args.to_hf, spec=spec, dtype=dtype, tokenizer=args.tokenizer)}")
+        else:
+            parser.error("give --from-hf and --to, or --from and --to-hf")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

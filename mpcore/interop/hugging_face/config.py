@@ -1,0 +1,336 @@
+"""config.json to the configuration of a model, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER, NEEDED, Architecture
+from mpcore.layers.rope import rope_frequencies
+
+JSON_LIMIT = 100 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What importing and exporting must know of your model.
+
+    Your model names its parameters as `mpcore.TransformerBlock` does: `embedding`, `position`, `blocks.0.attention.qkv`
+    and so on, `norm`, `head`; the tables of `mpcore.interop.hugging_face.architectures` list them.
+
+    Attributes:
+        config: makes a configuration, a dataclass, of our fields by keyword; `moe` and `latent` are mappings.
+        describe: all our fields of a configuration, each default spelled out; the fields of `moe` and `latent` nested.
+        shapes: the logical shape of each parameter of the model with a configuration.
+
+    Example::
+
+        spec = ModelSpec(GPTConfig, describe, shapes)
+        config = read_config("Llama-3.2-1B", spec=spec)
+        model = GPT(config, mesh)
+        load_hf("Llama-3.2-1B", model, mesh, spec=spec)
+    """
+
+    config: Callable[..., Any]
+    describe: Callable[[Any], Mapping[str, Any]]
+    shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        ValueError: if the file is missing, is larger than 100 MiB, or holds something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    if path.stat().st_size > JSON_LIMIT:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {JSON_LIMIT}")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return values
+
+
+def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spec: ModelSpec) -> Any:
+    """Make a configuration from the content of a config.json. Dropout stays 0: the run chooses it.
+
+    Args:
+        values: the content.
+        where: its name, for messages.
+        spec: your model.
+
+    Raises:
+        ValueError: if the architecture is unknown, or a field says what is not supported: an activation, a kind of
+            RoPE scaling, a window in some layers only, or any field that is not known to be harmless.
+    """
+    kind = values.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{where} has model_type {kind!r}: supported are {list(ARCHITECTURES)}")
+    ours, problems = _read(ARCHITECTURES[kind], values, where)
+    if problems:
+        raise ValueError(f"{where} cannot be imported: {'; '.join(problems)}")
+    return spec.config(**ours)
+
+
+def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
+    """Make a configuration from a folder's config.json; see `config_from_hf`."""
+    path = Path(folder) / "config.json"
+    try:
+        return config_from_hf(read_json(path), str(path), spec=spec)
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} describes no model: {error}") from None
+
+
+def config_to_hf(config: Any, *, spec: ModelSpec) -> dict[str, Any]:
+    """Make the content of a config.json from a configuration.
+
+    Raises:
+        ValueError: if no supported architecture is such a model.
+    """
+    kind = architecture_of(config, spec=spec)
+    return {"model_type": kind, **_write(ARCHITECTURES[kind], _flat(spec.describe(config)))}
+
+
+def architecture_of(config: Any, *, spec: ModelSpec) -> str:
+    """Find the `model_type` of a configuration: the first whose config.json, read again, gives the same model.
+
+    Raises:
+        ValueError: if there is none, saying what the closest would change.
+    """
+    wanted = _flat(spec.describe(config))
+    found: dict[str, list[str]] = {}
+    for kind, architecture in ARCHITECTURES.items():
+        if architecture.kind == ("moe.experts" in wanted, "latent.kv_lora_rank" in wanted):
+            found[kind] = _changes(architecture, wanted, spec)
+            if not found[kind]:
+                return kind
+    if not found:
+        raise ValueError(f"no supported Hugging Face architecture has latent attention without experts: {config}")
+    closest = min(found, key=lambda kind: len(found[kind]))
+    raise ValueError(
+        f"no supported Hugging Face architecture is this model; the closest is {closest}, but: "
+        f"{'; '.join(found[closest])}"
+    )
+
+
+def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelSpec) -> list[str]:
+    """What an export as an architecture would change of a model; nothing: it is one."""
+    values, problems = _read(architecture, _write(architecture, wanted), "the export")
+    try:
+        got = _same_groups(_flat(spec.describe(spec.config(**values))))
+    except ValueError as error:
+        return [*problems, str(error)]
+    wanted = _same_groups(wanted)
+    names = [name for name in wanted if name not in architecture.forgotten]
+    return problems + [f"{n} {wanted[n]!r} would be {got.get(n)!r}" for n in names if got.get(n) != wanted[n]]
+
+
+def _same_groups(ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Our fields, where groups of experts that are all chosen are no groups."""
+    grouped = ours.get("moe.groups") != ours.get("moe.top_groups")
+    return ours if grouped else {**ours, "moe.groups": 1, "moe.top_groups": 1}
+
+
+class Fields:
+    """The fields of a config.json, which remembers what nobody asked for and what is not supported.
+
+    Attributes:
+        left: fields that nobody has asked for yet.
+        problems: what is not supported.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.left, self.where = dict(values), where
+        self.problems: list[str] = []
+
+    def take(self, name: str, default: Any = NEEDED) -> Any:
+        """Return a field, or its default.
+
+        Raises:
+            ValueError: if it is missing and has no default.
+        """
+        if name not in self.left and default is NEEDED:
+            raise ValueError(f"{self.where} has no {name}")
+        found = self.left.pop(name, default)
+        if isinstance(found, str) and isinstance(default, (int, float)):
+            self.problems.append(f"{name} {found!r} must be a number, not text")
+            return default
+        return bool(found) if isinstance(default, bool) else found
+
+    def expect(self, name: str, wanted: Any) -> None:
+        """Refuse every value of a field but one; a missing field has it."""
+        found = self.left.pop(name, wanted)
+        if found != wanted:
+            self.problems.append(f"{name} {found!r} is not supported: only {wanted!r} is")
+
+    def finish(self, ignored: Collection[str]) -> None:
+        """Refuse fields that nobody asked for and that may change the numbers."""
+        unknown = {name: value for name, value in self.left.items() if name not in ignored}
+        unknown = {name: value for name, value in unknown.items() if value not in (None, False, "", [], {})}
+        if unknown:
+            self.problems.append(f"unknown fields, which may change the model: {unknown}")
+
+
+def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Our fields, and what is not supported of theirs."""
+    c, ours = Fields(values, where), dict(architecture.ours)
+    for name, field in architecture.fields.items():
+        value = c.take(name, None if field.alias else field.default)
+        if field.alias and not value:
+            value = c.take(field.alias, field.default)
+        if field.words is not None:
+            if value not in field.words:
+                c.problems.append(f"{name} {value!r} is none of {sorted(field.words)}")
+            value = field.words.get(value)
+        ours |= dict.fromkeys(field.ours.split(), value)
+    for name, wanted in architecture.only.items():
+        c.expect(name, wanted)
+    for rule in architecture.rules:
+        RULES[rule][0](c, ours)
+    c.finish(architecture.ignored)
+    nested: dict[str, Any] = {}
+    for name, value in ours.items():
+        outer, _, inner = name.rpartition(".")
+        (nested.setdefault(outer, {}) if outer else nested)[inner] = value
+    return nested, c.problems
+
+
+def _write(architecture: Architecture, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Their fields for our flat ones."""
+    values: dict[str, Any] = {"architectures": [architecture.class_name]}
+    for name, field in architecture.fields.items():
+        value = ours[field.ours.split()[0]]
+        if field.words is not None:
+            value = next((theirs for theirs, word in field.words.items() if word == value), None)
+        values[name] = value
+    values |= architecture.only
+    for rule in architecture.rules:
+        values |= RULES[rule][1](ours)
+    return values
+
+
+def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields, those of `moe` and `latent` with their prefix; without `moe` or `latent` none of theirs."""
+    flat: dict[str, Any] = {}
+    for name, value in description.items():
+        nested = name in ("moe", "latent")
+        flat |= {f"{name}.{inner}": each for inner, each in (value or {}).items()} if nested else {name: value}
+    return flat
+
+
+# --- rules: each reads a group of their fields into ours, and writes it -----------------------------------------------
+
+
+def _read_heads(c: Fields, ours: dict[str, Any]) -> None:
+    heads, d_model = ours["heads"], ours["d_model"]
+    ours["kv_heads"] = ours["kv_heads"] or heads
+    head_dim = ours["head_dim"] or d_model // heads
+    ours["head_dim"] = None if head_dim * heads == d_model else head_dim
+
+
+def _read_gpt2(c: Fields, ours: dict[str, Any]) -> None:
+    ours["d_ff"] = ours["d_ff"] or 4 * ours["d_model"]
+
+
+def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
+    """Base and scaling: in `rope_parameters`, or in the older `rope_theta` and `rope_scaling`."""
+    old, new = c.take("rope_scaling", None), c.take("rope_parameters", None)
+    rope = {name: value for name, value in (old or new or {}).items() if value is not None}
+    base = c.take("rope_theta", None)
+    base = rope.pop("rope_theta", base) or ours.get("rope_base", 10000.0)
+    for fraction in (rope.pop("partial_rotary_factor", 1.0), c.take("partial_rotary_factor", 1.0)):
+        if fraction not in (None, 1.0):
+            c.problems.append(f"partial_rotary_factor {fraction} is not supported: only 1.0 is")
+    older_name = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older_name)
+    if kind in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", ours["seq_len"])
+    scaling = {"rope_type": kind, **rope}
+    try:
+        rope_frequencies(2, base, scaling)
+    except ValueError as error:
+        c.problems.append(str(error))
+    ours |= {"rope_base": float(base), "rope_scaling": None if kind == "default" else scaling}
+
+
+def _check_layer_types(c: Fields, types: list[str] | None, window: int | None) -> None:
+    if types and set(types) != {"full_attention" if window is None else "sliding_attention"}:
+        c.problems.append(f"layer_types {types} are not supported: all layers have the same attention")
+
+
+def _read_window(c: Fields, ours: dict[str, Any]) -> None:
+    _check_layer_types(c, c.take("layer_types", None), ours["window"])
+
+
+def _read_qwen_window(c: Fields, ours: dict[str, Any], *, full: int, clear: bool = True) -> None:
+    window, types = c.take("sliding_window", 4096), c.take("layer_types", None)
+    on = bool(c.take("use_sliding_window", False)) and window is not None
+    full = c.take("max_window_layers", full)
+    if on and full and not clear:
+        c.problems.append(f"max_window_layers {full} means different things to different transformers: only 0 is clear")
+    if types is None:
+        types = ["sliding_attention" if on and i >= full else "full_attention" for i in range(ours["layers"])]
+    ours["window"] = window if "sliding_attention" in types else None
+    _check_layer_types(c, types, ours["window"])
+
+
+def _read_sparse_layers(c: Fields, ours: dict[str, Any]) -> None:
+    step, dense = c.take("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or []
+    layers = ours["layers"]
+    mixed = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    every = ours["moe.every"] = mixed[0] + 1 if mixed else 0
+    if not mixed or mixed != list(range(mixed[0], layers, every)):
+        c.problems.append(
+            f"decoder_sparse_step {step} and mlp_only_layers {dense} put experts in the layers {mixed} of {layers}: "
+            f"supported is every n-th layer, from the n-th on"
+        )
+
+
+def _read_deepseek(c: Fields, ours: dict[str, Any]) -> None:
+    nope, rope, heads = ours["latent.qk_nope_head_dim"], ours["latent.qk_rope_head_dim"], ours["heads"]
+    for name, wanted in {"num_key_value_heads": heads, "head_dim": rope, "qk_head_dim": nope + rope}.items():
+        c.expect(name, wanted)
+    if not ours["moe.shared_experts"]:
+        c.problems.append(f"n_shared_experts {ours['moe.shared_experts']} is not supported: it must be 1 or more")
+    top_k, groups, top_groups = ours["moe.top_k"], ours["moe.groups"], ours["moe.top_groups"]
+    if top_groups < groups and -(-top_k // top_groups) != 2:
+        c.problems.append(
+            f"num_experts_per_tok {top_k} and topk_group {top_groups} of {groups}: transformers ranks groups by their "
+            f"two best experts, mpcore by as many as a group gives, {-(-top_k // top_groups)}"
+        )
+
+
+def _write_deepseek(ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    groups = {"n_group": ours["moe.groups"], "topk_group": ours["moe.top_groups"]}
+    return {"num_key_value_heads": ours["heads"], **groups, FURTHER: 0}
+
+
+def _write_qwen_window(ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    window = ours["window"]
+    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+
+
+Read = Callable[[Fields, dict[str, Any]], None]
+Write = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+RULES: dict[str, tuple[Read, Write]] = {
+    "heads": (_read_heads, lambda ours: {}),
+    "gpt2": (_read_gpt2, lambda o: {"resid_pdrop": o["dropout"], "embd_pdrop": o["dropout"], "attn_pdrop": 0.0}),
+    "rope": (_read_rope, lambda ours: {"rope_theta": ours["rope_base"], "rope_scaling": ours["rope_scaling"]}),
+    "window": (_read_window, lambda ours: {}),
+    "mixtral": (lambda c, ours: None, lambda ours: {"intermediate_size": ours["moe.d_ff"]}),
+    "qwen_window": (partial(_read_qwen_window, full=28), _write_qwen_window),
+    "qwen_moe_window": (partial(_read_qwen_window, full=0, clear=False), _write_qwen_window),
+    "sparse_layers": (
+        _read_sparse_layers, lambda ours: {"decoder_sparse_step": ours["moe.every"], "mlp_only_layers": []},
+    ),
+    "deepseek": (_read_deepseek, _write_deepseek),
+}  # fmt: skip

@@ -1,0 +1,295 @@
+"""Weights between Hugging Face, our checkpoints and a model on any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.checkpoint import inspect
+from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, write_manifest
+from mpcore.checkpoint.loading import copy_box, fill
+from mpcore.checkpoint.pages import host_memory
+from mpcore.checkpoint.pieces import held_by_model
+from mpcore.checkpoint.ranks import together, world_group
+from mpcore.checkpoint.saving import write_beside
+from mpcore.checkpoint.tensor_file import Files, write_tensors
+from mpcore.interop.hugging_face.architectures import LENGTH
+from mpcore.interop.hugging_face.carried import carried_by_checkpoint, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
+from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.local import reshard
+
+SHARD_BYTES = 5 * 10**9  # of a file
+
+
+def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
+    """Read a folder of Hugging Face into a model on any layout: a collective on all ranks of the mesh.
+
+    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype.
+
+    Args:
+        folder: with config.json and safetensors files.
+        model: a model with the configuration of `open_hf`, or this rank's stages of it, sharded over data or not.
+        mesh: the mesh that the model lies on.
+        spec: the model's names and shapes.
+
+    Raises:
+        ValueError: on every rank, with nothing changed, if the folder can't be read or the model is another one.
+
+    Note:
+        Parameters of routers besides the weight keep their values, except the bias in DeepSeek-V3.
+    """
+    group = world_group(mesh)
+    reshard(model)
+
+    def plan() -> tuple[Source, list]:
+        source, items = open_hf(folder, spec=spec), []
+        for held in held_by_model(model, mesh):
+            name = held.name.removeprefix("model/")
+            entry = source.entries.get(name)
+            if entry is None and name.endswith((ROUTER_BIAS, ROUTER_STATISTICS)):
+                continue
+            if entry is None or entry.shape != held.shape:
+                found = "nothing" if entry is None else f"shape {entry.shape}"
+                raise ValueError(f"{held.name}: expected shape {held.shape}, found {found} in {folder}")
+            items.append((held, entry))
+        return source, items
+
+    source, items = together(group, plan)
+    together(group, lambda: fill(items, source.tensor))
+    return source
+
+
+def import_hf(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    spec: ModelSpec,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint of ours from a folder of Hugging Face, with one tensor in memory at a time.
+
+    Args:
+        folder: with config.json and safetensors files.
+        path: the checkpoint to make, at step 0, without an optimizer.
+        spec: your model.
+        dtype: of the tensors written; None: as they are.
+        shard_bytes: largest size of a file, unless one tensor is larger.
+
+    Raises:
+        ValueError: if `folder` can't be read. OSError if `path` can't be written. Nothing partial is left.
+    """
+    source, path = open_hf(folder, spec=spec), Path(path)
+    pieces: dict[str, tuple[Entry, Chunk]] = {}
+    likes: dict[str, Tensor] = {}
+    for name, entry in source.entries.items():
+        for chunk in entry.chunks:
+            key = name if chunk.shape == entry.shape else f"{name}@{','.join(map(str, chunk.start))}"
+            pieces[key] = entry, chunk
+            likes[key] = torch.empty(chunk.shape, dtype=_written_as(name, entry, dtype), device="meta")
+    held: list[Chunk] = []
+
+    def read(key: str) -> Tensor:
+        while held:
+            source.forget(held.pop())
+        entry, chunk = pieces[key]
+        tensor, like = source.tensor(entry, chunk), likes[key]
+        held.append(chunk)
+        if tensor.dtype == like.dtype and tensor.is_contiguous():
+            return tensor
+        return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may keep what is freed
+
+    with _whole(path) as new:
+        shards = {f"model-{i:05d}.safetensors": keys for i, keys in enumerate(_shards(likes, shard_bytes))}
+        files, sums = _write_files(new, shards, likes, read)
+        chunks: dict[str, list[Chunk]] = {}
+        for file, keys in shards.items():
+            for key in keys:
+                box = pieces[key][1]
+                chunks.setdefault(key.partition("@")[0], []).append(Chunk(file, key, box.start, box.shape, sums[key]))
+        tensors = {
+            f"model/{name}": Entry(entry.shape, dtype_name(_written_as(name, entry, dtype)), tuple(chunks[name]))
+            for name, entry in sorted(source.entries.items())
+        }
+        carried = carried_by_hf(source.folder, source.values)
+        for name, data in carried.beside.items():
+            write_beside(new / name, data)
+        config = {"model": dataclasses.asdict(source.config)}
+        write_manifest(new, Manifest(0, config=config, extra=carried.extra, files=files, tensors=tensors))
+    return path
+
+
+def export_hf(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    spec: ModelSpec,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a folder of Hugging Face from a checkpoint of any layout, with one tensor in memory at a time.
+
+    Args:
+        path: the checkpoint, of training or of `import_hf`; every byte of its model is checked.
+        folder: the folder to make.
+        spec: the model in the checkpoint.
+        dtype: of the tensors written; None: as they are.
+        tokenizer: a tokenizer.json, or a folder whose tokenizer files go along; None: those of the checkpoint.
+        shard_bytes: largest size of a file, unless one tensor is larger; several files get an index.
+
+    Raises:
+        ValueError: if the checkpoint is damaged, no architecture expresses the model (the bias of a router included),
+            `tokenizer` has no such file, or `folder` exists and is not empty. OSError if it can't be written. Nothing
+            partial is left.
+    """
+    folder = Path(folder)
+    manifest, files, config = open_checkpoint(path, spec=spec)
+    pieces = _pieces(path, manifest, parts_of(config, spec=spec))
+    likes = {
+        part.key: torch.empty(part.stored, dtype=_written_as(name, entry, dtype), device="meta")
+        for name, entry, part in pieces.values()
+    }
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists: it is not overwritten")
+    _check_bytes(manifest, files)
+    _check_biases(manifest, files, {name for name, _, _ in pieces.values()})
+    carried = carried_by_checkpoint(path)
+    beside = carried.files if tokenizer is None else tokenizer_files(tokenizer)
+    values = {**carried.config, **config_to_hf(config, spec=spec)}
+    values["torch_dtype"] = str(next(iter(likes.values())).dtype).removeprefix("torch.")
+    if LENGTH in carried.config:
+        values[LENGTH] = max(values[LENGTH], carried.config[LENGTH])
+    held: list[Chunk] = []
+
+    def read(key: str) -> Tensor:
+        while held:
+            chunk = held.pop()
+            files[chunk.file].forget(chunk.key)
+        _, entry, part = pieces[key]
+        stored = host_memory(part.stored, likes[key].dtype)
+        copy_box(part.box(stored), part.start, entry, lambda e, c: files[c.file].tensor(e, c))
+        held.extend(entry.chunks)
+        return stored
+
+    with _whole(folder) as new:
+        shards = list(_shards(likes, shard_bytes))
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        named = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
+        _write_files(new, named, likes, read)
+        if len(shards) > 1:
+            index = {key: name for name, keys in named.items() for key in keys}
+            size = sum(like.nbytes for like in likes.values())
+            _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))})
+        _write_json(new / "config.json", values)
+        for name, data in beside.items():
+            write_beside(new / name, data)
+    return folder
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[Manifest, Files, Any]:
+    """Open one of our checkpoints: its manifest, its files and the configuration of the model in it.
+
+    Raises:
+        ValueError: if it is no checkpoint, is incomplete, or holds another model.
+    """
+    manifest = inspect(path)
+    check_sizes(resolve(path), manifest)
+    try:
+        config = spec.config(**manifest.config["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no such model: {error}") from None
+    return manifest, Files(resolve(path), manifest), config
+
+
+def _pieces(
+    path: str | os.PathLike[str], manifest: Manifest, parts: Mapping[str, tuple[tuple[int, ...], list[Part]]]
+) -> dict[str, tuple[str, Entry, Part]]:
+    """Each of their tensors: our name, where ours lies, and its box."""
+    pieces = {}
+    for name, (shape, found) in parts.items():
+        entry = manifest.tensors.get(f"model/{name}")
+        if entry is None or entry.shape != shape:
+            raise ValueError(f"{path}: model/{name} has shape {entry and entry.shape}, its config makes it {shape}")
+        pieces |= {part.key: (name, entry, part) for part in found}
+    left = {name for name in manifest.tensors if name.startswith("model/") and name[6:] not in parts}
+    if left:
+        raise ValueError(f"{path} has tensors that the model of its config does not: {sorted(left)[:20]}")
+    return pieces
+
+
+def _check_bytes(manifest: Manifest, files: Files) -> None:
+    for name, entry in manifest.tensors.items():
+        for chunk in entry.chunks if name.startswith("model/") else ():
+            for problem in files.problems([(name, entry, chunk)]):
+                raise ValueError(problem)
+            files[chunk.file].forget(chunk.key)
+
+
+def _check_biases(manifest: Manifest, files: Files, exported: set[str]) -> None:
+    """Refuse biases of routers that no file of theirs can hold, unless they are 0."""
+    for name in manifest.tensors:
+        if name.startswith("model/") and name.endswith(ROUTER_BIAS) and name.removeprefix("model/") not in exported:
+            bias = files.assemble(name)
+            if bias.any():
+                raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): only deepseek_v3 has such a bias")
+
+
+def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a file; a router's bias stays as it is, because it moves by steps that half precision loses."""
+    return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype
+
+
+def _shards(likes: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
+    """The keys of each file, in their order."""
+    keys: list[str] = []
+    total = 0
+    for key, like in likes.items():
+        if keys and total + like.nbytes > limit:
+            yield keys
+            keys, total = [], 0
+        keys.append(key)
+        total += like.nbytes
+    yield keys
+
+
+def _write_files(
+    folder: Path, shards: Mapping[str, list[str]], likes: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> tuple[dict[str, FileRecord], dict[str, int]]:
+    """Write the keys of each file; return what a manifest says of the files, and the tensors' checksums."""
+    files, sums = {}, {}
+    for name, keys in shards.items():
+        files[name], found = write_tensors(folder / name, {key: likes[key] for key in keys}, read)
+        sums |= found
+    return files, sums
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `path` when the block ends; after an error nothing is left of it."""
+    prepare(path)
+    try:
+        yield temporary(path)
+        publish(path)
+    except BaseException:
+        discard(path)
+        raise
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    with open(path, "w") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,209 @@
+"""A folder of Hugging Face, seen as one of our checkpoints: safetensors files with an index, checked before use."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry
+from mpcore.checkpoint.tensor_file import TensorFile, checksum, raw
+from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER
+from mpcore.interop.hugging_face.config import ModelSpec, architecture_of, read_config, read_json
+
+INDEX = "model.safetensors.index.json"
+_TABLES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no parameters: old files hold them
+
+
+# Parameters of our routers besides the weight. Only DeepSeek-V3 has the bias: elsewhere it must be 0.
+ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of their tensors, as a box of one of ours.
+
+    Attributes:
+        key: its name.
+        start, shape: where it lies in ours.
+        transposed: whether rows and columns are exchanged in their file.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape in their file, where each expert has its own matrices."""
+        return self.shape[::-1] if self.transposed else self.shape[-2:]
+
+    def box(self, tensor: Tensor) -> Tensor:
+        """View their tensor as the box of ours."""
+        if self.transposed:
+            return rearrange(tensor, "inputs outputs -> outputs inputs")
+        return tensor.view(self.shape)
+
+
+def parts_of(config: Any, *, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+    """Map each of our tensors to its logical shape and to their tensors that it consists of, first rows first.
+
+    A router's parameters besides its weight have no parts, except the bias in DeepSeek-V3.
+
+    Raises:
+        ValueError: if no architecture is such a model, or a parameter has no counterpart there.
+    """
+    kind = architecture_of(config, spec=spec)
+    architecture, ours = ARCHITECTURES[kind], spec.describe(config)
+    names = {**architecture.ends, **{f"blocks.{{}}.{module}": key for module, key in architecture.block.items()}}
+    if ours["latent"] is not None and ours["latent"]["q_lora_rank"] is None:
+        names["blocks.{}.attention.q_up"] = "self_attn.q_proj"
+    qkv = [heads * ours["head_dim"] for heads in (ours["heads"], ours["kv_heads"], ours["kv_heads"])]
+    found: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+    for name, shape in spec.shapes(config).items():
+        found[name] = shape, []
+        if name.endswith(ROUTER_STATISTICS) or (
+            name.endswith(ROUTER_BIAS) and "expert_bias" not in architecture.leaves
+        ):
+            continue
+        module, _, leaf = name.rpartition(".")
+        layer = next(iter(re.findall(r"^blocks\.(\d+)\.", name)), None)
+        pattern = module if layer is None else module.replace(f".{layer}.", ".{}.", 1)
+        if pattern not in names:
+            raise ValueError(f"{name} has no counterpart in {kind}: known are {sorted(names)}")
+        where = "" if layer is None else f"{architecture.layers}.{layer}."
+        leaf = architecture.leaves.get(leaf, leaf)
+        keys = [f"{where}{key}.{leaf}" for key in names[pattern].split()]
+        flipped = len(shape) == 2 and pattern.removeprefix("blocks.{}.") in architecture.transposed
+        found[name] = shape, list(_rows(keys, shape, qkv if len(keys) == 3 else None, flipped))
+    return found
+
+
+def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, transposed: bool) -> Iterator[Part]:
+    """The rows of a tensor [(experts,) rows(, columns)], dealt out to keys: `sizes` each, or as many to each."""
+    experts = shape[:-2]
+    rows, *columns = shape[len(experts) :]
+    sizes = sizes or [rows // len(keys)] * len(keys)
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    for expert in itertools.product(*map(range, experts)):  # one empty index where there are no experts
+        for key, start, size in zip(keys, starts, sizes, strict=True):
+            corner, box = (*expert, start, *(0 for _ in columns)), (*(1 for _ in expert), size, *columns)
+            yield Part(key.format(*expert), corner, box, transposed)
+
+
+@dataclass
+class Source:
+    """A folder of theirs; open it with `open_hf`.
+
+    Attributes:
+        config: the configuration of your model.
+        values: the content of config.json.
+        entries: where each box of each of our tensors lies, by our name.
+    """
+
+    folder: Path
+    config: Any
+    values: dict[str, Any]
+    entries: dict[str, Entry]
+    _files: dict[str, TensorFile] = field(default_factory=dict)
+    _parts: dict[str, Part] = field(default_factory=dict)
+
+    def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
+        """View one of their tensors as a box of ours. Nothing is read until it is used."""
+        return self._parts[chunk.key].box(self._files[chunk.file].whole(chunk.key))
+
+    def forget(self, chunk: Chunk) -> None:
+        """Free the memory that reading a tensor took."""
+        self._files[chunk.file].forget(chunk.key)
+
+
+def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
+    """Open a folder as `save_pretrained` writes it: config.json and safetensors files. No tensor is read.
+
+    Raises:
+        ValueError: if the weights are pickles, or a file, tensor or field is missing, unknown, damaged or misshapen.
+    """
+    folder = Path(folder)
+    values, config = read_json(folder / "config.json"), read_config(folder, spec=spec)
+    files, where = _open_files(folder)
+    parts = parts_of(config, spec=spec)
+    prefix = ARCHITECTURES[values["model_type"]].prefix
+    bare = not any(key.startswith(prefix) for key in where)  # as the base model is saved, without a head
+    source = Source(folder, config, values, {}, files)
+    for name, (shape, found) in parts.items():
+        keys = {part.key.removeprefix(prefix) if bare else part.key: part for part in found}
+        source._parts |= keys
+        dtypes = {key: _check_tensor(source, where, key, part, name) for key, part in keys.items()}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(f"{folder}: {name} would consist of several dtypes: {dtypes}")
+        chunks = tuple(Chunk(where[key], key, part.start, part.shape, 0) for key, part in keys.items())
+        source.entries[name] = Entry(shape, next(iter(dtypes.values())), chunks)
+    further = values.get(FURTHER) or values.get("num_mtp_layers") or 0
+    layers = spec.describe(config)["layers"]
+    ignored = tuple(f"{'' if bare else prefix}layers.{layers + i}." for i in range(further))
+    left = {key for key in where if key not in source._parts and not key.endswith(_TABLES)}
+    left = {key for key in left if not key.startswith(ignored)}
+    if "head.weight" not in parts and "lm_head.weight" in left:
+        _check_tie(source, where["lm_head.weight"])
+        left.discard("lm_head.weight")
+    if left:
+        raise ValueError(f"{folder} has tensors that the model of its config.json does not: {sorted(left)[:20]}")
+    return source
+
+
+def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
+    """Refuse a tensor that is missing or misshapen; return its dtype."""
+    if key not in where:
+        raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
+    path, header = source.folder / where[key], source._files[where[key]].header[key]
+    if tuple(header["shape"]) != part.stored:
+        raise ValueError(f"{path}: {key} has shape {tuple(header['shape'])}, config.json makes it {part.stored}")
+    if not DTYPES[header["dtype"]].is_floating_point:
+        raise ValueError(f"{path}: {key} has dtype {header['dtype']}: weights are floating-point numbers")
+    return header["dtype"]
+
+
+def _check_tie(source: Source, file: str) -> None:
+    """Refuse a head that is not the embedding, where config.json ties them."""
+    (chunk,) = source.entries["embedding.weight"].chunks
+    head, table = source._files[file].whole("lm_head.weight"), source._files[chunk.file].whole(chunk.key)
+    if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):
+        raise ValueError(f"{source.folder} has an lm_head of its own, but its config.json ties it to the embedding")
+    source._files[file].forget("lm_head.weight")
+    source.forget(chunk)
+
+
+def _open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
+    """The folder's safetensors files, and which one holds each tensor."""
+    names = ["model.safetensors"]
+    index: dict[str, str] = {}
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX).get("weight_map", {})
+        if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+            raise ValueError(f"{folder / INDEX} has no weight_map of file names")
+        names = sorted(set(index.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # never a way out of the folder
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+    if not (folder / names[0]).is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise ValueError(
+                f"{folder} holds its weights as pickles ({pickles[0]}), which run code when they are read: if you "
+                f"trust them, convert them to safetensors with save_pretrained of transformers"
+            )
+        raise ValueError(f"{folder / names[0]} is missing")
+    files = {name: TensorFile(folder / name) for name in names}
+    where = {key: name for name, file in files.items() for key in file.header}
+    for key, name in index.items():
+        if where.get(key) != name:
+            raise ValueError(f"{folder / INDEX} says that {key} is in {name}, which does not hold it")
+    return files, where

@@ -1,0 +1,39 @@
+"""The pages of docs run as they stand: in one process, and on a mesh with the same losses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def run_page(name: str, **sizes: int) -> dict:
+    """Run all python blocks of a page, one after the other, and return what they leave."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
+    assert "TP = PP = 1" in code
+    code = code.replace("TP = PP = 1", f"TP, PP = {sizes.get('tp', 1)}, {sizes.get('pp', 1)}")
+    held: dict = {"__name__": "docs"}
+    exec(compile(code, name, "exec"), held)
+    return held
+
+
+def losses(**sizes: int) -> list[float]:
+    return run_page("training.md", **sizes)["piped"]
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(2, {"tp": 2}), (4, {"tp": 2, "pp": 2}), (2, {})], ids=str)
+def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, size, sizes):
+    (alone,) = ranks(1, losses)
+    assert alone[-1] < alone[0]
+    for found in ranks(size, losses, **sizes):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_every_file_that_a_page_names_exists():
+    root = DOCS.parent
+    for page in DOCS.glob("*.md"):
+        for path in re.findall(r"`((?:mpcore|examples|tests|bench|kernels)/[\w/]+\.\w+)`", page.read_text()):
+            assert (root / path).exists(), f"{page.name} names {path}"

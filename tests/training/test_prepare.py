@@ -1,0 +1,379 @@
+"""The front door: one order, the same numbers on every layout, and every wrong order refused in words."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.checkpoint import latest
+from mpcore.pipeline.partition import partition
+from mpcore.sharding import full_state_dict
+from tests.pool import mesh
+
+V, D, T, LAYERS = 12, 8, 6, 4
+SAMPLES = 8
+STEPS = 3
+
+
+class Block(nn.Module):
+    """A block whose norm has a gradient that is pending over tp under sequence parallel."""
+
+    def __init__(self, tp: mp.Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        sp = {"tp": tp, "sequence_parallel": sequence_parallel}
+        self.norm = mp.LayerNorm(D, **sp)
+        self.up = mp.ColumnParallelLinear(D, 2 * D, **sp)
+        self.down = mp.RowParallelLinear(2 * D, D, **sp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """The blocks of one pipeline rank, with the embedding and the head at the ends; "meta" until it is prepared."""
+
+    def __init__(self, on: mp.Mesh, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        mine = partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]
+        sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
+        self.first, self.last = mine.start == 0, mine.stop == LAYERS
+        if self.first:
+            self.embedding = mp.VocabParallelEmbedding(V, D, **sp)
+        self.blocks = nn.ModuleDict({str(i): Block(on.tp, sequence_parallel) for i in mine})
+        if self.last:
+            self.norm = mp.LayerNorm(D, **sp)
+            self.head = mp.ColumnParallelLinear(D, V, bias=False, **sp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.first else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def start(sizes: dict, *, dtype: torch.dtype = torch.float64, sequence_parallel: bool = False, **told: Any) -> mp.Run:
+    on = mesh(**sizes)
+    model = Stage(on, sequence_parallel).to(dtype)
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return mp.vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=V, reduction="sum")
+
+    given = {"seed": 3, "micro_batches": 2, "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)}
+    return mp.prepare(model, on, blocks=model.blocks, loss=loss, **{**given, **told})
+
+
+def batch(step: int, share: range) -> tuple[Tensor, Tensor]:
+    """Samples with different numbers of ignored targets."""
+    draws = torch.Generator().manual_seed(step)
+    text = torch.randint(V, (SAMPLES, T + 1), generator=draws)[share.start : share.stop]
+    target = text[:, 1:].clone()
+    for row, sample in enumerate(share):
+        target[row, : sample % T] = -100
+    return text[:, :-1], target
+
+
+def train(sizes: dict, **told: Any) -> dict[str, Any]:
+    run = start(sizes, **told)
+    results = []
+    while run.step < STEPS:
+        mean = run.forward_backward(*batch(run.step, run.share(SAMPLES)))
+        norm = run.clip_gradients(0.5)
+        results.append(run.optimizer_step(lr=0.1 / (run.step + 1)))
+        assert results[-1][:2] == (float(mean), float(norm))
+    with run.parameters() as model:
+        state = full_state_dict(model)
+    value = run.evaluate([batch(99, run.share(SAMPLES))])
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "val": value, "state": state}
+
+
+def by_hand() -> dict[str, Any]:
+    """The same in plain torch, but for the model: one batch, the mean over its tokens, clip, step."""
+    run = start({}, micro_batches=1)  # for its first values alone
+    model, losses, norms = run.model, [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def mean(step: int) -> Tensor:
+        x, target = batch(step, range(SAMPLES))
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), target.flatten())
+
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        loss = mean(step)
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(nn.utils.get_total_norm(grads)))
+        torch._foreach_mul_(grads, min(0.5 / norms[-1], 1.0))  # torch's clip_grad_norm_ adds 1e-6 to the norm
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return {"losses": losses, "norms": norms, "val": float(mean(99)), "state": model.state_dict()}
+
+
+LAYOUTS: dict[str, tuple[int, dict, dict]] = {
+    "alone": (1, {}, {}),
+    "recompute": (1, {}, {"recompute": "full"}),
+    "compiled": (1, {}, {"compile": mp.Compile("aot_eager"), "recompute": "selective"}),
+    "tp 2, sequence parallel": (2, {"tp": 2}, {"sequence_parallel": True}),
+    "dp 2, offload": (2, {"dp": 2}, {"data": mp.Zero(0), "offload": mp.Offload(True, True, True)}),
+    "ZeRO-1": (2, {"dp": 2}, {"data": mp.Zero(1)}),
+    "ZeRO-2 x tp": (4, {"dp": 2, "tp": 2}, {"data": mp.Zero(2), "sequence_parallel": True}),
+    "ZeRO-3 x tp, recompute": (4, {"dp": 2, "tp": 2}, {"data": mp.Zero(3), "recompute": mp.Recompute("full", every=2)}),
+    "HSDP": (4, {"dp": 4}, {"data": mp.Zero(3, replicate=2), "micro_batches": 1}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "micro_batches": 4}),
+    "pp 2 x dp 2, zb": (4, {"pp": 2, "dp": 2}, {"schedule": "zb", "data": mp.Zero(2)}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_plain_torch_does(ranks, name):
+    size, sizes, told = LAYOUTS[name]
+    want = by_hand()
+    for got in ranks(size, train, sizes, **told):
+        for key in ("losses", "norms", "val"):
+            assert got[key] == pytest.approx(want[key], rel=1e-9), key
+        for key, value in got["state"].items():
+            torch.testing.assert_close(value, want["state"][key], rtol=0, atol=1e-8)
+
+
+# --- the order of a step ------------------------------------------------------------------------------------------
+
+
+def step_of(run: mp.Run, *calls: str) -> None:
+    x, target = batch(0, run.share(SAMPLES))
+    does = {
+        "clip_gradients": lambda: run.clip_gradients(1.0),
+        "forward_backward": lambda: run.forward_backward(x, target),
+        "save": lambda: run.save("nowhere"),
+        "load": lambda: run.load("nowhere"),
+        "evaluate": lambda: run.evaluate([(x, target)]),
+    }
+    for call in calls:
+        does.get(call, getattr(run, call))()
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (
+            ["optimizer_step"],
+            "optimizer_step without gradients: the order of a step is forward_backward, clip_gradients",
+        ),
+        (["clip_gradients"], "clip_gradients without gradients: the order"),
+        (["finish_gradients"], "without gradients: the order"),
+        (["forward_backward"] * 2, "gradients of the last one wait: .*to accumulate, prepare"),
+        (["forward_backward", "clip_gradients", "clip_gradients"], "finished or clipped already"),
+        (["forward_backward", "save"], "save .* wait|gradients of the last one wait"),
+        (["forward_backward", "clip_gradients", "load"], "gradients of the last one wait"),
+        (["forward_backward", "evaluate"], "gradients of the last one wait"),
+        (["forward_backward", "optimizer_step", "optimizer_step"], "optimizer_step without gradients"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_order_is_refused_with_the_right_one(calls, words):
+    run = start({})
+    step_of(run, *calls[:-1])
+    with pytest.raises(ValueError, match=words):
+        step_of(run, calls[-1])
+
+
+def test_a_step_can_be_given_up_also_after_a_forward_that_raised():
+    run, other = start({}), start({})
+    x, target = batch(0, range(SAMPLES))
+    run.forward_backward(x, target)
+    run.drop_gradients()
+    with pytest.raises(ValueError, match="don't have the same tokens"):
+        run.forward_backward(x, target[:, :2])
+    with pytest.raises(ValueError, match=r"after a forward_backward that raised: call drop_gradients\(\) on every"):
+        run.forward_backward(x, target)
+    run.drop_gradients()
+    for each in (run, other):
+        step_of(each, "forward_backward", "optimizer_step")
+    for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def gradient_norms(sizes: dict) -> tuple[float, float]:
+    """Of a step whose caller forgets everything but the step itself."""
+    run = start(sizes, sequence_parallel=True)
+    run.forward_backward(*batch(0, run.share(SAMPLES)))
+    return run.optimizer_step()[:2]
+
+
+def test_nobody_can_forget_to_reduce_gradients(ranks):
+    (want,) = ranks(1, gradient_norms, {})
+    for got in ranks(2, gradient_norms, {"tp": 2}):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+# --- policies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
+        (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
+        (partial(mp.Recompute, "some"), "recompute kind 'some' is none of none, selective, full"),
+        (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
+        (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
+        (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
+        (partial(mp.LocalUpdates, 2, fragments=3), "3 fragments are not from 1 to the 2 steps between merges"),
+        (partial(mp.LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
+    ],
+)
+def test_a_policy_refuses_what_it_cannot_mean(made, words):
+    with pytest.raises(ValueError, match=words):
+        made()
+
+
+def check_refused(sizes: dict, words: str, told: dict) -> None:
+    with pytest.raises(ValueError, match=words):
+        start(sizes, **told)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "told", "words"),
+    [
+        (
+            2,
+            {"dp": 2},
+            {"offload": mp.Offload(parameters=True)},
+            r"Offload\(parameters=True\) with Zero\(stage=1\) on 2",
+        ),
+        (
+            2,
+            {"dp": 2},
+            {"data": mp.Zero(3, replicate=2)},
+            r"Zero\(stage=3, replicate=2\) on 2 data-parallel ranks leaves",
+        ),
+        (2, {"pp": 2}, {"offload": mp.Offload(parameters=True), "schedule": "zb"}, "schedule that splits backward"),
+        (2, {"workers": 2}, {}, "the mesh has 2 workers, and nothing says when they merge"),
+    ],
+)
+def test_policies_that_do_not_go_together_are_refused_on_every_rank(ranks, size, sizes, told, words):
+    ranks(size, check_refused, sizes, words, told, timeout=30)
+
+
+def check_disagree() -> None:
+    on = mesh(dp=2)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 disagree about the arguments of prepare \(seed: 0 and 1\)"):
+        start({"dp": 2}, seed=on.dp.rank)
+
+
+def test_ranks_that_ask_for_different_things_are_refused(ranks):
+    ranks(2, check_disagree, timeout=30)
+
+
+def test_an_optimizer_that_exists_already_is_refused():
+    model = nn.Linear(2, 2)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer is a SGD that exists already, .* lambda model: SGD"):
+        mp.prepare(model, mp.build_mesh(device_type="cpu"), blocks=[], loss=lambda y, t: y.sum(), optimizer=made)  # type: ignore[arg-type]
+
+
+# --- precision, state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [mp.AdamW, lambda model: torch.optim.AdamW(model.parameters())], ids=["ours", "torch"])
+def test_float16_skips_a_step_that_overflows_and_goes_on(of):
+    precision = mp.Precision("float16", first_loss_scale=2.0**40)
+    run = start({}, dtype=torch.float32, precision=precision, optimizer=of)
+    before = [p.clone() for p in run.model.parameters()]
+    x, target = batch(0, range(SAMPLES))
+    scales, taken = [], []
+    while not any(taken):
+        assert len(taken) < 40
+        scales.append(run.scaler.scale)  # type: ignore[union-attr]
+        run.forward_backward(x, target)
+        taken.append(run.optimizer_step().taken)
+        assert any(taken) != all(map(torch.equal, before, run.model.parameters()))
+    assert len(taken) > 2
+    assert all(a == 2 * b for a, b in itertools.pairwise(scales))
+
+
+def test_a_batch_without_a_token_has_no_loss_and_moves_nothing():
+    run = start({}, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
+    before = [p.clone() for p in run.model.parameters()]
+    x, target = batch(0, range(SAMPLES))
+    assert float(run.forward_backward(x, torch.full_like(target, -100))) == 0.0
+    result = run.optimizer_step()
+    assert (result.loss, result.grad_norm, result.taken) == (0.0, 0.0, True)
+    assert all(map(torch.equal, before, run.model.parameters()))
+
+
+def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
+    """Go on from the newest checkpoint there, train until so many steps are done, and save."""
+    run, losses = start(sizes, **told), []
+    found = latest(folder, run.mesh)
+    if found is not None:
+        assert run.load(found).step == run.step > 0
+    while run.step < steps:
+        run.forward_backward(*batch(run.step, run.share(SAMPLES)))
+        run.clip_gradients(0.5)
+        losses.append(run.optimizer_step().loss)
+    run.save(folder)
+    return losses
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_another_layout(ranks, tmp_path):
+    (want,) = ranks(1, go_on, {}, str(tmp_path / "whole"), 5)
+    got: list[float] = []
+    folder = str(tmp_path / "parts")
+    for steps, (size, sizes, told) in enumerate([LAYOUTS["pp 2 x tp 2"], LAYOUTS["ZeRO-3 x tp, recompute"],
+                                                 LAYOUTS["dp 2, offload"], LAYOUTS["alone"]], 2):  # fmt: skip
+        got += ranks(size, go_on, sizes, folder, steps, **told)[0]
+    assert got == pytest.approx(want, rel=1e-9)
+
+
+def check_share(sizes: dict) -> range:
+    return start(sizes, local_updates=mp.LocalUpdates() if "workers" in sizes else None).share(SAMPLES)
+
+
+def test_samples_are_shared_once_over_workers_and_data(ranks):
+    shares = ranks(4, check_share, {"workers": 2, "dp": 2})
+    assert [i for share in shares for i in share] == list(range(SAMPLES))
+    shares = ranks(4, check_share, {"tp": 2, "dp": 2})
+    assert shares[0] == shares[1] != shares[2] == shares[3]
+    with pytest.raises(ValueError, match=r"7 samples a step are not a multiple of .* = 1 x 1 x 2 = 2: 8 are"):
+        start({}).share(7)
+
+
+def merged(every: int) -> tuple[list[float], list[bool], float]:
+    run = start({"workers": 2}, local_updates=mp.LocalUpdates(every, lr=1.0, momentum=0.0))
+    results = []
+    while run.step < 4:
+        run.forward_backward(*batch(run.step, run.share(SAMPLES)))
+        results.append(run.optimizer_step())
+    return (
+        [r.loss for r in results],
+        [r.merge is not None for r in results],
+        float(sum(p.sum() for p in run.model.parameters())),
+    )
+
+
+def test_workers_merge_when_it_is_due(ranks):
+    (one, due, sum_one), (two, same, sum_two) = ranks(2, merged, 2)
+    assert due == same == [False, True, False, True]
+    assert one != two
+    assert math.isclose(sum_one, sum_two, rel_tol=1e-12)
+
+
+def test_weights_that_are_there_can_be_kept():
+    model = nn.Sequential(mp.ColumnParallelLinear(4, 4))
+    nn.init.constant_(model[0].weight, 0.5)
+    run = mp.prepare(
+        model, mp.build_mesh(device_type="cpu"), blocks=model, initialize=False, loss=lambda y, t: (y - t).sum(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+    with run.parameters() as held:
+        assert torch.equal(held[0].weight, torch.full((4, 4), 0.5))
+    assert Path("nowhere").exists() is False
