@@ -30,10 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpcore import _torch
 from mpcore._torch.distributed import flight_records
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # a rank is nowhere in particular in here
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collectives.py")
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 
@@ -156,7 +158,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
 
 def _site(file: str, line: int) -> str | None:
     """`layers/linear.py:88`, or None where the file is torch's or what every collective passes through."""
-    if file.startswith((_TORCH, "<")) or file == _OURS or os.sep not in file:
+    if file.startswith(_INSIDE) or file == _OURS or os.sep not in file:
         return None
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
 
