@@ -7,7 +7,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test soak oldest mutation bench check format clean
+.PHONY: help install pretrain quick test soak oldest mutation bench check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,7 +23,10 @@ $(STAMP): pyproject.toml constraints.txt
 pretrain: $(STAMP) ## the main job: a GPT learns Python's standard library on a 2x2 mesh of CPU processes
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --device cpu --tp 2 --pp 2 --steps 160 --eval-every 40 --out $(OUT)
 
-test: $(STAMP) ## the whole suite: every layout against the unsharded model
+quick: $(STAMP) ## one case of each law and a training run of each kind, in a minute and a half: for every commit
+	$(RUN) -m pytest -q -m quick
+
+test: $(STAMP) ## the suite: every layout against the unsharded model
 	$(RUN) -m pytest -m "not slow"
 
 soak: $(STAMP) ## the long proofs too

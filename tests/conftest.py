@@ -7,6 +7,7 @@ import torch
 
 from tests.beside import ASKS, Beside
 from tests.pool import BEFORE_2_13, Pool, strict_memory
+from tests.quick import mark_quick
 
 strict_memory()
 torch.set_num_threads(1)
@@ -35,6 +36,11 @@ def eight_ranks() -> Iterator[Pool]:
     yield pool
     pool.stop()
     pool.folder.cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_quick(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import (
     ColumnParallelLinear,
@@ -316,48 +314,11 @@ def wrong_heads(mesh: Mesh) -> nn.Module:
 # --- what the mutation report breaks the library under ---------------------------------------------------------------
 
 
-def frozen(mesh: Mesh, sequence_parallel: bool = False) -> nn.Module:
-    """An `Encoder` of which some linears are frozen: gradients go through them all the same."""
-    model = Encoder(mesh, sequence_parallel)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith(("1.attention.qkv.weight", "1.mlp.up.weight", "head.bias")))
-    return model
-
-
-def padded_batch() -> dict[str, Tensor]:
-    """As `samples_batch`; the second half of the rows is padding."""
-    full = samples_batch()
-    real = torch.arange(4)[:, None] < torch.full((8,), 2)
-    return full | {"mask": real, "target": full["target"].masked_fill(~real, -100)}
-
-
-def smooth_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
-    """With the terms that read the whole vocabulary."""
-    options = {"label_smoothing": 0.1, "z_loss": 0.2, "reduction": "sum"}
-    return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB, **options)
-
-
 def tokens() -> dict[str, Tensor]:
     """Without targets; the first word is in the first row alone."""
     x = batch()["x"].clamp(min=1)
     x[0, 3] = 0
     return {"x": x}
-
-
-UNEVEN = MoEConfig(experts=4, top_k=2, capacity_factor=0.75, score="sigmoid", aux_loss="micro_batch")
-ALL_TO_ALL = replace(MIXED, window=None, moe=UNEVEN)
-LATENT = replace(DENSE, kv_heads=None, head_dim=None, qk_norm=False, latent=LatentConfig(4, 6, 4, 2, 4))
-PROOFS: dict[str, tuple[Callable, Callable, Callable | None, tuple[str, ...]]] = {
-    "decoder": (partial(decoder, DENSE, "zigzag"), samples_batch, loss,
-                ("tp2sp", "tp4", "tp3", "cp2tp2sp", "dp2pp2zero2", "dp2zero3mb2", "dp2mb2")),
-    "latent": (partial(decoder, LATENT, "zigzag"), samples_batch, loss, ("tp2", "tp2sp", "tp3", "cp2tp2")),
-    "encoder": (frozen, batch, smooth_loss, ("tp2", "cp2", "dp2zero1mb2")),
-    "mixture": (partial(decoder, MIXED, "ring"), samples_batch, loss,
-                ("tp2sp", "cp2tp2ep2sp", "cp2dp2ep2", "dp2pp2ep2", "tp2dp2zero1")),
-    "padded": (partial(decoder, ALL_TO_ALL, "zigzag"), padded_batch, loss, ("dp2ep2", "cp2ep2")),
-    "mixer": (Mixer, tokens, None, ("tp3",)),
-    "by hand": (ByHand, tokens, None, ("tp2", "dp2", "dp2zero2")),
-}  # fmt: skip
 
 
 class Mean(nn.Module):
