@@ -322,9 +322,7 @@ def test_pitfall_22_a_router_that_counted_nothing_is_named(balance):
     x = draw(8, B, T, D).requires_grad_()
     checkpoint(lambda x: moe(x, loss_scale=0.1), x, use_reentrant=True).sum().backward()
     model = torch.nn.ModuleDict({"mlp": moe})
-    with pytest.raises(
-        ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.recompute"
-    ):
+    with pytest.raises(ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.recompute"):
         update_routers(model, Mesh())
     moe(x, mask=torch.zeros(B, T, dtype=torch.bool), loss_scale=0.1)
     assert update_routers(model, Mesh())["mlp.router"].tokens_per_expert.sum() == 0, "padding alone is no mistake"
