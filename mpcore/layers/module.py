@@ -53,7 +53,7 @@ class RandomModule(nn.Module):
     Attributes:
         key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. To torch.compile it is
             a constant, so that each module has a graph of its own, unless
-            `torch._dynamo.config.allow_unspec_int_on_nn_module` is set.
+            the compiler's option `allow_unspec_int_on_nn_module` is set.
     """
 
     key: int | None = None
