@@ -200,6 +200,7 @@ class Run:
         routers = update_routers(self.model, self.mesh) if self._routed else {}
         self.step += 1
         self._next = "forward_backward"
+        self._loss = self._norm = self._factor
         return StepResult(loss, length, taken, self._merge(), routers)
 
     def drop_gradients(self) -> None:

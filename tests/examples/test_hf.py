@@ -980,7 +980,7 @@ def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, ca
     stage = t.stages[0]
     for parameter in (stage.embedding.weight, stage.norm.weight, stage.head.weight[end]):
         parameter.fill_(1.0)  # whatever there is, a document ends
-    t.checkpoints.save()
+    save_as(1, t)
     back = export_hf(step_path(t.checkpoints.path, 1), tmp_path / "back")
     assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
     assert generate_main(["--checkpoint", str(t.checkpoints.path / "step-00000001"), "--prompt", "d", *flags]) == 0

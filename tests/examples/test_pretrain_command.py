@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt.arguments import inner_size, model_config
+from examples.gpt.console import summary
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
 from mpcore.checkpoint import step_path
@@ -191,11 +192,11 @@ def test_too_little_text_is_refused(ranks, tmp_path):
 
 def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(tmp_path):
     text = trainer("--data", write_corpus(tmp_path / "text", list(range(200)), documents=1))
-    assert math.isfinite(text.step(0)["loss"] + text.evaluate())
-    assert "11 training samples of 16 tokens, 1 held out" in text.summary()
+    assert math.isfinite(text.step()["loss"] + text.evaluate())
+    assert "11 training samples of 16 tokens, 1 held out" in summary(text)
     short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
-    assert math.isfinite(short.step(0)["loss"])
-    assert "4 training samples of 16 tokens, 0 held out" in short.summary()
+    assert math.isfinite(short.step()["loss"])
+    assert "4 training samples of 16 tokens, 0 held out" in summary(short)
     with pytest.raises(ValueError, match="the held-out part has no sample: --eval-every above 0 says why"):
         short.evaluate()
 
@@ -516,9 +517,9 @@ def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path,
         ValueError, match=f"leaves behind what was trained after it, up to .*step-0*{STEPS}, from which"
     ):
         trainer("--out", out, "--resume", middle)
-    assert trainer("--out", other, "--resume", middle).first_step == STEPS - 2
+    assert trainer("--out", other, "--resume", middle).run.step == STEPS - 2
     last = str(step_path(tmp_path / "a" / "checkpoints", STEPS))
-    assert trainer("--out", out, "--resume", last).first_step == STEPS
+    assert trainer("--out", out, "--resume", last).run.step == STEPS
     again = trainer("--out", out, "--resume", "auto", "--eval-every", "0", "--trace")
-    assert again.first_step == STEPS
+    assert again.run.step == STEPS
     again.train()  # with nothing left to train, nor to draw a trace of
