@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,15 +22,16 @@ def run_page(name: str, **sizes: int) -> dict:
     return held
 
 
-def losses(**sizes: int) -> list[float]:
-    return run_page("training.md", **sizes)["piped"]
+def losses(folder: str, **sizes: int) -> list[float]:
+    with mock.patch.object(tempfile, "tempdir", folder):  # where the page saves
+        return run_page("training.md", **sizes)["piped"]
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(2, {"tp": 2}), (4, {"tp": 2, "pp": 2}), (2, {})], ids=str)
-def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, size, sizes):
-    (alone,) = ranks(1, losses)
+def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, tmp_path, size, sizes):
+    (alone,) = ranks(1, losses, str(tmp_path))
     assert alone[-1] < alone[0]
-    for found in ranks(size, losses, **sizes):
+    for found in ranks(size, losses, str(tmp_path), **sizes):
         assert found == pytest.approx(alone, rel=1e-5)
 
 
