@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import flop_registry
 
 from mpcore._torch.dispatch import TorchDispatchMode
 from mpcore._torch.fake import NoValueError, fake_tensors, start_fake_world
+from mpcore._torch.storage import StorageWeakRef, alive
 from mpcore.analysis.counts import Ledger
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.initialize import _to_empty
@@ -29,8 +31,8 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
 from mpcore.parallel.sync import finish_gradients, gather, hold_gradients, reduce_held, reduce_once, sync_gradients
 from mpcore.pipeline.checks import split_linears
-from mpcore.pipeline.runtime import sent_on
-from mpcore.pipeline.schedules import Schedule
+from mpcore.pipeline.messages import releases, sent_on
+from mpcore.pipeline.schedules import Schedule, with_messages
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding.local import local_tensor
 
@@ -64,33 +66,33 @@ Build = Callable[[Mesh, list[str]], Work]
 
 @dataclass
 class Kept:
-    """What a stage holds from forwards to backwards, in bytes.
+    """What a stage holds of one micro-batch, in bytes.
 
     Attributes:
-        activations: of one micro-batch, its output counted and its input not.
-        output: of them what goes with the forward's end: the last stage's output, unless backward needs it.
-        between: what is left of them between the two halves of a split backward, with the gradients of layers' outputs
-            that the second half takes.
-        handed: of the activations the output, where it is the input of a stage of this rank.
+        received: its inputs.
+        activations: after forward, with its inputs and outputs.
+        output: the outputs, unless backward needs them: they are held until they have arrived at the next stage.
+        between: between the two halves of a split backward, with the gradients of layers' outputs that the second half
+            takes; of its inputs what backward still needs.
+        between_inputs: of that, what is left of the inputs.
+        returned: the gradients that the next stage sends back.
+        sent_back: the gradients of its inputs.
         gathered: parameters gathered over data that are there after a forward.
         unsummed: gradients that aren't summed over data yet, from the first backward on.
-        received, sent_forward, sent_backward: tensors of one micro-batch that pass between stages, sent ones to other
-            ranks alone. torch's runtime holds those of all micro-batches to the end of a step, and what it received
-            until the next step's takes its place.
         forward_flops, backward_flops: floating-point operations of products in one micro-batch; backward's are those of
             both its halves, and of what it computes again.
         sent: by axis the volume (`Ledger.volume`) of what a step's micro-batches send in this stage.
     """
 
+    received: int = 0
     activations: int = 0
     output: int = 0
     between: int = 0
-    handed: int = 0
+    between_inputs: int = 0
+    returned: int = 0
+    sent_back: int = 0
     gathered: int = 0
     unsummed: int = 0
-    received: int = 0
-    sent_forward: int = 0
-    sent_backward: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
     sent: dict[str, int] = field(default_factory=dict)
@@ -221,6 +223,7 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
         for m, (split, times) in enumerate(rounds := _rounds(work.plan, index)):
             last = m == len(rounds) - 1
             sync_gradients(stage, last)
+            empty, _ = _held(storages, stage, own)
             args, kwargs = work.inputs(i)
             received = [x for x in args if isinstance(x, Tensor)]
             if index > 0 and not received[0].is_floating_point():
@@ -230,7 +233,9 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                 )
             for x in received:
                 x.requires_grad_(index > 0 and x.is_floating_point())
-            before, _ = _held(storages, stage, own)
+            kept.received = sum(x.nbytes for x in received) if index else 0
+            given, _ = _held(storages, stage, own)  # with what else `inputs` made, which isn't counted
+            others = given - empty - kept.received
             with found.ledger.times(times), found.ledger:
                 flops.count = 0
                 with mode:
@@ -238,21 +243,24 @@ def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept
                     sent = () if ends else sent_on(y, index, "a dry run")
                     outputs = [work.loss(y)] if ends else [x for x in sent if x.requires_grad]
                 kept.forward_flops, flops.count = flops.count, 0
-                _count_messages(work.plan, index, mesh.pp.rank, received, sent, found.ledger, kept)
+                _count_messages(work.plan, index, mesh.pp.rank, received, sent, found.ledger)
                 after, gathered = _held(storages, stage, own)
-                del y, sent
-                kept.output = after - _held(storages, stage, own)[0] if ends else 0
-                grads = None if ends else [torch.empty_like(x) for x in outputs]
+                edges = [get_gradient_edge(x) for x in outputs]
+                grads = [torch.empty_like(x) for x in outputs]
+                kept.returned = 0 if ends else sum(x.nbytes for x in grads)
+                kept.sent_back = sum(x.nbytes for x in received if x.requires_grad)
+                del y, sent, outputs
+                kept.output = after - _held(storages, stage, own, *grads)[0]
+                del args, x
                 if split:
-                    between = _split_backward(stage, own, index, received, outputs, grads, last, storages)
-                    kept.between = max(between - before, kept.between)
-                elif outputs:
-                    torch.autograd.backward(outputs, grads)
+                    _split_backward(stage, own, index, received, edges, grads, last, storages, kept, empty + others)
+                elif edges:
+                    torch.autograd.backward(edges, grads)
             kept.backward_flops = flops.count
-            kept.activations, kept.gathered = after - before, max(gathered, kept.gathered)
+            kept.activations, kept.gathered = after - empty - others, max(gathered, kept.gathered)
             if m > 0:
-                kept.unsummed = max(before - sum(x.nbytes for x in received), 0)
-            del args, received, x, outputs, grads
+                kept.unsummed = max(empty, 0)
+            del received, edges, grads
     kept.sent = {axis: size - before_stage.get(axis, 0) for axis, size in found.ledger.volumes().items()}
     return kept
 
@@ -289,24 +297,32 @@ def _rounds(plan: Schedule, index: int) -> list[tuple[bool, int]]:
 
 
 def _split_backward(
-    stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: Sequence[Tensor], outputs: Sequence[Tensor],
-    grads: Sequence[Tensor] | None, last: bool, storages: StorageTracker,
-) -> int:  # fmt: skip
-    """Backward in two halves, as the pipeline runs them; returns what is held in between."""
+    stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: list[Tensor], edges: list[GradientEdge],
+    grads: list[Tensor], last: bool, storages: StorageTracker, kept: Kept, empty: int,
+) -> None:  # fmt: skip
+    """Backward in two halves, as the pipeline runs them; notes in `kept` what is held in between, besides `empty`.
+
+    It has as many arguments as the forward before it has results.
+    """
     if index == 0:  # no gradient of its input is asked for, so all is done in the second half
-        between, _ = _held(storages, stage, own, *(grads or ()))
-        torch.autograd.backward(outputs, grads)
-        return between
+        between = _held(storages, stage, own)[0] - empty
+        kept.between, kept.between_inputs = max(between, kept.between), 0
+        torch.autograd.backward(edges, grads)
+        return
     gather(stage)
     hold_gradients(stage)
-    dx, deferred = backward_inputs(outputs, grads, received)
-    between, _ = _held(storages, stage, own, *(grads or ()), *dx)
+    inputs = [StorageWeakRef(x.untyped_storage()) for x in received]
+    dxs, deferred = backward_inputs(edges, grads, received)
+    edges.clear(), grads.clear(), received.clear()
+    left = [storage for weak in inputs if (storage := alive(weak)) is not None]
+    kept.between_inputs = sum(storage.nbytes() for storage in left)
+    kept.between = max(_held(storages, stage, own, *dxs)[0] - empty, kept.between)
+    del dxs, left
     gather(stage)
     backward_weights(deferred)
     reduce_held(stage, last)
     if last:
         reduce_once(stage)
-    return between
 
 
 def _held(
@@ -321,31 +337,21 @@ def _held(
 
 
 def _count_messages(
-    plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], ledger: Ledger, kept: Kept
+    plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], ledger: Ledger
 ) -> None:
-    """Count what a micro-batch sends to and receives from other stages; torch's runtime keeps both to the end."""
-    kept.received = kept.sent_forward = kept.sent_backward = kept.handed = 0
+    """Count what a micro-batch sends to and receives from stages on other ranks."""
     for neighbour, tensors, forth, back in ((index - 1, received, "recv", "send"), (index + 1, sent, "send", "recv")):
-        if not 0 <= neighbour < plan.stages:
+        if not 0 <= neighbour < plan.stages or plan.rank_of[neighbour] == pp:
             continue
-        there, again = [x.nbytes for x in tensors], [x.nbytes for x in tensors if x.requires_grad]
-        kept.received += sum(there if forth == "recv" else again)
-        if plan.rank_of[neighbour] == pp:
-            kept.handed = sum(there) if neighbour > index else kept.handed
-            continue
-        for size in there:
-            ledger.add("pp", forth, size)
-        for size in again:
-            ledger.add("pp", back, size)
-        if forth == "send":
-            kept.sent_forward = sum(there)
-        else:
-            kept.sent_backward = sum(again)
+        for x in tensors:
+            ledger.add("pp", forth, x.nbytes)
+            if x.requires_grad:
+                ledger.add("pp", back, x.nbytes)
 
 
 def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
     """The most bytes that a pipeline rank holds besides its own parameters, gradients and states, at the end of any
-    forward, going through its actions in order.
+    forward, going through its actions in order as `mpcore.pipeline.executor` does.
 
     Args:
         plan: the schedule.
@@ -353,24 +359,40 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> int:
         stages: what each of its stages keeps.
     """
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
+    whole = with_messages(plan) if len(plan.ranks) > 1 else plan
+    released = releases(whole, rank)
+    local = {stage for stage in of if stage + 1 in of}  # whose outputs are the inputs of the next, until its backward
     started: set[int] = set()
     freed: set[int] = set()
-    held = most = sum(plan.micro_batches * kept.received for kept in stages)
-    for action in plan.ranks[rank]:
-        stage, kept = action.stage, of[action.stage]
-        if action.kind == "F":
-            held += kept.activations + (0 if stage in started else kept.gathered)
+    held = most = 0
+    for action in whole.ranks[rank]:
+        kind, stage, _ = action
+        kept, before = of[stage], stage - 1 in local
+        for send in released.get(action, ()):
+            held -= of[send.stage].output if send.kind == "SEND_F" else of[send.stage].sent_back
+        if kind == "RECV_F":
+            held += kept.received
+        if kind == "RECV_B":
+            held += kept.returned
+        if kind == "F":
+            held += kept.activations - kept.received + (0 if stage in started else kept.gathered)
             started.add(stage)
             most = max(most, held)
-            held -= kept.output + kept.handed  # the second takes the place of what the stage behind received before
-        if action.kind in ("B", "I"):
-            held += kept.sent_backward
-        if action.kind == "I":
-            held += kept.between + kept.output - kept.activations
-        if action.kind in ("B", "W"):
-            left = kept.activations - kept.output if action.kind == "B" else kept.between
-            held += kept.sent_forward + kept.handed - left + (0 if stage in freed else kept.unsummed)
+            held -= kept.output if stage == plan.stages - 1 else 0
+        if kind in ("B", "I"):
+            held += kept.sent_back
+        if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's backward is all in W
+            held -= kept.returned
+        if kind == "I":  # of an input that the stage before holds, nothing is freed here
+            held += kept.between - (kept.activations - kept.output)
+            held += kept.received - kept.between_inputs if before else 0
+        if kind in ("B", "W"):
+            held -= kept.activations - kept.output if kind == "B" else kept.between
+            held += (kept.received if kind == "B" else kept.between_inputs) if before else 0
+            held += 0 if stage in freed else kept.unsummed
             freed.add(stage)
+        if before and kind in ("B", "W"):
+            held -= of[stage - 1].output
     return most
 
 

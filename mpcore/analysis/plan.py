@@ -201,7 +201,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
     forward = sum(kept.forward_flops for _, kept in stages.values())
     backward = sum(kept.backward_flops for _, kept in stages.values())
     share = forward / max(forward + backward, 1)
-    widest = max(max(kept.sent_forward, kept.sent_backward) for _, kept in stages.values())
+    widest = max(max(kept.received, kept.sent_back) for _, kept in stages.values())
     ends = [r * machine.world // len(ranks) for r in range(min(len(ranks), 2))]
     message = 2 * machine.seconds(ends, widest)  # a ring of two sends half
     times = Times(share, (1 - share) / 2, (1 - share) / 2, message=message, stages=tuple(each))

@@ -64,12 +64,6 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
         raise ValueError(
             f"the schedule {plan.name} names messages, such as {named[0]}: leave them out, they are posted here"
         )
-    order = [a for a in plan.ranks[plan.rank_of[plan.stages - 1]] if (a.kind, a.stage) == ("F", plan.stages - 1)]
-    for m, action in enumerate(order):
-        if action.micro_batch != m:
-            raise ValueError(
-                f"{action} must not run before {action._replace(micro_batch=m)}: losses are kept in that order"
-            )
     mine = plan.stages_of(pp.rank)
     if len(mine) != stages:
         raise ValueError(f"the schedule {plan.name} lays {len(mine)} stages on rank {pp.rank}, which holds {stages}")

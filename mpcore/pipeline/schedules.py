@@ -167,7 +167,7 @@ def _one_stage_a_rank(name: str, rank: int, P: int, M: int) -> list[Action]:
 
 
 def with_messages(schedule: Schedule) -> Schedule:
-    """The schedule with the sends and receives that torch's runtime posts for it, in its order.
+    """The schedule with its sends and receives, in an order in which no rank waits for ever (torch's).
 
     Args:
         schedule: one of F, B, I and W alone that `mpcore.pipeline.prove` has passed.

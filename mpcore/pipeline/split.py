@@ -39,13 +39,13 @@ class Deferred:
 
 
 def backward_inputs(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+    outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], Deferred]:
     """The first half: the gradients of a stage's inputs.
 
     Args:
-        outputs: what the stage returned, or the loss.
-        grads: theirs; an output whose gradient is None counts for nothing. None: all are 1.
+        outputs: what the stage returned, or the loss; or where backward begins instead of them.
+        grads: theirs; an output whose gradient is None counts for nothing.
         inputs: what it was given; gradients come of tensors that need one.
 
     Returns:
@@ -54,9 +54,10 @@ def backward_inputs(
     Source:
         Qi et al. (2024), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
     """
-    given = [torch.ones_like(y) for y in outputs] if grads is None else grads
     ends = [
-        (get_gradient_edge(y), dy) for y, dy in zip(outputs, given, strict=True) if y.requires_grad and dy is not None
+        (y if isinstance(y, GradientEdge) else get_gradient_edge(y), dy)
+        for y, dy in zip(outputs, grads, strict=True)
+        if dy is not None and (isinstance(y, GradientEdge) or y.requires_grad)
     ]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     order = list(_children_first([y.node for y, _ in ends]))

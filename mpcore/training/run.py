@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,20 +111,28 @@ class Run:
         count = torch.as_tensor(tokens, dtype=torch.float64, device=self.mesh.device)
         return scale / torch.where(count == 0, 1.0, count)  # a batch without tokens has loss 0 and gradients 0
 
-    def count_tokens(self, target: Tensor) -> Tensor:
+    def count_tokens(self, target: Tensor | Sequence[Tensor]) -> Tensor:
         """The tokens that count in the step, over all data-parallel ranks: targets that are not -100."""
-        return all_reduce((target != IGNORED).sum().to(self.mesh.device), self.mesh.data).double()
+        targets = [target] if isinstance(target, Tensor) else target
+        count = sum((t != IGNORED).sum() for t in targets)
+        return all_reduce(torch.as_tensor(count, device=self.mesh.device), self.mesh.data).double()
 
     def forward_backward(
-        self, x: Tensor, target: Tensor, *, tokens: Tensor | int | None = None, **arguments: Tensor
+        self,
+        x: Tensor | Sequence[Tensor],
+        target: Tensor | Sequence[Tensor],
+        *,
+        tokens: Tensor | int | None = None,
+        **arguments: Tensor | Sequence[Tensor],
     ) -> Tensor:
         """Run forward and backward of this rank's part of a batch, micro-batch by micro-batch.
 
         Args:
-            x: [B, ...] the model's input, on every rank of the pipeline.
-            target: [B, ...] what the loss takes.
+            x: [B, ...] the model's input, on every rank of the pipeline. A tensor is cut in micro-batches along
+                dimension 0; a list of tensors has one for each micro-batch, whose shapes may differ.
+            target: [B, ...] what the loss takes; a list if x is one.
             tokens: what the summed loss is divided by, over all ranks; None: the targets that are not -100.
-            arguments: [B, ...] tensors that the model takes by name.
+            arguments: [B, ...] tensors that the model takes by name; lists if x is one.
 
         Returns:
             The mean loss over the step's tokens in float64, the same on every rank. Nothing waits for the device.

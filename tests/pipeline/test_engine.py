@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +35,7 @@ from mpcore import (
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.pipeline import Pipeline, engine
+from mpcore.pipeline import Pipeline, executor, messages
 from mpcore.pipeline.partition import join_stages, parameter_costs, partition
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import (
@@ -418,8 +417,9 @@ def check_refused(path: str) -> None:
         Pipeline(module, on, 1, loss, path + "/deadlock.csv")
     with pytest.raises(ValueError, match=r"^1B0 is missing$"):
         Pipeline(module, on, 1, loss, path + "/missing.csv")
-    with pytest.raises(ValueError, match="1F1 must not run before 1F0: losses are kept in that order"):
-        Pipeline(module, on, 2, loss, path + "/unordered.csv")
+    x = torch.ones(4, 2)  # micro-batches may pass in any order
+    total = Pipeline(module, on, 2, loss, path + "/unordered.csv").forward_backward(x, x)
+    close(total, Pipeline(module, on, 2, loss, "gpipe").forward_backward(x, x), "loss")
     with pytest.raises(ValueError, match=r"names messages, such as 0SEND_F0: leave them out"):
         Pipeline(module, on, 2, loss, with_messages(build_schedule("gpipe", 2, 2)))
     with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2|disagree"):
@@ -665,7 +665,6 @@ def check_own(case: str, name: str, ranks: int = 2) -> None:
 
 
 OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
-since_2_13 = pytest.mark.skipif(not hasattr(PipelineStage, "_compute_outputs"), reason="all outputs need a gradient")
 SPLIT = ("plain", "split", "whole", "ids", "penalty", "shared", "late", "heads", "passed", "view")
 
 
@@ -674,7 +673,6 @@ def check_all_own(cases: tuple[str, ...], name: str) -> None:
         check_own(case, name)
 
 
-@since_2_13
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
@@ -714,6 +712,9 @@ class Broken(Own):
     def crash(self, x: Tensor) -> Any:
         raise IndexError("no such place")
 
+    def late(self, x: Tensor) -> Any:
+        return self.plain(x) if self.calls < 3 else self.crash(x)
+
 
 class End(nn.Linear):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
@@ -722,12 +723,13 @@ class End(nn.Linear):
 
 BROKEN = {
     "grad": r"output 1 of stage 0 in micro-batch 2 is in need of a gradient, .* was in need of none",
-    "shape": r"output 0 of stage 0 in micro-batch 2 is \(2, 5\) of torch.float64, in its first forward it was \(2, 6\)",
+    "shape": r"output 0 of stage 0 in micro-batch 2 is \(2, 5\) of torch.float64, in its first .* was \(2, 6\)",
     "count": r"stage 0 returns 2 outputs in micro-batch 2, 1 in its first forward",
-    "dict": r"the output of stage 0 in its first forward is a dict: what goes to the next stage is a tensor or a tuple",
-    "none": r"output 1 of stage 0 in its first forward is a NoneType",
-    "nothing": r"stage 0 returns nothing in its first forward",
+    "dict": r"the output of stage 0 in micro-batch 0 is a dict: what goes to the next stage is a tensor or a tuple",
+    "none": r"output 1 of stage 0 in micro-batch 0 is a NoneType",
+    "nothing": r"stage 0 returns nothing in micro-batch 0",
     "crash": r"no such place",
+    "late": r"no such place",
 }
 
 
@@ -747,7 +749,6 @@ def check_losses(sizes: dict, name: str) -> None:
             Pipeline(nn.Linear(6, 6), on, 4, loss, name).forward_backward(x, x)
     pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum(), name)
     for text, arguments in (
-        ("no argument can be named losses", {"losses": x}),
         ("mask is a NoneType: arguments are tensors with one row a sample", {"mask": None}),
         ("scale is a float", {"scale": 0.5}),
         ("scale is a tensor without rows", {"scale": torch.ones(())}),
@@ -791,7 +792,7 @@ def check_broken_forward() -> None:
         stage = End(6, 6).double() if on.pp.rank else Broken(case, 0, 1)
         with pytest.raises(
             (ValueError, IndexError),
-            match=f"{BROKEN[case]}".replace("its first forward", "batch 0") if on.pp.rank == 0 else "failed on rank 0",
+            match=f"{BROKEN[case]}".replace("micro-batch 0", "batch 0") if on.pp.rank == 0 else "failed on rank 0",
         ):
             list(Pipeline(stage, on, 4, own_loss).forward([x]))
 
@@ -828,23 +829,52 @@ def check_alternating(name: str) -> None:
     mine = copy.deepcopy(whole[on.pp.rank])
     pipeline = Pipeline(mine, on, 2, own_loss, name)
     for rows in (4, 8, 4, 8, 4):
+        headers = len(pipeline.executor.shapes)
         x = torch.randn(rows, 6, dtype=torch.float64)
         want = own_loss(run_dense(whole, x), x)  # type: ignore
         want.backward()
-        close(pipeline.forward_backward(x, x), want.detach(), "loss", TOLERANCE)
-    assert len(pipeline.runtimes) == 2
+        with mock.patch.object(executor, "receive_header" if on.pp.rank else "send_header") as told:
+            told.side_effect = getattr(messages, "receive_header" if on.pp.rank else "send_header")
+            close(pipeline.forward_backward(x, x), want.detach(), "loss", TOLERANCE)
+        assert told.call_count == len(pipeline.executor.shapes) - headers
+    assert len(pipeline.executor.shapes) == 2
     for p, q in zip(mine.parameters(), whole[on.pp.rank].parameters(), strict=True):
         if q.grad is not None:
             close(gradient_of(p), q.grad, "gradient", TOLERANCE)  # type: ignore[arg-type]
-    with mock.patch.object(engine, "_SHAPES", 1):
-        pipeline.forward_backward(x, x)
-    assert len(pipeline.runtimes) == 1, "the oldest is forgotten"
 
 
-@since_2_13
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
-def test_shapes_that_come_again_need_no_dry_run(ranks, name):
+def test_a_header_goes_before_the_first_message_of_each_shape_alone(ranks, name):
     ranks(2, check_alternating, name)
+
+
+def check_unequal(name: str) -> None:
+    """Micro-batches of other lengths and numbers of samples, one of them of a single token: the dense losses' sum."""
+    run = Run(mesh(pp=2), name, 4, 2 if name == "interleaved" else None, model={"layers": 4})
+    shapes = [(2, 8), (1, 3), (3, 8), (1, 1)]
+    cut = [[t[:rows, :length].contiguous() for t in batch(4)[:2]] + [batch(4)[2][:rows]] for rows, length in shapes]
+    want = materialize(GPT(GPTConfig(**{**CONFIG, "layers": 4}), device="meta", dtype=torch.float64), seed=5)
+    for _ in range(2):
+        tokens, targets, samples = zip(*cut, strict=True)
+        total = run.pipeline.forward_backward(list(tokens), list(targets), samples=list(samples))
+        losses = [vocab_parallel_cross_entropy(want(x, s), y, reduction="sum") for x, y, s in cut]
+        sum(losses).backward()  # type: ignore[union-attr]
+        close(total, sum(losses).detach(), "loss", TOLERANCE)  # type: ignore[union-attr]
+        cut = cut[::-1]
+    reduce_gradients(run.model)
+    grads, declared = {n: p.grad for n, p in want.named_parameters()}, shardings(run.model)
+    for parameter_name, parameter in run.model.named_parameters():
+        got = full_tensor(gradient_of(parameter), declared[parameter_name])
+        close(got, grads[parameter_name], parameter_name, TOLERANCE)
+    with pytest.raises(ValueError, match="samples is a Tensor: x is a list, so give one tensor for each of 4 micro-b"):
+        run.pipeline.forward_backward(list(tokens), list(targets), samples=samples[0])
+    with pytest.raises(ValueError, match="x is 3 of them: x is a list, so give one tensor for each of 4 micro-batches"):
+        run.pipeline.forward_backward(list(tokens)[:3], list(targets), samples=list(samples))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_micro_batches_of_a_step_may_have_different_shapes(ranks, name):
+    ranks(2, check_unequal, name)
 
 
 def check_broken(name: str) -> None:
@@ -857,7 +887,6 @@ def check_broken(name: str) -> None:
             pipeline.forward_backward(x, x)
 
 
-@since_2_13
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
 def test_outputs_that_change_or_cant_be_sent_are_refused_on_every_rank(ranks, name):
     ranks(2, check_broken, name)
@@ -990,7 +1019,7 @@ def check_one_rank() -> list:
 
 
 def test_one_rank_records_as_well(ranks):
-    assert ranks(1, check_one_rank) == [["0F0", "1F0", "1B0", "0F1", "1F1", "1B1"]]
+    assert ranks(1, check_one_rank) == [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]
     assert Action("F", 0, 0) in build_schedule("naive", 1, 1).actions
     assert set(V_SHAPED) < set(NAMES)
     assert dataclasses.astuple(Times())[:3] == (1, 1, 1)

@@ -1,0 +1,352 @@
+"""Floor 4: run one rank's actions of a schedule, and hold in memory what is in flight and nothing else.
+
+- A receive buffer exists from the receive to the end of its micro-batch's backward.
+- What is sent is released when a later message shows that it has arrived (`messages.releases`).
+- A backward begins at gradient edges, so a stage's outputs are not held for it.
+- A stage that fails sends zeros, or says that it failed, so that no other rank waits for it.
+
+torch's runtime (`torch.distributed.pipelining`) makes the buffers of all micro-batches at a step's start and keeps what
+it sent to the end. It asks for one shape in all micro-batches, and runs one more forward to find it out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpcore.mesh.axis import Axis
+from mpcore.parallel.sync import (
+    gather,
+    hold_gradients,
+    reduce_held,
+    reduce_once,
+    reduces_each_micro_batch,
+    sync_gradients,
+)
+from mpcore.pipeline.messages import Message, Meta, peer_of, post, receive_header, releases, send_header, sent_on
+from mpcore.pipeline.schedules import Action, Schedule, with_messages
+from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What every stage knows of a micro-batch.
+
+    Attributes:
+        x: the input of the first stage.
+        target: what the loss takes.
+        arguments: what every stage takes by name.
+        key: shapes and dtypes of all of them. Micro-batches of one key have messages of one shape.
+    """
+
+    x: Tensor
+    target: Tensor
+    arguments: Mapping[str, Tensor]
+    key: Any
+
+
+@dataclass
+class Held:
+    """What a stage holds of one micro-batch.
+
+    Attributes:
+        inputs: what it takes; None: an earlier stage failed.
+        wanted: of each input, whether the stage before takes its gradient.
+        ends: where its backward begins, one for each output that the next stage returns a gradient of.
+        grads: their gradients, where no message brings them.
+        sent: what the next stage got; None: nothing.
+        deferred: between the halves of a backward.
+    """
+
+    inputs: tuple[Tensor, ...] | None = None
+    wanted: tuple[bool, ...] = ()
+    ends: list[GradientEdge | None] = field(default_factory=list)
+    grads: tuple[Tensor, ...] = ()
+    sent: tuple[Meta, ...] | None = None
+    deferred: Deferred | None = None
+
+
+class Executor:
+    """Runs steps of one schedule on one rank.
+
+    Args:
+        stages: this rank's stages by number.
+        plan: the schedule, of F, B, I and W alone.
+        pp: the axis that the stages lie on.
+        device: of messages.
+        loss: of the last stage's output and the target, a tensor of one number.
+        noted: `noted(kind, stage, micro_batch)`, a context around each action.
+
+    Attributes:
+        problems: what failed in the step, in order; the step runs to its end all the same, with zeros.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        plan: Schedule,
+        pp: Axis,
+        device: torch.device,
+        loss: Callable[[Any, Tensor], Tensor],
+        noted: Callable[[str, int, int], Any],
+    ) -> None:
+        self.stages, self.pp, self.device, self.loss, self.noted = stages, pp, device, loss, noted
+        self.plan = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
+        self.actions = self.plan.ranks[pp.rank]
+        self.releases = releases(self.plan, pp.rank)
+        self.last = {action.stage: action for action in self.actions if action.kind in ("B", "W")}
+        self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch
+        self.problems: list[Exception] = []
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward of a step.
+
+        Returns:
+            The sum of the losses in float64, without a graph; 0 where the last stage isn't here.
+
+        Raises:
+            RuntimeError: if another rank is gone. On one rank alone, whatever a stage raises.
+        """
+        self.problems.clear()
+        return _Step(self, micro_batches).run()
+
+
+class _Step:
+    """One step: what is in flight."""
+
+    def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
+        self.of, self.micro_batches = executor, micro_batches
+        self.held: dict[tuple[int, int], Held] = defaultdict(Held)
+        self.outbox: dict[Action, tuple[Tensor, ...] | None] = {}
+        self.messages: dict[Action, Message] = {}
+        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+
+    def run(self) -> Tensor:
+        run = {"F": self.forward, "B": self.backward, "I": self.backward_inputs, "W": self.backward_weights}
+        run |= {"SEND_F": self.send_forward, "SEND_B": self.send_backward}
+        run |= {"RECV_F": self.receive_forward, "RECV_B": self.receive_backward}
+        for action in self.of.actions:
+            run[action.kind](action, action.stage, action.micro_batch)
+        for message in self.messages.values():
+            message.wait()
+        return self.total
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def send_forward(self, action: Action, stage: int, m: int) -> None:
+        outputs, to = self.outbox.pop(action), peer_of(self.of.plan, action)
+        key = stage, self.micro_batches[m].key
+        metas = self.of.shapes.get(key)
+        if metas is None:
+            metas = None if outputs is None else tuple(map(Meta.of, outputs))
+            send_header(metas, self.of.pp, to, self.of.device)
+            if metas is None:
+                return
+            self.of.shapes[key] = metas
+        self.held[stage, m].sent = metas
+        self._post(dist.isend, [x.empty(self.of.device).zero_() for x in metas] if outputs is None else outputs, action)
+
+    def receive_forward(self, action: Action, stage: int, m: int) -> None:
+        key = stage - 1, self.micro_batches[m].key
+        metas = self.of.shapes.get(key)
+        if metas is None:
+            metas = receive_header(self.of.pp, peer_of(self.of.plan, action), self.of.device)
+            if metas is None:
+                return
+            self.of.shapes[key] = metas
+        self._give(stage, m, self._receive(metas, action), metas)
+
+    def send_backward(self, action: Action, stage: int, m: int) -> None:
+        self._post(dist.isend, self.outbox.pop(action) or (), action)
+
+    def receive_backward(self, action: Action, stage: int, m: int) -> None:
+        metas = self.held[stage, m].sent or ()
+        self.held[stage, m].grads = self._receive([x for x in metas if x.requires_grad], action)
+
+    def _receive(self, metas: Sequence[Meta], action: Action) -> tuple[Tensor, ...]:
+        tensors = tuple(x.empty(self.of.device) for x in metas)
+        self._post(dist.irecv, tensors, action)
+        return tensors
+
+    def _give(self, stage: int, m: int, inputs: Sequence[Tensor], metas: Sequence[Meta | Tensor]) -> None:
+        """Take what the stage before gives as this stage's inputs."""
+        held = self.held[stage, m]
+        held.wanted = tuple(x.requires_grad for x in metas)
+        held.inputs = tuple(x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, held.wanted, strict=True))
+
+    def _post(self, transfer: Callable[..., Any], tensors: Sequence[Tensor], action: Action) -> None:
+        if tensors:
+            self.messages[action] = post(transfer, tensors, self.of.pp, peer_of(self.of.plan, action), action)
+
+    def _arrived(self, action: Action, receive: Action) -> None:
+        """Wait for what an action takes; what was sent before the other rank sent that is released."""
+        if receive in self.messages:
+            self.messages.pop(receive).wait()
+        for send in self.of.releases.get(action, ()):
+            if send in self.messages:
+                self.messages.pop(send).wait()
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def forward(self, action: Action, stage: int, m: int) -> None:
+        of, held, batch = self.of, self.held[stage, m], self.micro_batches[m]
+        self._arrived(action, Action("RECV_F", stage, m))
+        if stage == 0:
+            held.inputs = (batch.x,)
+        if of.pp.size == 1:
+            sync_gradients(of.stages[stage], m == of.plan.micro_batches - 1)
+        outputs = None
+        if held.inputs is not None:
+            try:
+                with of.noted("F", stage, m):
+                    out = of.stages[stage](*held.inputs, **batch.arguments)
+                if stage == of.plan.stages - 1:
+                    loss = of.loss(out, batch.target)
+                    self.total += loss.detach()
+                    held.ends, held.grads = [get_gradient_edge(loss)], (torch.ones_like(loss),)
+                    return
+                outputs = sent_on(out, stage, f"micro-batch {m}")
+                metas = of.shapes.get((stage, batch.key)) or tuple(map(Meta.of, outputs))
+                _check_promise(metas, outputs, stage, m)
+                held.ends = [
+                    get_gradient_edge(x) if x.requires_grad else None
+                    for x, meta in zip(outputs, metas, strict=True)
+                    if meta.requires_grad
+                ]
+            except Exception as error:
+                outputs = None
+                self._failed(error)
+        if stage + 1 in of.stages:
+            if outputs is not None:
+                self._give(stage + 1, m, outputs, outputs)
+        elif stage + 1 < of.plan.stages:
+            self.outbox[Action("SEND_F", stage, m)] = outputs
+
+    def backward(self, action: Action, stage: int, m: int) -> None:
+        of, held = self.of, self.held.pop((stage, m))
+        self._arrived(action, Action("RECV_B", stage, m))
+        if of.pp.size > 1 and reduces_each_micro_batch(of.stages[stage]):
+            sync_gradients(of.stages[stage], self._is_last(stage, m))
+        elif of.pp.size > 1:
+            hold_gradients(of.stages[stage])
+        with of.noted("B", stage, m):
+            self._whole_backward(held)
+        self._send_back(stage, m, held, [x.grad for x in held.inputs or ()])
+        self._finish(action, stage)
+
+    def backward_inputs(self, action: Action, stage: int, m: int) -> None:
+        """Give the stage before its gradient. The first stage has none to give, so `W` is its whole backward."""
+        of, held = self.of, self.held[stage, m]
+        self._arrived(action, Action("RECV_B", stage, m))
+        with of.noted("I", stage, m):
+            if stage == 0:
+                return
+            gather(of.stages[stage])  # both halves look for the whole parameters in the graph
+            hold_gradients(of.stages[stage])
+            dxs: Sequence[Tensor | None] = [None] * len(held.wanted)
+            try:
+                dxs, held.deferred = backward_inputs(*_begin(held), held.inputs or ())
+            except Exception as error:
+                self._failed(error)
+        self._send_back(stage, m, held, dxs)
+        held.inputs = None  # the graph keeps what the weights' gradients need
+
+    def backward_weights(self, action: Action, stage: int, m: int) -> None:
+        of, held = self.of, self.held.pop((stage, m))
+        module = of.stages[stage]
+        with of.noted("W", stage, m):
+            if stage == 0:
+                if reduces_each_micro_batch(module):
+                    sync_gradients(module, self._is_last(stage, m))
+                else:
+                    hold_gradients(module)
+                self._whole_backward(held)
+            elif held.deferred is not None:
+                gather(module)
+                hold_gradients(module)
+                try:
+                    backward_weights(held.deferred)
+                except Exception as error:
+                    self._failed(error)
+                reduce_held(module, self._is_last(stage, m))
+        self._finish(action, stage)
+
+    def _whole_backward(self, held: Held) -> None:
+        ends, grads = _begin(held)
+        try:
+            if ends:
+                torch.autograd.backward(ends, grads)
+        except Exception as error:
+            self._failed(error)
+
+    def _send_back(self, stage: int, m: int, held: Held, dxs: Sequence[Tensor | None]) -> None:
+        """Hand the gradients of inputs to the stage before, zeros where there is none."""
+        if stage == 0:
+            return
+        grads = tuple(
+            torch.zeros_like(x) if dx is None else dx.contiguous()
+            for x, dx, wanted in zip(held.inputs or (), dxs, held.wanted, strict=True)
+            if wanted
+        )
+        if stage - 1 in self.of.stages:
+            self.held[stage - 1, m].grads = grads
+        else:
+            self.outbox[Action("SEND_B", stage, m)] = grads
+
+    def _is_last(self, stage: int, m: int) -> bool:
+        return self.of.last[stage].micro_batch == m
+
+    def _finish(self, action: Action, stage: int) -> None:
+        if self.of.pp.size > 1 and action == self.of.last[stage]:
+            reduce_once(self.of.stages[stage])
+
+    def _failed(self, error: Exception) -> None:
+        if self.of.pp.size == 1:
+            raise error
+        self.of.problems.append(error)
+
+
+def _begin(held: Held) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Take where a backward begins, with the gradients; nowhere, where the forward failed."""
+    pairs = [(end, grad) for end, grad in zip(held.ends, held.grads, strict=False) if end is not None]
+    held.ends, held.grads = [], ()
+    return [end for end, _ in pairs], [grad for _, grad in pairs]
+
+
+def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int, m: int) -> None:
+    """Refuse outputs that are not what the next stage waits for."""
+    if len(outputs) != len(metas):
+        raise ValueError(
+            f"stage {stage} returns {len(outputs)} outputs in micro-batch {m}, {len(metas)} in its first forward of "
+            f"this shape of batch"
+        )
+    for i, (x, like) in enumerate(zip(outputs, metas, strict=True)):
+        is_, was = f"{tuple(x.shape)} of {x.dtype}", f"{like.shape} of {like.dtype}"
+        way_out = "pad it"
+        if is_ == was and x.requires_grad and not like.requires_grad:
+            is_, was = "in need of a gradient", "in need of none"
+            way_out = "y + 0 * x.sum() needs one as x does"
+        if is_ != was:
+            raise ValueError(
+                f"output {i} of stage {stage} in micro-batch {m} is {is_}, in its first forward of this shape of batch "
+                f"it was {was}: make it alike; {way_out}"
+            )
+
+
+def _one_by_one(plan: Schedule) -> Schedule:
+    """The plan of a single rank: the forwards of a micro-batch, then its backwards, then the next micro-batch."""
+    up = range(plan.stages)
+    row = [
+        Action(kind, stage, m)
+        for m in range(plan.micro_batches)
+        for kind, order in (("F", up), ("B", reversed(up)))
+        for stage in order
+    ]
+    return Schedule(plan.name, (tuple(row),), plan.stages, plan.micro_batches)

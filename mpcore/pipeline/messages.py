@@ -1,0 +1,179 @@
+"""Floor 4: what pipeline stages send to each other, and how long a sender keeps it.
+
+The tensors of a message follow each other without a name. A header says how many there are, with shapes and dtypes. In
+training it goes before the first message of each shape of batch alone; both ranks keep it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpcore.mesh.axis import Axis
+from mpcore.pipeline.schedules import Action, Schedule
+
+_DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+
+
+class Meta(NamedTuple):
+    """What a receiver must know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Meta:
+        return cls(tuple(x.shape), x.dtype, x.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tensors on their way between two ranks."""
+
+    tensors: tuple[Tensor, ...]
+    works: Sequence[dist.Work]
+    between: str
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait until they are there (on a GPU, the current stream waits).
+
+        Raises:
+            RuntimeError: naming both ranks, if the other one is gone.
+        """
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"the message {self.between} did not pass: {error}") from error
+        return self.tensors
+
+
+def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer: int, action: Action) -> Message:
+    """Start sends (`dist.isend`) or receives (`dist.irecv`) of contiguous tensors; empty ones don't travel."""
+    operations = [
+        dist.P2POp(transfer, x.detach().view(-1).view(torch.uint8), group=pp.group, group_peer=peer)
+        for x in tensors
+        if x.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Message(tuple(tensors), works, f"{action} between ranks {pp.rank} and {peer} of the pipeline")
+
+
+def send_header(metas: Iterable[Meta] | None, pp: Axis, to: int, device: torch.device) -> None:
+    """Tell a rank what tensors it will get; None: there are none, because this stage or one before it failed."""
+    fields = [(_DTYPES.index(str(x.dtype)), int(x.requires_grad), len(x.shape), *x.shape) for x in metas or ()]
+    numbers = [number for each in fields for number in each]
+    for content in ([len(numbers)], numbers):
+        if content:
+            dist.send(torch.tensor(content, dtype=torch.int64, device=device), group=pp.group, group_dst=to)
+
+
+def receive_header(pp: Axis, source: int, device: torch.device) -> tuple[Meta, ...] | None:
+    """What `send_header` was given on rank `source`. The host waits for it."""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, group=pp.group, group_src=source)
+    if int(size) == 0:
+        return None
+    content = torch.zeros(int(size), dtype=torch.int64, device=device)
+    dist.recv(content, group=pp.group, group_src=source)
+    numbers, metas = iter(content.tolist()), []
+    for name in numbers:
+        requires_grad, dim = bool(next(numbers)), next(numbers)
+        dtype = getattr(torch, _DTYPES[name].removeprefix("torch."))
+        metas.append(Meta(tuple(next(numbers) for _ in range(dim)), dtype, requires_grad))
+    return tuple(metas)
+
+
+def send_tensors(outputs: Sequence[Tensor] | None, pp: Axis, to: int, device: torch.device) -> None:
+    """Send a header and its tensors, and wait until they are sent; None says that a stage failed."""
+    send_header(None if outputs is None else map(Meta.of, outputs), pp, to, device)
+    post(dist.isend, outputs or (), pp, to, Action("SEND_F", 0, 0)).wait()
+
+
+def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
+    """What `send_tensors` was given on rank `source`.
+
+    Raises:
+        ValueError: if a stage failed there.
+    """
+    metas = receive_header(pp, source, device)
+    if metas is None:
+        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
+    return post(dist.irecv, [x.empty(device) for x in metas], pp, source, Action("RECV_F", 0, 0)).wait()
+
+
+def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
+    """A stage's output as the tuple of contiguous tensors that the next one takes.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    outputs = out if type(out) in (tuple, list) else (out,)
+    for i, x in enumerate(outputs):
+        if not isinstance(x, Tensor):
+            which = f"output {i}" if len(outputs) > 1 else "the output"
+            raise ValueError(
+                f"{which} of stage {stage} in {when} is a {type(x).__name__}: what goes to the next stage is a tensor "
+                f"or a tuple of tensors"
+            )
+    if not outputs:
+        raise ValueError(f"stage {stage} returns nothing in {when}")
+    return tuple(x.contiguous() for x in outputs)
+
+
+def other_end(message: Action) -> Action:
+    """The send of a receive, the receive of a send."""
+    verb, letter = message.kind.split("_")
+    stage = message.stage + (1 if message.kind in ("SEND_F", "RECV_B") else -1)
+    return Action(f"{'RECV' if verb == 'SEND' else 'SEND'}_{letter}", stage, message.micro_batch)
+
+
+def peer_of(schedule: Schedule, message: Action) -> int:
+    """The rank at the other end of a send or a receive."""
+    return schedule.rank_of[other_end(message).stage]
+
+
+def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """When a rank may release what it sent: by action, the sends that have arrived once its own input is there.
+
+    A send has arrived when something comes from its receiver that was sent after the receiver used it. No rank waits
+    for that: an action waits for its own input anyway. What no later message confirms is released at the step's end.
+
+    Args:
+        schedule: a schedule with its messages (`mpcore.pipeline.schedules.with_messages`).
+        rank: the sender.
+    """
+    place = [{action: i for i, action in enumerate(actions)} for actions in schedule.ranks]
+    mine = place[rank]
+    arrivals: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by peer: where it sent, what takes it here
+    for action in schedule.ranks[rank]:
+        if action.kind in ("F", "B", "I"):
+            receive = action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+            if receive in mine:
+                peer = peer_of(schedule, receive)
+                arrivals[peer].append((place[peer][other_end(receive)], action))
+    found: dict[Action, list[Action]] = defaultdict(list)
+    for peer, taken in arrivals.items():
+        taken.sort()
+        for i in range(len(taken) - 1, 0, -1):  # the first of our own actions that takes this message or a later one
+            if mine[taken[i][1]] < mine[taken[i - 1][1]]:
+                taken[i - 1] = taken[i - 1][0], taken[i][1]
+        for send in (a for a in mine if a.kind.startswith("SEND") and peer_of(schedule, a) == peer):
+            _, stage, m = other_end(send)
+            kinds = ("F",) if send.kind == "SEND_F" else ("B", "I")
+            used = next(place[peer][a] for kind in kinds if (a := Action(kind, stage, m)) in place[peer])
+            later = bisect_right(taken, used, key=lambda pair: pair[0])
+            if later < len(taken):
+                found[taken[later][1]].append(send)
+    return dict(found)

@@ -1,0 +1,102 @@
+"""What a rank of a pipeline holds: counted by the dry run, measured on real ranks, and flat in the micro-batches."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpcore import Mesh
+from mpcore.analysis.dry_run import Work, dry_run
+from mpcore.memory_footprint import StorageTracker
+from mpcore.pipeline import Pipeline
+from mpcore.pipeline.schedules import NAMES, Schedule, build_schedule
+from tests.pool import mesh
+
+ROWS, LENGTH, WIDTH = 16, 8, 128  # of a micro-batch: a message has 64 KiB
+FLAT = ("naive", "1f1b", "interleaved", "zb", "zbv", "dualpipev")  # gpipe and bfs hold every micro-batch
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 192), nn.Linear(192, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def stages_of(on: Mesh, plan: Schedule) -> list[nn.Module]:
+    return [Stage() for _ in plan.stages_of(on.pp.rank)]
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().sum()
+
+
+def measure(name: str, pp: int, micro_batches: int) -> int:
+    """The most bytes that this rank holds at the end of a forward, in its second step, without its gradients."""
+    on, most = mesh(pp=pp), 0
+    plan = build_schedule(name, pp, micro_batches)
+    stages, storages = stages_of(on, plan), StorageTracker()
+    own = [p for stage in stages for p in stage.parameters()]
+
+    def sample(*_) -> None:
+        nonlocal most
+        held = []
+        for _ in range(3):  # gloo's threads let go of their tensors a little later
+            held.append(storages.held([p.grad for p in own if p.grad is not None]))
+            time.sleep(0.001)
+        most = max(most, min(held))
+
+    def loss(y: Tensor, _: Tensor) -> Tensor:
+        total = loss_of(y)
+        sample()
+        return total
+
+    pipeline = Pipeline(stages, on, micro_batches, loss, plan)
+    for stage in stages[:-1] if on.pp.rank == pipeline.last_rank else stages:
+        stage.register_forward_hook(sample)
+    x = torch.ones(micro_batches * ROWS, LENGTH, WIDTH)
+    with storages:
+        pipeline.forward_backward(x, x)
+        most = 0
+        pipeline.forward_backward(x, x)
+    return most
+
+
+def build(on: Mesh, arguments: list[str]) -> Work:
+    plan = build_schedule(arguments[0], on.pp.size, int(arguments[1]))
+    with torch.device("meta"):
+        stages = stages_of(on, plan)
+    adam = partial(torch.optim.AdamW, foreach=False, fused=False)
+    return Work(stages, plan, lambda _: ((torch.empty(ROWS, LENGTH, WIDTH),), {}), loss_of, adam)
+
+
+def counted(name: str, pp: int, micro_batches: int) -> list[int]:
+    return [dry_run(build, [name, str(micro_batches)], rank, pp=pp).peak for rank in range(pp)]
+
+
+CASES = [
+    pytest.param(name, pp, m, marks=() if (pp, m) == (2, 8) else pytest.mark.slow, id=f"{name}-pp{pp}-m{m}")
+    for name in NAMES
+    for pp in (2, 4)
+    for m in (4, 8, 32, 256)
+    if m >= {"dualpipev": 2 * pp}.get(name, pp)
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "m"), CASES)
+def test_the_bytes_held_are_those_counted(ranks, name, pp, m):
+    got, want = ranks(pp, measure, name, pp, m, timeout=250), counted(name, pp, m)
+    print(f"{name}, pp {pp}, {m} micro-batches: measured {got}, counted {want}")
+    assert got == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_does_not_grow_with_micro_batches_where_the_schedule_allows_it(name):
+    few, many = (counted(name, 4, m) for m in (16, 64))
+    assert (few == many) == (name in FLAT), (few, many)
