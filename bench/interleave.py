@@ -21,7 +21,14 @@ class Times(dict[str, list[float]]):
         return statistics.median(a / b for a, b in zip(self[above], self[below], strict=True))
 
 
-def interleave(calls: Mapping[str, Callable[[], object]], *, rounds: int, iterations: int, warmup: int = 1) -> Times:
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    iterations: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.process_time,
+) -> Times:
     """Call each in turn, `iterations` times a round, in an order that turns round from one round to the next.
 
     The clock is the processor time of this process: what it is on one thread with nothing to wait for is the time on
@@ -32,15 +39,16 @@ def interleave(calls: Mapping[str, Callable[[], object]], *, rounds: int, iterat
         rounds: how often each has its turn.
         iterations: calls in a turn.
         warmup: turns that don't count.
+        clock: `time.thread_time` where threads of a library, such as gloo's, should not count.
     """
     times = Times({name: [] for name in calls})
     for turn in range(-warmup, rounds):
         for name in list(calls) if turn % 2 else reversed(list(calls)):
-            call, began = calls[name], time.process_time()
+            call, began = calls[name], clock()
             for _ in range(iterations):
                 call()
             if turn >= 0:
-                times[name].append((time.process_time() - began) / iterations)
+                times[name].append((clock() - began) / iterations)
     return times
 
 

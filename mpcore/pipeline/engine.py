@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ class Pipeline:
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
         self.trained: list[bool] | None = None
-        self.executor = Executor(self.mine, self.plan, mesh.pp, mesh.device, self._checked_loss, self._noted)
+        idle = nullcontext()
+        noted = self._noted if trace else lambda *_: idle
+        self.executor = Executor(self.mine, self.plan, mesh.pp, mesh.device, self._checked_loss, noted)
 
     def forward_backward(
         self, x: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]
@@ -167,7 +169,8 @@ class Pipeline:
         is_ = type(loss).__name__
         if isinstance(loss, Tensor):
             if loss.numel() == 1 and loss.requires_grad:
-                return loss.reshape(()).clone()
+                alone = loss.dim() == 0 and loss.untyped_storage().nbytes() == loss.element_size()
+                return loss if alone else loss.reshape(()).clone()
             is_ = "a tensor that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
         raise ValueError(f"the loss is {is_}: return a tensor of one number, made of the output without detach()")
 
@@ -247,9 +250,7 @@ class Pipeline:
 
     @contextmanager
     def _noted(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        if self.spans is None:
-            yield
-            return
+        assert self.spans is not None
         start = self._clock()
         yield
         self.spans.append(Span(self.pp.rank, Action(kind, stage, micro_batch), start, self._clock()))

@@ -31,7 +31,7 @@ from mpcore.parallel.sync import (
     sync_gradients,
 )
 from mpcore.pipeline.messages import Message, Meta, peer_of, post, receive_header, releases, send_header, sent_on
-from mpcore.pipeline.schedules import Action, Schedule, with_messages
+from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, with_messages
 from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 
@@ -65,8 +65,8 @@ class Held:
         deferred: between the halves of a backward.
     """
 
-    inputs: tuple[Tensor, ...] | None = None
-    wanted: tuple[bool, ...] = ()
+    inputs: Sequence[Tensor] | None = None
+    wanted: Sequence[bool] = ()
     ends: list[GradientEdge | None] = field(default_factory=list)
     grads: tuple[Tensor, ...] = ()
     sent: tuple[Meta, ...] | None = None
@@ -99,11 +99,24 @@ class Executor:
     ) -> None:
         self.stages, self.pp, self.device, self.loss, self.noted = stages, pp, device, loss, noted
         self.plan = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
-        self.actions = self.plan.ranks[pp.rank]
-        self.releases = releases(self.plan, pp.rank)
-        self.last = {action.stage: action for action in self.actions if action.kind in ("B", "W")}
+        actions = self.plan.ranks[pp.rank]
+        self.peers = {action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES}
+        self.arrivals = self._arrivals(actions)
+        self.last = {action.stage: action for action in actions if action.kind in ("B", "W")}
         self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch
         self.problems: list[Exception] = []
+        self.one: Tensor | None = None
+
+    def _arrivals(self, actions: Sequence[Action]) -> dict[Action, list[Action]]:
+        """By action the messages that it waits for: its input, and the sends that have then arrived."""
+        found = {}
+        for action in actions:
+            if action.kind in ("F", "B", "I"):
+                receive = action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+                found[action] = [receive] if receive in self.peers else []
+        for action, sends in releases(self.plan, self.pp.rank).items():
+            found[action] += sends
+        return found
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of a step.
@@ -126,27 +139,29 @@ class _Step:
         self.held: dict[tuple[int, int], Held] = defaultdict(Held)
         self.outbox: dict[Action, tuple[Tensor, ...] | None] = {}
         self.messages: dict[Action, Message] = {}
-        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+        self.losses: list[Tensor] = []
 
     def run(self) -> Tensor:
         run = {"F": self.forward, "B": self.backward, "I": self.backward_inputs, "W": self.backward_weights}
         run |= {"SEND_F": self.send_forward, "SEND_B": self.send_backward}
         run |= {"RECV_F": self.receive_forward, "RECV_B": self.receive_backward}
-        for action in self.of.actions:
-            run[action.kind](action, action.stage, action.micro_batch)
+        for action in self.of.plan.ranks[self.of.pp.rank]:
+            kind, stage, m = action
+            run[kind](action, stage, m)
         for message in self.messages.values():
             message.wait()
-        return self.total
+        losses = self.losses or [torch.zeros((), device=self.of.device)]
+        return torch.stack(losses).sum(dtype=torch.float64)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def send_forward(self, action: Action, stage: int, m: int) -> None:
-        outputs, to = self.outbox.pop(action), peer_of(self.of.plan, action)
+        outputs = self.outbox.pop(action)
         key = stage, self.micro_batches[m].key
         metas = self.of.shapes.get(key)
         if metas is None:
             metas = None if outputs is None else tuple(map(Meta.of, outputs))
-            send_header(metas, self.of.pp, to, self.of.device)
+            send_header(metas, self.of.pp, self.of.peers[action], self.of.device)
             if metas is None:
                 return
             self.of.shapes[key] = metas
@@ -157,11 +172,11 @@ class _Step:
         key = stage - 1, self.micro_batches[m].key
         metas = self.of.shapes.get(key)
         if metas is None:
-            metas = receive_header(self.of.pp, peer_of(self.of.plan, action), self.of.device)
+            metas = receive_header(self.of.pp, self.of.peers[action], self.of.device)
             if metas is None:
                 return
             self.of.shapes[key] = metas
-        self._give(stage, m, self._receive(metas, action), metas)
+        self._give(stage, m, self._receive(metas, action), [x.requires_grad for x in metas])
 
     def send_backward(self, action: Action, stage: int, m: int) -> None:
         self._post(dist.isend, self.outbox.pop(action) or (), action)
@@ -175,29 +190,28 @@ class _Step:
         self._post(dist.irecv, tensors, action)
         return tensors
 
-    def _give(self, stage: int, m: int, inputs: Sequence[Tensor], metas: Sequence[Meta | Tensor]) -> None:
+    def _give(self, stage: int, m: int, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
         """Take what the stage before gives as this stage's inputs."""
         held = self.held[stage, m]
-        held.wanted = tuple(x.requires_grad for x in metas)
-        held.inputs = tuple(x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, held.wanted, strict=True))
+        held.inputs, held.wanted = inputs, wanted
+        for x, needs in zip(inputs, wanted, strict=True):
+            x.requires_grad_(needs)
 
     def _post(self, transfer: Callable[..., Any], tensors: Sequence[Tensor], action: Action) -> None:
         if tensors:
-            self.messages[action] = post(transfer, tensors, self.of.pp, peer_of(self.of.plan, action), action)
+            self.messages[action] = post(transfer, tensors, self.of.pp, self.of.peers[action], action)
 
-    def _arrived(self, action: Action, receive: Action) -> None:
-        """Wait for what an action takes; what was sent before the other rank sent that is released."""
-        if receive in self.messages:
-            self.messages.pop(receive).wait()
-        for send in self.of.releases.get(action, ()):
-            if send in self.messages:
-                self.messages.pop(send).wait()
+    def _await(self, action: Action) -> None:
+        """Wait for what an action takes, and release what has arrived at other ranks by then."""
+        for message in self.of.arrivals[action]:
+            if message in self.messages:
+                self.messages.pop(message).wait()
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def forward(self, action: Action, stage: int, m: int) -> None:
         of, held, batch = self.of, self.held[stage, m], self.micro_batches[m]
-        self._arrived(action, Action("RECV_F", stage, m))
+        self._await(action)
         if stage == 0:
             held.inputs = (batch.x,)
         if of.pp.size == 1:
@@ -209,12 +223,13 @@ class _Step:
                     out = of.stages[stage](*held.inputs, **batch.arguments)
                 if stage == of.plan.stages - 1:
                     loss = of.loss(out, batch.target)
-                    self.total += loss.detach()
-                    held.ends, held.grads = [get_gradient_edge(loss)], (torch.ones_like(loss),)
+                    self.losses.append(loss.detach())
+                    held.ends, held.grads = [get_gradient_edge(loss)], (self._one(loss),)
                     return
                 outputs = sent_on(out, stage, f"micro-batch {m}")
-                metas = of.shapes.get((stage, batch.key)) or tuple(map(Meta.of, outputs))
-                _check_promise(metas, outputs, stage, m)
+                metas = of.shapes.get((stage, batch.key), outputs)
+                if metas is not outputs:
+                    _check_promise(metas, outputs, stage, m)  # type: ignore[arg-type]
                 held.ends = [
                     get_gradient_edge(x) if x.requires_grad else None
                     for x, meta in zip(outputs, metas, strict=True)
@@ -225,13 +240,19 @@ class _Step:
                 self._failed(error)
         if stage + 1 in of.stages:
             if outputs is not None:
-                self._give(stage + 1, m, outputs, outputs)
+                self._give(stage + 1, m, [x.detach() for x in outputs], [x.requires_grad for x in outputs])
         elif stage + 1 < of.plan.stages:
             self.outbox[Action("SEND_F", stage, m)] = outputs
 
+    def _one(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss, made once."""
+        if self.of.one is None or self.of.one.dtype != loss.dtype:
+            self.of.one = torch.ones_like(loss)
+        return self.of.one
+
     def backward(self, action: Action, stage: int, m: int) -> None:
         of, held = self.of, self.held.pop((stage, m))
-        self._arrived(action, Action("RECV_B", stage, m))
+        self._await(action)
         if of.pp.size > 1 and reduces_each_micro_batch(of.stages[stage]):
             sync_gradients(of.stages[stage], self._is_last(stage, m))
         elif of.pp.size > 1:
@@ -244,7 +265,7 @@ class _Step:
     def backward_inputs(self, action: Action, stage: int, m: int) -> None:
         """Give the stage before its gradient. The first stage has none to give, so `W` is its whole backward."""
         of, held = self.of, self.held[stage, m]
-        self._arrived(action, Action("RECV_B", stage, m))
+        self._await(action)
         with of.noted("I", stage, m):
             if stage == 0:
                 return
@@ -328,16 +349,16 @@ def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int,
             f"this shape of batch"
         )
     for i, (x, like) in enumerate(zip(outputs, metas, strict=True)):
-        is_, was = f"{tuple(x.shape)} of {x.dtype}", f"{like.shape} of {like.dtype}"
-        way_out = "pad it"
-        if is_ == was and x.requires_grad and not like.requires_grad:
-            is_, was = "in need of a gradient", "in need of none"
-            way_out = "y + 0 * x.sum() needs one as x does"
-        if is_ != was:
-            raise ValueError(
-                f"output {i} of stage {stage} in micro-batch {m} is {is_}, in its first forward of this shape of batch "
-                f"it was {was}: make it alike; {way_out}"
-            )
+        if x.shape != like.shape or x.dtype != like.dtype:
+            is_, was, way_out = f"{tuple(x.shape)} of {x.dtype}", f"{like.shape} of {like.dtype}", "pad it"
+        elif x.requires_grad and not like.requires_grad:
+            is_, was, way_out = "in need of a gradient", "in need of none", "y + 0 * x.sum() needs one as x does"
+        else:
+            continue
+        raise ValueError(
+            f"output {i} of stage {stage} in micro-batch {m} is {is_}, in its first forward of this shape of batch it "
+            f"was {was}: make it alike; {way_out}"
+        )
 
 
 def _one_by_one(plan: Schedule) -> Schedule:
