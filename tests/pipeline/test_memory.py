@@ -13,7 +13,8 @@ from mpcore import Mesh
 from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.memory_footprint import StorageTracker
 from mpcore.pipeline import Pipeline
-from mpcore.pipeline.schedules import NAMES, Schedule, build_schedule
+from mpcore.pipeline.messages import other_end, peer_of, releases
+from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule, with_messages
 from tests.pool import mesh
 
 ROWS, LENGTH, WIDTH = 16, 8, 128  # of a micro-batch: a message has 64 KiB
@@ -100,3 +101,40 @@ def test_the_bytes_held_are_those_counted(ranks, name, pp, m):
 def test_memory_does_not_grow_with_micro_batches_where_the_schedule_allows_it(name):
     few, many = (counted(name, 4, m) for m in (16, 64))
     assert (few == many) == (name in FLAT), (few, many)
+
+
+def knowledge(plan: Schedule) -> dict[Action, list[int]]:
+    """For each action, how many actions of each rank are certainly done when it runs, by rank: vector clocks."""
+    known: dict[Action, list[int]] = {}
+    at, clock = [0] * len(plan.ranks), [[0] * len(plan.ranks) for _ in plan.ranks]
+    waits = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
+    while any(i < len(actions) for i, actions in zip(at, plan.ranks, strict=True)):
+        for rank, actions in enumerate(plan.ranks):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                receive = action._replace(kind=waits.get(action.kind, ""))
+                if receive in plan.actions:  # its sender's knowledge comes with it
+                    if other_end(receive) not in known:
+                        break
+                    clock[rank] = [max(pair) for pair in zip(clock[rank], known[other_end(receive)], strict=True)]
+                known[action] = list(clock[rank])
+                at[rank] += 1
+                clock[rank][rank] = at[rank]
+    return known
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_released_before_it_has_arrived(name, pp, m):
+    plan = with_messages(build_schedule(name, pp, m))
+    known = knowledge(plan)
+    for rank, actions in enumerate(plan.ranks):
+        released = releases(plan, rank)
+        for action, sends in released.items():
+            for send in sends:
+                peer, receive = peer_of(plan, send), other_end(send)
+                kinds = ("F",) if send.kind == "SEND_F" else ("B", "I")
+                used = next(i for i, a in enumerate(plan.ranks[peer]) if a[0] in kinds and a[1:] == receive[1:])
+                assert known[action][peer] > used, f"{send} of rank {rank} is released at {action}"
+        confirmed = {send for sends in released.values() for send in sends}
+        assert actions == () or pp == 1 or confirmed or name in ("gpipe", "bfs", "naive"), "all wait for the step's end"
