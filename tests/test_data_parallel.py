@@ -854,6 +854,17 @@ def check_gradients_of(model: Chain, on: Mesh, steps: list[int], what: str) -> N
 GIVEN_UP = ["abandoned", "skipped", "raised"]
 
 
+def check_counts() -> None:
+    """torch names the groups of a cut axis after the number of groups that a rank is in."""
+    for group in [[0, 3], [0]]:
+        dist.new_group(group)
+    chain(mesh(dp=4), 1, 2)
+
+
+def test_ranks_in_different_numbers_of_groups_cut_an_axis(ranks):
+    ranks(4, check_counts, timeout=60)
+
+
 def check_given_up(zero: int, replicate: int, how: str) -> None:
     on = mesh(dp=4)
     model = chain(on, zero, replicate)

@@ -385,6 +385,7 @@ def odd():
     model["mlp"] = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8))
     model["heads"] = nn.ModuleDict({"qkv": nn.Linear(8, 24), "each": nn.Linear(4, 2)})
     model["heads"].head_dim = 4
+    model["fused"] = nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8)})
     model["mha"] = nn.MultiheadAttention(8, 2)
     model["held"] = nn.ModuleDict({"more": nn.Linear(8, 8)})
     model["held"]["more"].scale = nn.Parameter(torch.ones(1))
@@ -400,6 +401,36 @@ BAD = {
         {"mlp.*.0": "colwise"},
         2,
         r"'mlp\.\*\.0' matches no module of Own.*'mlps\.\*\.\*'",
+    ),
+    "a number without a match": (
+        "own",
+        {"mlps.7.0": "colwise"},
+        2,
+        r"'mlps\.7\.0' matches no module of Own; it has 'mlps\.0\.0' to 'mlps\.1\.2'. Give .* a pipeline stage, the",
+    ),
+    "a name like no other": (
+        "own",
+        {"xyz": "colwise"},
+        2,
+        r"'xyz' matches no module of Own; its modules are \['embed', 'attention', 'mlps', 'again', 'head'\]",
+    ),
+    "heads that the module counts": (
+        "own",
+        {"attention.qkv": Colwise((32, 16, 16)), "attention.scale": "replicate", "attention.out": "rowwise"},
+        2,
+        r"attention\.num_heads is 8 on each of 2 ranks, and .* shards attention\.qkv. .*LocalSizes\(\('num_heads',\)\)",
+    ),
+    "one count of heads forgotten": (
+        "own",
+        OWN_PLAN | {"attention": LocalSizes(("num_heads",))},
+        2,
+        r"attention\.num_kv_heads is 4 on each of 2 ranks",
+    ),
+    "projections fused": (
+        "odd",
+        {"fused.qkv": "colwise", "fused.out": "rowwise"},
+        2,
+        r"fused\.qkv has 24 output features, and fused\.out takes 8: .* Write Colwise\(blocks=\.\.\)",
     ),
     "a plan without a match": ("own", {}, 2, "plan of 0 patterns matches no module"),
     "an unknown style": ("own", {"head": "colwize"}, 2, r"'colwize' of 'head' is unknown.*'colwise'"),
@@ -521,6 +552,41 @@ def test_bad_input_is_refused_before_anything_changes(case):
     assert anatomy(model) == before
 
 
+class MinGPT(nn.Module):
+    """Attention as minGPT's: with `n_head` undivided its heads would be too narrow, and nothing else would tell."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.n_head, self.fused = 4, fused
+        self.qkv = nn.ModuleList([nn.Linear(16, 48)] if fused else [nn.Linear(16, 16) for _ in range(3)])
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x):
+        found = self.qkv[0](x).chunk(3, -1) if self.fused else [layer(x) for layer in self.qkv]
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in found)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def check_counted_heads(fused):
+    axis = mesh(tp=2).tp
+    torch.manual_seed(0)
+    dense, x = MinGPT(fused).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    plan = {"qkv.*": Colwise(3 if fused else 1, unit=4), "proj": "rowwise"}
+    with pytest.raises(
+        ValueError, match=r"the model itself\.n_head is 4 on each of 2 ranks, and the plan shards qkv\.0"
+    ):
+        parallelize(copy.deepcopy(dense), plan, axis)
+    kept = parallelize(copy.deepcopy(dense), plan | {"": LocalSizes((), kept=("n_head",))}, axis)
+    kept.n_head = 2  # as whoever keeps an attribute may do
+    for sharded in (kept, parallelize(copy.deepcopy(dense), plan | {"": LocalSizes(("n_head",))}, axis)):
+        close(sharded(x).detach(), dense(x).detach(), "attention", TOLERANCE)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_that_a_module_counts_are_divided_or_refused(ranks, fused):
+    ranks(2, check_counted_heads, fused)
+
+
 def check_disagreement(what):
     axis = mesh(tp=2).tp
     model, plan = build("own"), dict(OWN_PLAN)
@@ -564,6 +630,29 @@ def check_second():
 
 def test_a_second_plan_dtensors_fake_and_lazy_models_are_met_in_words(ranks):
     ranks(2, check_second)
+
+
+def test_a_pipeline_stage_takes_the_patterns_of_its_own_modules():
+    """Under the whole model's numbers, as mpcore's stages have them, or under its own."""
+
+    def block():
+        return nn.ModuleDict({"fc1": nn.Linear(4, 6), "fc2": nn.Linear(6, 4)})
+
+    plan = {
+        "blocks.*.fc1": "colwise",
+        "blocks.*.fc2": "rowwise",
+        "blocks.5.fc1": "replicate",
+        "blocks.5.fc2": "replicate",
+    }
+    stage = nn.ModuleDict({"blocks": nn.ModuleDict({"4": block(), "5": block()})})
+    parallelize(stage, plan, on(0, 2))
+    assert [type(stage["blocks"][i]["fc1"]) for i in "45"] == [ColumnParallelLinear, nn.Linear]
+    own = nn.ModuleDict({"blocks": nn.ModuleList([block(), block()])})
+    ends = {"blocks.*.fc1": "colwise", "embed": "vocab"}
+    cases = [(plan, r"it has 'blocks\.0\.fc1' to 'blocks\.1\.fc1'\."), (ends, r"its modules are \['blocks'\]\.")]
+    for rules, said in cases:
+        with pytest.raises(ValueError, match=rf"{said} Give a part of a model, such as a pipeline stage, the patterns"):
+            parallelize(own, rules, on(0, 2))
 
 
 def test_the_pattern_with_fewer_stars_wins():

@@ -35,6 +35,11 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def group_count() -> int:
+    """Count the process groups that this rank is in, all of which it has a name for."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def flight_records() -> list[bytes]:
     """Return what each flight recorder of this process holds, pickled: that of gloo, and that of NCCL."""
     recorders: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Floor 4: checkpoints that any layout writes and any layout reads, safe to load and safe to be killed over.
+"""Checkpoints that any layout writes and any layout reads, safe to load and safe to be killed over.
 
-See `mpcore.checkpoint.format` for what lies in one.
+Stands on `sharding`. Start with `format`: it says what lies in one.
 """
 
 from mpcore.checkpoint.folders import checkpoints, latest, prune, step_path
@@ -10,22 +10,6 @@ from mpcore.checkpoint.report import describe, diff, inspect, verify
 from mpcore.checkpoint.saving import Saving, save, save_async
 
 __all__ = [
-    "VERSION",
-    "Chunk",
-    "Entry",
-    "FileRecord",
-    "Loaded",
-    "Manifest",
-    "Saving",
-    "checkpoints",
-    "describe",
-    "diff",
-    "inspect",
-    "latest",
-    "load",
-    "prune",
-    "save",
-    "save_async",
-    "step_path",
-    "verify",
-]
+    "VERSION", "Chunk", "Entry", "FileRecord", "Loaded", "Manifest", "Saving", "checkpoints", "describe", "diff",
+    "inspect", "latest", "load", "prune", "save", "save_async", "step_path", "verify",
+]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Directories of checkpoints: what is complete, what is newest, what may go.
+"""Directories of checkpoints: which ones are complete, which is the newest, which may go.
 
-A checkpoint at PATH is written as `.NAME.mpcore-tmp` beside it and renamed when it is whole. Where PATH exists already,
-that one is first renamed to `.NAME.mpcore-old`, and removed last: whenever the machine stops, a whole one is there.
+A checkpoint at PATH is written as `.NAME.mpcore-tmp` beside it and renamed when it is whole. An older one at PATH is
+first renamed to `.NAME.mpcore-old`, and removed last: whenever the machine stops, a whole one is there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
 
 
 def step_path(root: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint of a step lies in a directory of checkpoints."""
+    """Return where the checkpoint of a step lies in a directory of checkpoints."""
     return Path(root) / f"step-{step:08d}"
 
 
 def temporary(path: Path) -> Path:
     """Where a checkpoint is written before it is whole."""
     return path.with_name(f".{path.name}{_TEMPORARY}")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_OLD}")
+
+
+def _has_successor(folder: Path) -> bool:
+    """Whether this checkpoint was set aside, and the one that replaces it is there."""
+    return folder.name.endswith(_OLD) and folder.with_name(folder.name[1 : -len(_OLD)]).exists()
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -38,12 +47,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Make the directory that a save writes into, after clearing what a killed save left.
-
-    Raises:
-        ValueError: if `path` is there and is no checkpoint.
-        OSError: if the directory can't be made.
-    """
+    """Clear what a killed save left, and make the directory to write into; refuse a `path` that is no checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old, new = _old(path), temporary(path)
     if old.is_dir() and not path.exists():
@@ -57,11 +61,7 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Put a checkpoint that is whole in its place.
-
-    Raises:
-        OSError: if that fails; then what was there before is there still.
-    """
+    """Put a checkpoint that is whole in its place; after an OSError what was there before is there still."""
     new, old = temporary(path), _old(path)
     sync_folder(new)
     if path.exists():
@@ -82,26 +82,26 @@ def discard(path: Path) -> None:
 
 
 def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]:
-    """Complete checkpoints in a directory, the newest step first; incomplete ones are logged and left out.
+    """List the complete checkpoints in a directory, the newest step first; log the incomplete ones.
 
-    Complete is one with a good manifest and all files in their full size. `verify` reads every byte besides.
+    A complete one has a good manifest and all files in their full size. `verify` reads every byte besides.
 
     Args:
         root: the directory.
-        mesh: whose ranks ask, all of them: rank 0 looks, and all get the same answer.
+        mesh: all its ranks call this together: rank 0 looks, and all get the same answer.
     """
     return collect(world_group(mesh), lambda: _complete(Path(root)) if mesh.world.rank == 0 else [])[0]
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
-    """The first of `checkpoints`: the newest complete one; None where there is none."""
+    """Return the first of `checkpoints`, the newest complete one; None where there is none."""
     return next(iter(checkpoints(root, mesh)), None)
 
 
 def _complete(root: Path) -> list[Path]:
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        if not folder.is_dir() or (folder.name.endswith(_OLD) and _of_old(folder).exists()):
+        if not folder.is_dir() or _has_successor(folder):
             continue
         if folder.name.endswith(_TEMPORARY):
             log.warning("%s is incomplete: its save was killed, or is running", folder)
@@ -109,8 +109,7 @@ def _complete(root: Path) -> list[Path]:
         if not (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors")):
             continue  # nothing of ours
         try:
-            manifest = read_manifest(folder)
-            check_sizes(folder, manifest)
+            manifest = read_complete(folder)
         except (ValueError, OSError) as error:
             log.warning("%s is incomplete, and ignored: %s", folder, error)
             continue
@@ -118,28 +117,26 @@ def _complete(root: Path) -> list[Path]:
     return [folder for _, _, folder in sorted(found, reverse=True)]
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of which a file is missing or has another size.
-
-    Raises:
-        ValueError: naming the file.
-    """
+def read_complete(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest; refuse a checkpoint of which a file is missing or has another size."""
+    manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         if path.stat().st_size != record.bytes:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, written were {record.bytes}")
+    return manifest
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove all complete checkpoints of a directory but the newest `keep`, and what killed saves left.
+    """Remove all complete checkpoints of a directory but the newest `keep`, and the remains of killed saves.
 
     Args:
-        root: the directory; what is no checkpoint is left alone.
+        root: the directory; other files stay.
         keep: how many, at least 1.
         keep_every: keep every step that is a multiple of it too.
-        spare: one that stays whatever its step.
+        spare: a checkpoint that stays whatever its step.
 
     Raises:
         ValueError: if `keep` is smaller than 1.
@@ -153,13 +150,5 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
     for folder in Path(root).iterdir():
-        if folder.name.endswith(_TEMPORARY) or (folder.name.endswith(_OLD) and _of_old(folder).exists()):
+        if folder.name.endswith(_TEMPORARY) or _has_successor(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_OLD}")
-
-
-def _of_old(folder: Path) -> Path:
-    return folder.with_name(folder.name[1 : -len(_OLD)])

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: tensors in safetensors, all else in one JSON manifest. Nothing here runs what it reads.
+"""The files of a checkpoint: tensors in safetensors, all else in one JSON manifest. Reading runs no code of a file.
 
 A checkpoint is a directory:
 
@@ -86,8 +86,8 @@ class Manifest:
         step: optimizer steps done.
         sample: global index of the next sample.
         seed: of the run; None: not given.
-        config, extra: what the caller gave, as JSON has it.
-        mesh: sizes of the mesh that wrote it; of no consequence to who reads it.
+        config, extra: the caller's, as JSON values.
+        mesh: sizes of the mesh that wrote it; any other can read it.
         optimizer: parameter groups, each `{"options": {...}, "params": [names]}`; None: no optimizer inside.
         files: by name.
         tensors: by `model/NAME` or `optimizer/SLOT/NAME`.
@@ -105,21 +105,18 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and sync it to the disk. The last file of a checkpoint: with it the checkpoint is whole."""
+    """Write the last file of a checkpoint: with it the checkpoint is whole."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps(body | {"crc32": sign(body)}, allow_nan=False, indent=1)
-    with named_errors(folder / MANIFEST), open(folder / MANIFEST, "wb") as file:
-        file.write(text.encode())
+    write_synced(folder / MANIFEST, text.encode())
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file, and sync it to the disk."""
+    with named_errors(path), open(path, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _why_none(folder: Path) -> str:
-    if not folder.exists():
-        return "there is no such folder"
-    inside = [manifest.parent for where in ("", "checkpoints/") for manifest in folder.glob(f"{where}*/{MANIFEST}")]
-    inside = sorted((path for path in inside if not path.name.startswith(".")), key=lambda path: path.name)
-    return f"it has no {MANIFEST}" + (f"; the newest in it is {inside[-1]}" if inside else "")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -131,7 +128,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} is no complete checkpoint: {_why_none(folder)}")
+        inside = [file.parent for where in ("", "checkpoints/") for file in folder.glob(f"{where}*/{MANIFEST}")]
+        newest = max((file for file in inside if not file.name.startswith(".")), key=lambda f: f.name, default=None)
+        why = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
+        why += f"; the newest in it is {newest}" if newest else ""
+        raise ValueError(f"{folder} is no complete checkpoint: {why}")
     size = path.stat().st_size
     if size > MANIFEST_LIMIT:
         raise ValueError(f"{path} has {size} bytes, more than the {MANIFEST_LIMIT} that a manifest may have")
@@ -156,7 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def sign(body: Mapping[str, Any]) -> int:
-    """The CRC-32 of a manifest that lacks it, whatever the order of its fields."""
+    """The CRC-32 of a manifest without one, in any order of its fields."""
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -164,21 +165,21 @@ def _parse(body: dict[str, Any]) -> Manifest:
     del body["format"], body["version"]
     files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
     for name, record in files.items():
-        _sizes((record.bytes, record.header_crc32))
+        sizes((record.bytes, record.header_crc32))
         if Path(name).name != name or name in ("", ".", ".."):  # never a way out of the checkpoint
             raise ValueError(f"{name!r} is not a plain file name")
     tensors = {}
     for name, raw in body.pop("tensors").items():
         chunks = [
-            Chunk(c["file"], c["key"], _sizes(c["start"]), _sizes(c["shape"]), c["checksum"]) for c in raw["chunks"]
+            Chunk(c["file"], c["key"], sizes(c["start"]), sizes(c["shape"]), c["checksum"]) for c in raw["chunks"]
         ]
-        entry = Entry(_sizes(raw["shape"]), raw["dtype"], tuple(chunks))
+        entry = Entry(sizes(raw["shape"]), raw["dtype"], tuple(chunks))
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
         if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in chunks], entry.shape):
             raise ValueError(f"the {len(chunks)} chunks of {name} do not tile its shape {entry.shape}")
         for chunk in chunks:
-            _sizes((chunk.checksum,))
+            sizes((chunk.checksum,))
             if chunk.file not in files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
             if not isinstance(chunk.key, str):
@@ -187,7 +188,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
     return Manifest(**body, files=files, tensors=tensors)
 
 
-def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+def sizes(values: Sequence[Any]) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"{values!r} are not sizes")
     return tuple(values)
@@ -196,8 +197,8 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
 def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
     """Whether boxes, each a (start, size) for every dimension, cover a shape exactly once.
 
-    Dimension 0 must fall into runs that all boxes respect, and each run likewise into runs of dimension 1, and so on:
-    so any cut over tp and over data falls.
+    All boxes must respect one cut of dimension 0 into runs, those of a run one cut of dimension 1, and so on. So do the
+    boxes of any sharding over tp and data.
     """
     if 0 in shape:
         return not boxes
@@ -215,11 +216,7 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype.
-
-    Raises:
-        ValueError: if it has no name for it.
-    """
+    """Return what safetensors calls a dtype, or raise ValueError where it has no name for it."""
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"safetensors has no dtype for {dtype}")
     return DTYPE_NAMES[dtype]
@@ -227,7 +224,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Have an error of the system, such as a full disk, say which file it is about."""
+    """Name the file in an error of the system, such as a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Read a checkpoint into any layout: everything is checked before anything changes, and only what is needed is read."""
+"""Read a checkpoint into any layout: check everything, then read what this rank holds."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpcore.checkpoint.folders import check_sizes, resolve
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, read_manifest
-from mpcore.checkpoint.pages import host_memory
-from mpcore.checkpoint.pieces import (
-    Held,
-    held_by_model,
-    held_slot,
-    like,
-    parameter_groups,
-)
+from mpcore.checkpoint.folders import read_complete, resolve
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
+from mpcore.checkpoint.pieces import Held, held_by_model, held_slot, like, parameter_groups
 from mpcore.checkpoint.ranks import collect, together, world_group
-from mpcore.checkpoint.tensor_file import Files, in_threads
+from mpcore.checkpoint.tensor_file import Files, host_memory, in_threads
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import lies_as, local_tensor, reshard
@@ -33,11 +26,11 @@ _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "l
 
 @dataclass(frozen=True)
 class Loaded(Manifest):
-    """The manifest of what was read, and with `strict=False` what was not, by its names in `tensors`.
+    """The manifest of what was read, and with `strict=False` the names in its `tensors` of what was not.
 
     Attributes:
-        missing_keys: of the model and the optimizer, on any rank, but not in the checkpoint: they keep their values.
-        unexpected_keys: in the checkpoint, but not of the model or the optimizer, on no rank: they were left.
+        missing_keys: of the model and the optimizer, on any rank, but not in the checkpoint: they kept their values.
+        unexpected_keys: in the checkpoint, but on no rank of the model or the optimizer.
     """
 
     missing_keys: list[str] = field(default_factory=list)
@@ -46,7 +39,7 @@ class Loaded(Manifest):
 
 @dataclass
 class _Plan:
-    """What this rank is going to read, what it would but can't, and what is wrong with the rest."""
+    """What this rank is going to read, what the checkpoint lacks of that, and what is wrong."""
 
     files: Files
     held: list[Held] = field(default_factory=list)
@@ -68,8 +61,8 @@ def load(
 ) -> Loaded:
     """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
 
-    Names, shapes, dtypes, files and, shared out between the ranks, every byte by its checksum, are checked on all ranks
-    before any value changes. Then each rank reads the ranges that it holds.
+    All ranks check names, shapes, dtypes and files before any value changes, and each a part of the checksums. Then
+    each rank reads the ranges that it holds.
 
     Args:
         path: the checkpoint.
@@ -77,30 +70,26 @@ def load(
         optimizer: its optimizer, used or fresh: its state is replaced, in its own memory where that fits. None leaves
             the checkpoint's unread.
         mesh: the mesh it lies on.
-        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are left;
-            the result's `missing_keys` and `unexpected_keys` name them. Shapes, dtypes and damage are never forgiven.
+        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are not
+            read. Other shapes or dtypes and damage are refused all the same.
         check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
-        cast: True: tensors of the model may lie there in another dtype; the model's stays.
+        cast: True: the checkpoint may hold the model in another dtype; the model's stays.
 
     Returns:
         The manifest: step, sample, seed, config and extra among others; and the names that were not read.
 
     Raises:
-        ValueError: on every rank and with nothing changed, naming what is missing, left over, misshapen, of another
-            dtype or damaged, with key, file, what was expected and what was found.
+        ValueError: on every rank and with nothing changed, naming each tensor that is missing, left over, misshapen, of
+            another dtype or damaged.
     """
     group = world_group(mesh)
     reshard(model)
-    path = Path(path)
-
-    def plan() -> _Plan:
-        return _plan(resolve(path), model, optimizer, mesh, cast)
-
-    mine = together(group, plan)
+    mine = together(group, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
     found = collect(group, lambda: ({item.name for item in mine.held}, mine.missing))
     held = set().union(*(names for names, _ in found))
     missing = sorted(set().union(*(names for _, names in found)))
-    tensors = mine.files.manifest.tensors
+    manifest = mine.files.manifest
+    tensors = manifest.tensors
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
     left = sorted(name for name in tensors if name.startswith(kinds) and name not in held)
 
@@ -118,15 +107,13 @@ def load(
     together(group, check)
     together(group, lambda: _read(mine, optimizer))
     keys = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
-    return Loaded(**vars(mine.files.manifest), **keys)
+    return Loaded(**vars(manifest), **keys)
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, cast: bool) -> _Plan:
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint at {folder}: there is no such folder")
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    plan = _Plan(Files(folder, manifest))
+    plan = _Plan(Files(folder, read_complete(folder)))
     for item in held_by_model(model, mesh):
         _want(plan, item, cast)
     if optimizer is not None:
@@ -201,11 +188,8 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             plan.missing.append(f"optimizer/{slot}/{name}")
         for slot, entry in slots.get(name, {}).items():
             dtype = DTYPES[entry.dtype]
-            old = optimizer.state.get(parameter, {}).get(slot)
             if entry.shape or (slot != "step" and not sharding.shape):
-                value = old
-                if not _alike(old, parameter, dtype):
-                    value = like(parameter, _empty(local_tensor(parameter).detach(), dtype))
+                value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
             else:  # a number: the step count on the CPU, unless the optimizer's kernel reads it, as torch has it
                 host = slot == "step" and not fused[parameter]
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
@@ -213,15 +197,13 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
 
 
-def _empty(local: Tensor, dtype: torch.dtype) -> Tensor:
-    if local.device.type == "cpu" and local.is_contiguous():
-        return host_memory(local.shape, dtype)
-    return torch.empty_like(local, dtype=dtype)
-
-
-def _alike(state: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Whether a value of the optimizer's state can be read into as it is, so that no second one takes memory."""
-    return isinstance(state, Tensor) and lies_as(state, parameter) and state.dtype == dtype
+def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The optimizer's state to read into: the one that is there where it fits, so that no second one takes memory."""
+    if isinstance(old, Tensor) and lies_as(old, parameter) and old.dtype == dtype:
+        return old
+    local = local_tensor(parameter).detach()
+    large = local.device.type == "cpu" and local.is_contiguous()
+    return like(parameter, host_memory(local.shape, dtype) if large else torch.empty_like(local, dtype=dtype))
 
 
 def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:
@@ -238,12 +220,7 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
 
 
 def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
-    """Copy what a rank holds out of the chunks of its logical tensors, by several threads.
-
-    Args:
-        items: tensors, each with the entry that it is read from.
-        tensor: reads a chunk of an entry.
-    """
+    """Copy what a rank holds out of the chunks of its logical tensors, in several threads; `tensor` reads a chunk."""
 
     def one(item: tuple[Held, Entry]) -> None:
         held, entry = item
@@ -255,14 +232,7 @@ def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], T
 
 @torch.no_grad()
 def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]) -> None:
-    """Fill a tensor with the box of a logical tensor that begins at `start` and has its shape.
-
-    Args:
-        target: what is filled; of the same dtype or not.
-        start: one index for each dimension.
-        entry: the logical tensor.
-        tensor: reads a chunk of it.
-    """
+    """Fill a tensor with the box of a logical tensor that begins at `start` and has its shape, cast to its dtype."""
     for chunk in entry.chunks:
         common = _overlap(start, tuple(target.shape), chunk)
         if common is not None:

@@ -1,7 +1,6 @@
 """Where each tensor that a rank holds lies in its logical tensor, from the layers' declarations alone.
 
-Two cuts nest: the declared one over tp (`mpcore.sharding`), and that of `fully_shard` over data, which deals out
-dimension 0 of what tp left.
+A tensor is sharded twice: over tp as declared (`mpcore.sharding`), then over data by `fully_shard`, in dimension 0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mpcore.sharding.local import data_runs, is_dtensor, is_first_replica, lies_
 from mpcore.sharding.state_dict import check_present
 
 Segment = tuple[int, int, int, bool]
-"""Of one dimension: start in the local tensor, start in the logical one, length, and whether this rank writes it."""
+"""A run of one dimension: start in the local tensor and in the logical one, length, and whether this rank writes it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Box:
     owned: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The box, of the local tensor."""
+        """The view of the local tensor that is this box."""
         for dim, (start, size) in enumerate(zip(self.local, self.shape, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -49,7 +48,7 @@ class Held:
         name: `model/NAME` or `optimizer/SLOT/NAME`.
         tensor: the local tensor, sharing its memory.
         shape: the logical shape.
-        boxes: what of the logical tensor it is.
+        boxes: the parts of the logical tensor in it.
     """
 
     name: str
@@ -64,11 +63,7 @@ def held_by_model(model: nn.Module, mesh: Mesh) -> list[Held]:
 
 
 def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[Held]:
-    """Every tensor of the optimizer's state.
-
-    Raises:
-        ValueError: for state that is no tensor, or neither of its parameter's shape nor a scalar.
-    """
+    """Every tensor of the optimizer's state; refuses other state, and other shapes than the parameter's or a scalar."""
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     held = []
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
@@ -160,8 +155,7 @@ def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> lis
 
 
 def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
-    """Clip the segments to what `fully_shard` left this rank; False: other ranks hold the same, and a lower one
-    writes."""
+    """Clip the segments to this rank's shard of `fully_shard`; False where a lower rank holds and writes the same."""
     for placement in tensor.placements:
         if not placement.is_replicate() and type(placement) is not Shard:  # torch's strided one is none
             raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")

@@ -24,19 +24,16 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
     Raises:
         ValueError: on every rank, with the message of the first that failed; from its own error on one that did.
     """
-    result, error = _try(work)
-    exchange(error, None, group)
-    return result  # type: ignore[return-value]
+    result: list[T] = []
+    collect(group, lambda: result.append(work()))
+    return result[0]
 
 
 def collect(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     """As `together`, but gives what the work returned on every rank, in rank order."""
-    result, error = _try(work)
-    return exchange(error, result, group)  # type: ignore[return-value]
-
-
-def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    result, error = None, None
     try:
-        return work(), None
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        return None, error
+        result = work()
+    except Exception as caught:  # whatever it is, the others must not wait for this rank
+        error = caught
+    return exchange(error, result, group)  # type: ignore[return-value]

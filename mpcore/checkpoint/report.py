@@ -1,4 +1,4 @@
-"""What people ask of a checkpoint: what is inside, is it sound, how does it differ from another."""
+"""Look into checkpoints: what is inside, is it sound, how do two differ."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from mpcore.checkpoint.tensor_file import Files
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
-    """A checkpoint's manifest: names, shapes, dtypes and files of all tensors, step, config. Reads no tensor.
-
-    Raises:
-        ValueError: if there is no complete checkpoint.
-    """
+    """Return a checkpoint's manifest, reading no tensor; ValueError where there is no complete checkpoint."""
     return read_manifest(resolve(path))
 
 
 def describe(path: str | os.PathLike[str]) -> str:
-    """What is inside a checkpoint, for people.
-
-    Raises:
-        ValueError: if there is no complete checkpoint.
-    """
+    """Describe what is inside a checkpoint, for people; ValueError where there is no complete checkpoint."""
     m = inspect(path)
     sizes = {name: sum(entry.size(chunk) for chunk in entry.chunks) for name, entry in m.tensors.items()}
     layout = " x ".join(f"{name} {size}" for name, size in m.mesh.items() if size > 1) or "one process"
@@ -46,11 +38,7 @@ def describe(path: str | os.PathLike[str]) -> str:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a checkpoint and say what is wrong with it, by tensor, key and file; empty: nothing.
-
-    Raises:
-        ValueError: if it has no manifest that can be read.
-    """
+    """Read every byte of a checkpoint and list the damage, by tensor, key and file; ValueError for the manifest's."""
     folder = resolve(path)
     manifest = read_manifest(folder)
     chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
@@ -58,11 +46,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
-    """How two checkpoints differ, whatever layouts wrote them; empty: not at all. Holds one logical tensor of each.
-
-    Raises:
-        ValueError: if one of them is damaged.
-    """
+    """List how two checkpoints differ, of any layouts, holding one logical tensor of each; ValueError for damage."""
     for path in (a, b):
         for problem in verify(path):
             raise ValueError(problem)

@@ -18,17 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
-from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest
-from mpcore.checkpoint.pages import host_memory
-from mpcore.checkpoint.pieces import (
-    Box,
-    Held,
-    held_by_model,
-    held_by_optimizer,
-    parameter_groups,
-)
+from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest, write_synced
+from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer, parameter_groups
 from mpcore.checkpoint.ranks import collect, together, world_group
-from mpcore.checkpoint.tensor_file import checksum, in_threads, raw, sync_folder, write_tensors
+from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import reshard
 
@@ -37,17 +30,39 @@ _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    held: Held
-    box: Box
-    tensor: Tensor
+class _Request:
+    """What `save` is given beside the tensors."""
+
+    path: Path
+    mesh: Mesh
+    step: int
+    sample: int
+    seed: int | None
+    config: Mapping[str, Any] | None
+    extra: Mapping[str, Any] | None
+    keep: int | None
+    keep_every: int | None
+    beside: Mapping[str, bytes] | None
+
+    def manifest(self, optimizer: list[dict[str, Any]] | None) -> Manifest:
+        """The manifest as of now, without files and tensors."""
+        state = {"config": dict(self.config or {}), "extra": dict(self.extra or {}), "optimizer": optimizer}
+        for name, value in state.items():
+            try:
+                state[name] = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} can't be written as JSON: {error}") from None
+        seed = None if self.seed is None else operator.index(self.seed)  # NumPy's integers are none to JSON
+        sizes = {name: getattr(self.mesh, name).size for name in _MESH_AXES}
+        return Manifest(operator.index(self.step), operator.index(self.sample), seed, mesh=sizes, **state)
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of all that this rank holds
-    pieces: list[_Piece]
+    request: _Request
     manifest: Manifest  # without files and tensors
+    tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of all that this rank holds
+    pieces: list[tuple[Held, Box, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -57,12 +72,12 @@ class _Part:
     files: dict[str, FileRecord]
     tensors: dict[str, tuple[tuple[int, ...], str]]
     chunks: list[tuple[str, Chunk]]
-    replicas: list[tuple[str, tuple[int, ...], tuple[int, ...], int]]
+    replicas: list[tuple[str, Chunk]]  # of no file
     optimizer: list[dict[str, Any]] | None
 
 
 class Saving:
-    """A save in the background. Make it with `save_async`.
+    """A save in the background, as `save_async` returns it.
 
     Attributes:
         path: the checkpoint.
@@ -86,14 +101,10 @@ class Saving:
         return self.done and self._error is not None
 
     def wait(self) -> Path:
-        """Wait for the end.
-
-        Returns:
-            The checkpoint, whole.
+        """Wait for the end, and return the path of the checkpoint.
 
         Raises:
-            ValueError: on every rank, if it failed on any. Told once, so that the next save may be tried: then nothing
-                lies at the path.
+            ValueError: on every rank, if it failed on any; once, so that the next save may be tried.
         """
         if self._thread is not None:
             self._thread.join()
@@ -120,22 +131,18 @@ def save(
 ) -> Path:
     """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
 
-    Each logical element is written once: of replicas (tp, data, KV heads, tied tables) the lowest rank's. The others
-    are compared with it, so that a tensor that nobody declares sharded, but is, isn't lost.
+    Each logical element is written once, by the lowest rank that holds it. Replicas are compared with it: they differ
+    where a layer doesn't declare that it is sharded.
 
     Args:
         path: the directory to make. One that is there is replaced when the new one is whole.
         model: the model, or this rank's stage of it, with or without `fully_shard`.
         optimizer: its optimizer; state must be tensors, of the parameter's shape or scalars.
         mesh: the mesh it lies on.
-        step: optimizer steps done.
-        sample: global index of the next sample: the state of the data.
-        seed: of the run.
-        config: what the model is, as JSON takes it.
-        extra: schedule, loss scaler and what else there is, as JSON takes it. The same on every rank; rank 0's counts.
-        keep: afterwards leave only so many checkpoints beside `path`; None: all.
-        keep_every: and those whose step is a multiple of it.
-        beside: small files that go along, such as a tokenizer's, by their path inside; rank 0's count.
+        step, sample, seed: optimizer steps done, global index of the next sample, the run's seed.
+        config, extra: what the model is, and all else to remember, such as the loss scale; JSON values, rank 0's.
+        keep, keep_every: afterwards `prune` the directory of `path`; None: keep all.
+        beside: small files that go along, such as a tokenizer's, by their path inside; rank 0's.
 
     Returns:
         The path.
@@ -144,12 +151,10 @@ def save(
         ValueError: on every rank, if any of them can't write (a full disk, a read-only directory), if replicas differ,
             or if something can't be saved. What was at `path` is untouched, and nothing partial is left.
     """
-    path = Path(path)
     group = world_group(mesh)
-    about = _about(step, sample, seed, config, extra, mesh)
-    snapshot = together(group, lambda: _snapshot(model, optimizer, mesh, about, copy=False))
-    _write(path, snapshot, group, mesh.world.rank, keep, keep_every, beside)
-    return path
+    request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    _write(together(group, lambda: _snapshot(model, optimizer, request, copy=False)), group)
+    return request.path
 
 
 def save_async(
@@ -168,15 +173,14 @@ def save_async(
     beside: Mapping[str, bytes] | None = None,
     after: Saving | None = None,
 ) -> Saving:
-    """As `save`, but copies everything to memory and returns; a thread writes, over a process group of its own.
+    """As `save`, but copy everything to memory and return; a thread writes, over a process group of its own.
 
-    The files are byte for byte those of `save` at this moment. Keep what it returns, hand it to the next call, and
-    `wait` for the last one before the process group is destroyed; the interpreter doesn't exit before it has ended.
+    The files are byte for byte those of `save` at this moment. Pass what it returns to the next call, and `wait` for
+    the last one before the process group is destroyed. The interpreter doesn't exit before it has ended.
 
     Args:
-        path, model, optimizer, mesh, step, sample, seed, config, extra, keep, keep_every, beside: as of
-            `save`.
-        after: the save before this one: one is in flight at most, so it is waited for.
+        after: the save before this one, which is waited for: one is in flight at most.
+        others: as of `save`.
 
     Raises:
         ValueError: on every rank, if the save before failed, or something can't be saved.
@@ -184,9 +188,9 @@ def save_async(
     if after is not None:
         after.wait()
     world = world_group(mesh)
-    about = _about(step, sample, seed, config, extra, mesh)
-    snapshot = together(world, lambda: _snapshot(model, optimizer, mesh, about, copy=True))
-    saving = Saving(Path(path))
+    request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    snapshot = together(world, lambda: _snapshot(model, optimizer, request, copy=True))
+    saving = Saving(request.path)
     if world is not None:
         # gloo, whatever the model runs on: this thread must not touch the device's streams or order of collectives.
         made = after._group if after is not None else mesh.saves.group or dist.new_group(backend="gloo")
@@ -195,7 +199,7 @@ def save_async(
     def work() -> None:
         began = time.perf_counter()
         try:
-            saving.bytes = _write(saving.path, snapshot, saving._group, mesh.world.rank, keep, keep_every, beside)
+            saving.bytes = _write(snapshot, saving._group)
         except Exception as error:  # told by `wait`
             saving._error = error
         saving.seconds = time.perf_counter() - began
@@ -205,59 +209,29 @@ def save_async(
     return saving
 
 
-def _about(
-    step: int,
-    sample: int,
-    seed: int | None,
-    config: Mapping[str, Any] | None,
-    extra: Mapping[str, Any] | None,
-    mesh: Mesh,
-) -> Manifest:
-    sizes = {name: getattr(mesh, name).size for name in _MESH_AXES}
-    step, sample = operator.index(step), operator.index(sample)  # NumPy's integers are none to JSON
-    seed = None if seed is None else operator.index(seed)
-    return Manifest(step, sample, seed, dict(config or {}), dict(extra or {}), sizes)
-
-
-def _snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, about: Manifest, copy: bool
-) -> _Snapshot:
+def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
     """Everything of this rank, at this moment: the JSON always copied, the tensors where `copy` says so."""
     reshard(model)
-    held, groups = held_by_model(model, mesh), None
+    held, groups = held_by_model(model, request.mesh), None
     if optimizer is not None:
-        held += held_by_optimizer(model, optimizer, mesh)
+        held += held_by_optimizer(model, optimizer, request.mesh)
         groups = parameter_groups(model, optimizer)
-    state = {"config": about.config, "extra": about.extra, "optimizer": groups}
-    for name, value in state.items():
-        try:
-            state[name] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} can't be written as JSON: {error}") from None
+    manifest = request.manifest(groups)
     tensors = {item.name: (item.shape, dtype_name(item.tensor.dtype)) for item in held}
-    pieces = []
-    for item in held:
-        for box in item.boxes:
-            tensor = box.of(item.tensor)
-            pieces.append(_Piece(item, box, host_memory(box.shape, tensor.dtype).copy_(tensor) if copy else tensor))
-    return _Snapshot(tensors, pieces, replace(about, **state))
+    pieces = [(item, box, box.of(item.tensor)) for item in held for box in item.boxes]
+    if copy:
+        pieces = [(item, box, host_memory(box.shape, x.dtype).copy_(x)) for item, box, x in pieces]
+    return _Snapshot(request, manifest, tensors, pieces)
 
 
-def _write(
-    path: Path,
-    snapshot: _Snapshot,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    keep: int | None,
-    keep_every: int | None,
-    beside: Mapping[str, bytes] | None,
-) -> int:
-    lead = rank == 0
-    began = time.perf_counter()
+def _write(snapshot: _Snapshot, group: dist.ProcessGroup | None) -> int:
+    """Write a snapshot's files on all ranks; return their size."""
+    request, path, rank = snapshot.request, snapshot.request.path, snapshot.request.mesh.world.rank
+    lead, began = rank == 0, time.perf_counter()
     together(group, lambda: prepare(path) if lead else None)
     try:
-        parts = collect(group, lambda: _write_part(temporary(path), snapshot, rank))
-        together(group, lambda: _commit(path, snapshot.manifest, parts, beside or {}) if lead else None)
+        parts = collect(group, lambda: _write_part(snapshot, rank))
+        together(group, lambda: _commit(snapshot, parts) if lead else None)
     except ValueError:
         if lead:
             discard(path)
@@ -265,40 +239,42 @@ def _write(
     size = sum(record.bytes for part in parts for record in part.files.values())
     if lead:
         log.info("saved %s: %.1f MB in %.2f s", path, size / 1e6, time.perf_counter() - began)
-    if keep is not None:
-        together(group, lambda: prune(path.parent, keep, keep_every, spare=path) if lead else None)
+    if request.keep is not None:
+        keep = request.keep
+        together(group, lambda: prune(path.parent, keep, request.keep_every, spare=path) if lead else None)
     return size
 
 
-def _write_part(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
+def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
     """Write what this rank owns, and hash what it holds besides."""
-    tensors: dict[str, dict[str, Tensor]] = {}
-    where: dict[tuple[str, str], _Piece] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}  # by file and key
+    where: dict[tuple[str, str], tuple[str, Box]] = {}
     replicas = []
-    for piece in snapshot.pieces:
-        kind, key = piece.held.name.split("/", 1)
-        box, shape = piece.box, piece.held.shape
+    for held, box, tensor in snapshot.pieces:
         if not box.owned:
-            replicas.append((piece.held.name, box.start, box.shape, checksum(raw(piece.tensor))))
+            replicas.append((held.name, Chunk("", "", box.start, box.shape, checksum(raw(tensor)))))
             continue
-        if box.shape != shape:
+        kind, key = held.name.split("/", 1)
+        if box.shape != held.shape:
             key += "@" + ",".join(map(str, box.start))
-        tensors.setdefault(kind, {})[key] = piece.tensor
-        where[kind, key] = piece
-    files, chunks = {}, []
-    names = {kind: f"{kind}-{rank:05d}.safetensors" for kind in tensors}
+        file = f"{kind}-{rank:05d}.safetensors"
+        tensors.setdefault(file, {})[key] = tensor
+        where[file, key] = held.name, box
+    folder = temporary(snapshot.request.path)
     # At a time: while one waits for the disk, the next is filled.
-    written = in_threads(lambda kind: write_tensors(folder / names[kind], tensors[kind]), tensors)
-    for (kind, file), (record, sums) in zip(names.items(), written, strict=True):
-        files[file] = record
-        for key, found in sums.items():
-            held, box = where[kind, key].held, where[kind, key].box
-            chunks.append((held.name, Chunk(file, key, box.start, box.shape, found)))
+    results = in_threads(lambda file: write_tensors(folder / file, tensors[file]), tensors)
+    written = dict(zip(tensors, results, strict=True))
+    files = {file: record for file, (record, _) in written.items()}
+    chunks = [
+        (name, Chunk(file, key, box.start, box.shape, written[file][1][key]))
+        for (file, key), (name, box) in where.items()
+    ]
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
-def _commit(path: Path, about: Manifest, parts: list[_Part], beside: Mapping[str, bytes]) -> None:
+def _commit(snapshot: _Snapshot, parts: list[_Part]) -> None:
     """On rank 0, when all tensors are on the disk: what goes along, the manifest, then the checkpoint's own name."""
+    path = snapshot.request.path
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for part in parts:
@@ -319,29 +295,26 @@ def _commit(path: Path, about: Manifest, parts: list[_Part], beside: Mapping[str
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)
-    for name, data in beside.items():
-        write_beside(temporary(path) / name, data)
+    write_beside(temporary(path), snapshot.request.beside or {})
     files = {name: record for part in parts for name, record in part.files.items()}
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
-    write_manifest(temporary(path), replace(about, optimizer=groups, files=files, tensors=tensors))
+    write_manifest(temporary(path), replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors))
     publish(path)
 
 
-def write_beside(file: Path, data: bytes) -> None:
-    """Write a file that goes along with a checkpoint, down to the disk; its folder is made."""
-    file.parent.mkdir(exist_ok=True)
-    with open(file, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    sync_folder(file.parent)
+def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the small files that go along with a checkpoint, and sync them to the disk."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_synced(folder / name, data)
+        sync_folder((folder / name).parent)
 
 
 def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
     for rank, part in enumerate(parts):
-        for name, start, shape, found in part.replicas:
+        for name, mine in part.replicas:
             for chunk in tensors[name].chunks:
-                if (chunk.start, chunk.shape) == (start, shape) and chunk.checksum != found:
+                if (chunk.start, chunk.shape) == (mine.start, mine.shape) and chunk.checksum != mine.checksum:
                     raise ValueError(
                         f"{name} on rank {rank} is another one than in {chunk.file}: replicas have drifted apart, or "
                         f"its layer does not declare that it is sharded; a buffer that each rank fills by itself, as "

@@ -1,7 +1,8 @@
-"""Write and read files of tensors: safetensors with checksums, in threads."""
+"""Write and read safetensors files with checksums, in threads."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -19,28 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcore.checkpoint.format import (
-    DTYPES,
-    Chunk,
-    Entry,
-    FileRecord,
-    Manifest,
-    _sizes,
-    dtype_name,
-    named_errors,
-)
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, named_errors, sizes
 
 K = TypeVar("K")
 R = TypeVar("R")
 WORDS, ROWS = 1021, 63  # that `checksum` adds up; a prime, and fewer rows than a sector has words
 THREADS = 4  # that read or write at a time
 HEADER_LIMIT = 100_000_000  # bytes, as the safetensors library has it
+LARGE_PAGE = 2**21  # bytes
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> tuple[FileRecord, dict[str, int]]:
-    """Write tensors to a new safetensors file, one after the other, and sync it to the disk.
+    """Write tensors to a new safetensors file, and sync it to the disk.
 
     Args:
         path: the file; must not exist.
@@ -49,10 +42,6 @@ def write_tensors(
 
     Returns:
         The file's record and each tensor's checksum.
-
-    Raises:
-        OSError: if the file can't be written.
-        ValueError: if safetensors has no such dtype.
     """
     # The widest dtypes first, as the library has it, so that each tensor is aligned to its own elements.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
@@ -61,9 +50,8 @@ def write_tensors(
     for key in keys:
         tensor, start = tensors[key], end
         end += tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
+        about = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        header[key] = about | {"data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
@@ -91,20 +79,20 @@ def _write_at(file: FileIO, data: bytes | memoryview, offset: int) -> None:
 
 
 def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> list[R]:
-    """Do the work of all items, several at a time: files, copies and zlib leave the interpreter to the others.
+    """Do the work of all items in several threads: files, copies and zlib release the interpreter.
 
-    Not by `concurrent.futures`: that takes no work any more while the interpreter waits for a save in the background.
+    Not by `concurrent.futures`, which takes no work while the interpreter waits for a save in the background.
 
     Args:
-        work: called with each item.
-        items: what is to be done, begun in this order.
+        work: called with each item, in this order.
+        items: the items.
         threads: how many at a time; 0: `THREADS`.
 
     Returns:
-        What the work returned, in the order of the items.
+        The results, in the order of the items.
 
     Raises:
-        What the work of the first item that failed raised; nothing more is begun then.
+        Exception: the one of the first item that failed; no further work is begun then.
     """
     todo = list(items)
     results: dict[int, R] = {}
@@ -159,18 +147,17 @@ def checksum(data: memoryview) -> int:
 
 
 class TensorFile:
-    """A safetensors file, mapped: only the pages that are used are read.
+    """A safetensors file, mapped into memory: only the pages that are used are read.
 
     Args:
         path: the file.
-        record: what the manifest says of it; None: a file of others, of which nothing is known.
+        record: what the manifest says of it; None: another library wrote the file.
 
     Attributes:
         header: by key the dtype's name, the shape, and where in the data the tensor lies.
 
     Raises:
-        ValueError: naming the file, if it is missing, has another size, its header is another one than was written, or
-            none that fits the file.
+        ValueError: if the file is missing or has another size, or its header changed or doesn't fit the file.
     """
 
     def __init__(self, path: Path, record: FileRecord | None = None) -> None:
@@ -205,19 +192,18 @@ class TensorFile:
             if not _fits(said, room):
                 raise ValueError(f"{path} is damaged: its header says {key} is {str(said)[:200]}, of {room} bytes")
 
-    def _span(self, entry: Entry, chunk: Chunk) -> tuple[int, int]:
+    def check(self, entry: Entry, chunk: Chunk) -> None:
+        """Refuse a chunk that the file lacks, or holds in another shape or dtype."""
         found = self.header.get(chunk.key)
         if found is None:
             raise ValueError(f"{self.path} has no tensor {chunk.key!r}")
         want = {"dtype": entry.dtype, "shape": list(chunk.shape)}
         if any(found.get(name) != value for name, value in want.items()):
             raise ValueError(f"{self.path}: {chunk.key} is {found}, expected {want}")
-        start, end = found["data_offsets"]
-        return self._data + start, self._data + end
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """A chunk as it lies in the file: not read until used."""
-        self._span(entry, chunk)
+        self.check(entry, chunk)
         return self.whole(chunk.key)
 
     def whole(self, key: str) -> Tensor:
@@ -231,16 +217,20 @@ class TensorFile:
 
     def forget(self, key: str) -> None:
         """Let go of the memory that reading a tensor took; it can be read again."""
+        first, _, end = self._pages(key)
+        if end > first and sys.platform == "linux":
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def _pages(self, key: str) -> tuple[int, int, int]:
+        """Where in the file the first page of a tensor begins, and the tensor itself begins and ends."""
         start, end = (self._data + offset for offset in self.header[key]["data_offsets"])
-        start -= start % mmap.PAGESIZE
-        if end > start and sys.platform == "linux":
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        return start - start % mmap.PAGESIZE, start, end
 
     def problem(self, entry: Entry, chunk: Chunk) -> str | None:
-        """Read a chunk and say what is wrong with its bytes; None: nothing."""
-        start, end = self._span(entry, chunk)
+        """Read a chunk and describe its damage; None: it is as written."""
+        self.check(entry, chunk)
+        first, start, end = self._pages(chunk.key)
         if sys.platform == "linux":
-            first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
         found = checksum(memoryview(self._map)[start:end])
         if found == chunk.checksum:
@@ -249,10 +239,10 @@ class TensorFile:
 
 
 def _fits(found: Any, room: int) -> bool:
-    """Whether what a header says of a tensor makes sense in a file with so many bytes of data."""
+    """Whether a header's entry of a tensor is right in a file with so many bytes of data."""
     try:
-        start, end = _sizes(found["data_offsets"])
-        size = math.prod(_sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
+        start, end = sizes(found["data_offsets"])
+        size = math.prod(sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
     except (KeyError, TypeError, ValueError):
         return False
     return end - start == size and end <= room
@@ -271,7 +261,7 @@ class Files:
         return self._open[name]
 
     def problems(self, chunks: Sequence[tuple[str, Entry, Chunk]]) -> list[str]:
-        """What is wrong with these chunks, each named by tensor, key and file; a file's own fault once."""
+        """Describe the damage of these chunks by tensor, key and file; that of a whole file once."""
 
         def one(item: tuple[str, Entry, Chunk]) -> str | None:
             name, entry, chunk = item
@@ -293,8 +283,19 @@ class Files:
         return full
 
 
+def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU, not filled, in pages of 2 MiB where the system has them: docs/decisions.md says why."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE_PAGE or sys.platform != "linux":
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
 def sync_folder(path: Path) -> None:
-    """Bring a directory's list of names to the disk."""
+    """Sync a directory's list of names to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
-from mpcore._torch.distributed import flatten
+from mpcore._torch.distributed import flatten, group_count
+from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
@@ -72,6 +73,12 @@ def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
     ranks = torch.tensor(dist.get_process_group_ranks(axis.group), dtype=torch.int).view(replicate, -1)
     row, column = divmod(axis.rank, ranks.shape[1])
+    if dist.get_backend(axis.group) != "fake":
+        # torch names a group that is synchronized locally after its ranks and this count. Ranks with different counts,
+        # as when a pipeline's outer stages share a group, would wait for one another under different names.
+        counts = exchange(None, group_count(), axis.group)
+        for _ in range(max(counts) - counts[axis.rank]):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     # each rank makes its own two groups alone: the others of the world may not be here
     groups = [dist.new_group(mine.tolist(), use_local_synchronization=True) for mine in (ranks[:, column], ranks[row])]
     names = (f"{axis.name}_replicate", f"{axis.name}_shard")

@@ -196,7 +196,7 @@ CHECKPOINT = [
          "held += held_by_optimizer(ANY_1, ANY_2, ANY_3)", "pass",
          "training goes on with new moments", "38"),
     Hand("checkpoint", "a background save holds what training goes on with", "save_async",
-         "_snapshot(ANY_1, ANY_2, ANY_3, ANY_4, copy=True)", "_snapshot(ANY_1, ANY_2, ANY_3, ANY_4, copy=False)",
+         "_snapshot(ANY_1, ANY_2, ANY_3, copy=True)", "_snapshot(ANY_1, ANY_2, ANY_3, copy=False)",
          "the file mixes two steps", "40"),
     Hand("checkpoint", "torch narrows the masters that it loads", "AdamW.load_state_dict",
          "self.state[p][slot] = ANY", "pass",

@@ -1,8 +1,7 @@
-"""Models of Hugging Face, both ways: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2, V3.
+"""Import and export Hugging Face models: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2, V3.
 
-Each of their tensors is a box of one of ours, fused with others, transposed or in place. So a folder of theirs is read
-straight into any layout, and converts tensor by tensor. Fields of config.json that a model of ours cannot have are
-refused by name. Start with `architectures`: the tables.
+Each of their tensors is a box of one of ours. So any layout reads their folder directly, and it converts tensor by
+tensor. Fields of config.json that our models cannot have are refused by name. Start with `architectures`: the tables.
 """
 
 from mpcore.interop.hugging_face.architectures import ARCHITECTURES, LENGTH, Architecture

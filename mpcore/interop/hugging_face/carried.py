@@ -1,4 +1,4 @@
-"""What goes along with a model besides its weights: the tokenizer's files, and the token ids of config.json."""
+"""Carry a model's tokenizer files, and the token ids of its config.json, through import, training and export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILES = (
 
 @dataclass(frozen=True)
 class Carried:
-    """What goes along with a model besides its weights.
+    """The files and fields that travel with a model's weights.
 
     Attributes:
         config: fields of config.json: token ids, and the maximum length if the run's sequences are shorter.
@@ -36,7 +36,7 @@ class Carried:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of it."""
+        """The entry in a checkpoint's manifest, with each file's CRC-32."""
         sums = {name: zlib.crc32(data) for name, data in self.files.items()}
         return {FOLDER: {"config": self.config, "files": sums}} if self.config or self.files else {}
 
@@ -46,10 +46,10 @@ class Carried:
         return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
 
     def with_tokenizer(self, content: bytes | None, end_id: int, end_name: str | None = None) -> Carried:
-        """What goes along with a model that is trained with another tokenizer, or with its own.
+        """Return what to carry when the model trains with this tokenizer, which may be its own.
 
-        Either names the token that ends a document: transformers would else use the default of its architecture, at
-        which nothing stops.
+        It always names the token that ends a document. Otherwise transformers would take its architecture's default,
+        and generation would not stop.
 
         Args:
             content: of the tokenizer.json; None: the tokenizer has no file.
@@ -68,26 +68,18 @@ class Carried:
 
 
 def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> Carried:
-    """Find what goes along in a folder of Hugging Face, whose config.json has this content."""
+    """Read what to carry from a folder of Hugging Face, whose config.json has this content."""
     return Carried({name: value for name, value in values.items() if name in TOKENS}, _read_files(Path(folder)))
 
 
 def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
-    """Find what goes along in one of our checkpoints.
-
-    Raises:
-        ValueError: if the checkpoint can't be read, or a file is missing or damaged.
-    """
+    """Read what one of our checkpoints carries; ValueError if the checkpoint or a file is missing or damaged."""
     found = inspect(path).extra.get(FOLDER, {})
     return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Read the tokenizer's files of a folder, or one file as tokenizer.json.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Read the tokenizer's files of a folder, or one file as tokenizer.json; ValueError where there is none."""
     path = Path(path)
     found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
     if not found:
@@ -97,15 +89,13 @@ def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
 
 def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
     """The files by name, each checked against its CRC-32 if these are given."""
-    found = {}
+    found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    if sums is None:
+        return found
     for name in _FILES:
-        if not (folder / name).is_file():
-            if sums and name in sums:
-                raise ValueError(f"{folder / name} is missing")
-            continue
-        found[name] = (folder / name).read_bytes()
-        if sums is not None and sums.get(name) != zlib.crc32(found[name]):
-            raise ValueError(
-                f"{folder / name} is damaged: its CRC-32 is {zlib.crc32(found[name]):08x}, written was {sums.get(name)}"
-            )
+        got, written = zlib.crc32(found[name]) if name in found else None, sums.get(name)
+        if got is None and written is not None:
+            raise ValueError(f"{folder / name} is missing")
+        if got != written:
+            raise ValueError(f"{folder / name} is damaged: its CRC-32 is {got:08x}, written was {written}")
     return found

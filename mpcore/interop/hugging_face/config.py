@@ -18,15 +18,15 @@ JSON_LIMIT = 100 * 2**20  # bytes
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What importing and exporting must know of your model.
+    """Your model's names and shapes, for importing and exporting.
 
     Your model names its parameters as `mpcore.TransformerBlock` does: `embedding`, `position`, `blocks.0.attention.qkv`
     and so on, `norm`, `head`; the tables of `mpcore.interop.hugging_face.architectures` list them.
 
     Attributes:
-        config: makes a configuration, a dataclass, of our fields by keyword; `moe` and `latent` are mappings.
-        describe: all our fields of a configuration, each default spelled out; the fields of `moe` and `latent` nested.
-        shapes: the logical shape of each parameter of the model with a configuration.
+        config: makes a configuration, a dataclass, from our fields by keyword; `moe` and `latent` are mappings.
+        describe: returns all our fields of a configuration with their defaults; those of `moe` and `latent` nested.
+        shapes: returns the logical shape of each parameter of the model with a configuration.
 
     Example::
 
@@ -42,11 +42,7 @@ class ModelSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        ValueError: if the file is missing, is larger than 100 MiB, or holds something else.
-    """
+    """Read a file that holds a JSON object; ValueError for a missing file, a larger one than 100 MiB, or other JSON."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     if path.stat().st_size > JSON_LIMIT:
@@ -69,8 +65,7 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
         spec: your model.
 
     Raises:
-        ValueError: if the architecture is unknown, or a field says what is not supported: an activation, a kind of
-            RoPE scaling, a window in some layers only, or any field that is not known to be harmless.
+        ValueError: if the architecture or a field is not supported, or a field is not known to be harmless.
     """
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
@@ -91,11 +86,7 @@ def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
 
 
 def config_to_hf(config: Any, *, spec: ModelSpec) -> dict[str, Any]:
-    """Make the content of a config.json from a configuration.
-
-    Raises:
-        ValueError: if no supported architecture is such a model.
-    """
+    """Make the content of a config.json from a configuration; ValueError as `architecture_of`."""
     kind = architecture_of(config, spec=spec)
     return {"model_type": kind, **_write(ARCHITECTURES[kind], _flat(spec.describe(config)))}
 
@@ -104,7 +95,7 @@ def architecture_of(config: Any, *, spec: ModelSpec) -> str:
     """Find the `model_type` of a configuration: the first whose config.json, read again, gives the same model.
 
     Raises:
-        ValueError: if there is none, saying what the closest would change.
+        ValueError: if there is none, with the fields that the closest would change.
     """
     wanted = _flat(spec.describe(config))
     found: dict[str, list[str]] = {}
@@ -123,7 +114,7 @@ def architecture_of(config: Any, *, spec: ModelSpec) -> str:
 
 
 def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelSpec) -> list[str]:
-    """What an export as an architecture would change of a model; nothing: it is one."""
+    """The fields that an export as an architecture would change."""
     values, problems = _read(architecture, _write(architecture, wanted), "the export")
     try:
         got = _same_groups(_flat(spec.describe(spec.config(**values))))
@@ -135,29 +126,20 @@ def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelS
 
 
 def _same_groups(ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Our fields, where groups of experts that are all chosen are no groups."""
+    """Our fields, without groups of experts where a token chooses from all of them."""
     grouped = ours.get("moe.groups") != ours.get("moe.top_groups")
     return ours if grouped else {**ours, "moe.groups": 1, "moe.top_groups": 1}
 
 
 class Fields:
-    """The fields of a config.json, which remembers what nobody asked for and what is not supported.
-
-    Attributes:
-        left: fields that nobody has asked for yet.
-        problems: what is not supported.
-    """
+    """The fields of a config.json: those `left` that no rule has taken yet, and `problems` with the others."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.left, self.where = dict(values), where
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = NEEDED) -> Any:
-        """Return a field, or its default.
-
-        Raises:
-            ValueError: if it is missing and has no default.
-        """
+        """Return a field, or its default; ValueError if it is missing and has none."""
         if name not in self.left and default is NEEDED:
             raise ValueError(f"{self.where} has no {name}")
         found = self.left.pop(name, default)
@@ -167,21 +149,20 @@ class Fields:
         return bool(found) if isinstance(default, bool) else found
 
     def expect(self, name: str, wanted: Any) -> None:
-        """Refuse every value of a field but one; a missing field has it."""
+        """Refuse a field with another value."""
         found = self.left.pop(name, wanted)
         if found != wanted:
             self.problems.append(f"{name} {found!r} is not supported: only {wanted!r} is")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Refuse fields that nobody asked for and that may change the numbers."""
-        unknown = {name: value for name, value in self.left.items() if name not in ignored}
-        unknown = {name: value for name, value in unknown.items() if value not in (None, False, "", [], {})}
-        if unknown:
+        """Refuse fields that no rule has taken and that may change the numbers."""
+        empty = (None, False, "", [], {})
+        if unknown := {name: v for name, v in self.left.items() if name not in ignored and v not in empty}:
             self.problems.append(f"unknown fields, which may change the model: {unknown}")
 
 
 def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Our fields, and what is not supported of theirs."""
+    """Our fields, and the problems with theirs."""
     c, ours = Fields(values, where), dict(architecture.ours)
     for name, field in architecture.fields.items():
         value = c.take(name, None if field.alias else field.default)
@@ -219,7 +200,7 @@ def _write(architecture: Architecture, ours: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields, those of `moe` and `latent` with their prefix; without `moe` or `latent` none of theirs."""
+    """Our fields, those of `moe` and `latent` with their prefix, where the model has these."""
     flat: dict[str, Any] = {}
     for name, value in description.items():
         nested = name in ("moe", "latent")
@@ -242,7 +223,7 @@ def _read_gpt2(c: Fields, ours: dict[str, Any]) -> None:
 
 
 def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
-    """Base and scaling: in `rope_parameters`, or in the older `rope_theta` and `rope_scaling`."""
+    """Read base and scaling from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     old, new = c.take("rope_scaling", None), c.take("rope_parameters", None)
     rope = {name: value for name, value in (old or new or {}).items() if value is not None}
     base = c.take("rope_theta", None)
@@ -262,13 +243,10 @@ def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
     ours |= {"rope_base": float(base), "rope_scaling": None if kind == "default" else scaling}
 
 
-def _check_layer_types(c: Fields, types: list[str] | None, window: int | None) -> None:
-    if types and set(types) != {"full_attention" if window is None else "sliding_attention"}:
+def _check_window(c: Fields, ours: dict[str, Any], types: list[str] | None = None) -> None:
+    types = types or c.take("layer_types", None)
+    if types and set(types) != {"full_attention" if ours["window"] is None else "sliding_attention"}:
         c.problems.append(f"layer_types {types} are not supported: all layers have the same attention")
-
-
-def _read_window(c: Fields, ours: dict[str, Any]) -> None:
-    _check_layer_types(c, c.take("layer_types", None), ours["window"])
 
 
 def _read_qwen_window(c: Fields, ours: dict[str, Any], *, full: int, clear: bool = True) -> None:
@@ -280,7 +258,7 @@ def _read_qwen_window(c: Fields, ours: dict[str, Any], *, full: int, clear: bool
     if types is None:
         types = ["sliding_attention" if on and i >= full else "full_attention" for i in range(ours["layers"])]
     ours["window"] = window if "sliding_attention" in types else None
-    _check_layer_types(c, types, ours["window"])
+    _check_window(c, ours, types)
 
 
 def _read_sparse_layers(c: Fields, ours: dict[str, Any]) -> None:
@@ -325,7 +303,7 @@ RULES: dict[str, tuple[Read, Write]] = {
     "heads": (_read_heads, lambda ours: {}),
     "gpt2": (_read_gpt2, lambda o: {"resid_pdrop": o["dropout"], "embd_pdrop": o["dropout"], "attn_pdrop": 0.0}),
     "rope": (_read_rope, lambda ours: {"rope_theta": ours["rope_base"], "rope_scaling": ours["rope_scaling"]}),
-    "window": (_read_window, lambda ours: {}),
+    "window": (_check_window, lambda ours: {}),
     "mixtral": (lambda c, ours: None, lambda ours: {"intermediate_size": ours["moe.d_ff"]}),
     "qwen_window": (partial(_read_qwen_window, full=28), _write_qwen_window),
     "qwen_moe_window": (partial(_read_qwen_window, full=0, clear=False), _write_qwen_window),

@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.checkpoint import inspect
-from mpcore.checkpoint.folders import check_sizes, discard, prepare, publish, resolve, temporary
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, write_manifest
+from mpcore.checkpoint.folders import discard, prepare, publish, read_complete, resolve, temporary
+from mpcore.checkpoint.format import (
+    DTYPES,
+    Chunk,
+    Entry,
+    FileRecord,
+    Manifest,
+    dtype_name,
+    write_manifest,
+    write_synced,
+)
 from mpcore.checkpoint.loading import copy_box, fill
-from mpcore.checkpoint.pages import host_memory
 from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together, world_group
 from mpcore.checkpoint.saving import write_beside
-from mpcore.checkpoint.tensor_file import Files, write_tensors
+from mpcore.checkpoint.tensor_file import Files, host_memory, write_tensors
 from mpcore.interop.hugging_face.architectures import LENGTH
 from mpcore.interop.hugging_face.carried import carried_by_checkpoint, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
@@ -35,7 +42,8 @@ SHARD_BYTES = 5 * 10**9  # of a file
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
     """Read a folder of Hugging Face into a model on any layout: a collective on all ranks of the mesh.
 
-    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype.
+    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype. A router's parameters
+    besides the weight keep their values, except the bias in DeepSeek-V3.
 
     Args:
         folder: with config.json and safetensors files.
@@ -45,9 +53,6 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     Raises:
         ValueError: on every rank, with nothing changed, if the folder can't be read or the model is another one.
-
-    Note:
-        Parameters of routers besides the weight keep their values, except the bias in DeepSeek-V3.
     """
     group = world_group(mesh)
     reshard(model)
@@ -111,20 +116,17 @@ def import_hf(
         return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may keep what is freed
 
     with _whole(path) as new:
-        shards = {f"model-{i:05d}.safetensors": keys for i, keys in enumerate(_shards(likes, shard_bytes))}
-        files, sums = _write_files(new, shards, likes, read)
+        files, where = _write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
         chunks: dict[str, list[Chunk]] = {}
-        for file, keys in shards.items():
-            for key in keys:
-                box = pieces[key][1]
-                chunks.setdefault(key.partition("@")[0], []).append(Chunk(file, key, box.start, box.shape, sums[key]))
+        for key, (file, found) in where.items():
+            box = pieces[key][1]
+            chunks.setdefault(key.partition("@")[0], []).append(Chunk(file, key, box.start, box.shape, found))
         tensors = {
             f"model/{name}": Entry(entry.shape, dtype_name(_written_as(name, entry, dtype)), tuple(chunks[name]))
             for name, entry in sorted(source.entries.items())
         }
         carried = carried_by_hf(source.folder, source.values)
-        for name, data in carried.beside.items():
-            write_beside(new / name, data)
+        write_beside(new, carried.beside)
         config = {"model": dataclasses.asdict(source.config)}
         write_manifest(new, Manifest(0, config=config, extra=carried.extra, files=files, tensors=tensors))
     return path
@@ -144,10 +146,8 @@ def export_hf(
     Args:
         path: the checkpoint, of training or of `import_hf`; every byte of its model is checked.
         folder: the folder to make.
-        spec: the model in the checkpoint.
-        dtype: of the tensors written; None: as they are.
+        spec, dtype, shard_bytes: as of `import_hf`; several files get an index.
         tokenizer: a tokenizer.json, or a folder whose tokenizer files go along; None: those of the checkpoint.
-        shard_bytes: largest size of a file, unless one tensor is larger; several files get an index.
 
     Raises:
         ValueError: if the checkpoint is damaged, no architecture expresses the model (the bias of a router included),
@@ -163,8 +163,7 @@ def export_hf(
     }
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists: it is not overwritten")
-    _check_bytes(manifest, files)
-    _check_biases(manifest, files, {name for name, _, _ in pieces.values()})
+    _check_model(manifest, files, {name for name, _, _ in pieces.values()})
     carried = carried_by_checkpoint(path)
     beside = carried.files if tokenizer is None else tokenizer_files(tokenizer)
     values = {**carried.config, **config_to_hf(config, spec=spec)}
@@ -184,17 +183,16 @@ def export_hf(
         return stored
 
     with _whole(folder) as new:
-        shards = list(_shards(likes, shard_bytes))
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        named = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
-        _write_files(new, named, likes, read)
-        if len(shards) > 1:
-            index = {key: name for name, keys in named.items() for key in keys}
+        written, where = _write_files(
+            new, likes, read, shard_bytes,
+            lambda i, n: f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors",
+        )  # fmt: skip
+        if len(written) > 1:
+            index = {key: file for key, (file, _) in sorted(where.items())}
             size = sum(like.nbytes for like in likes.values())
-            _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))})
+            _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
         _write_json(new / "config.json", values)
-        for name, data in beside.items():
-            write_beside(new / name, data)
+        write_beside(new, beside)
     return folder
 
 
@@ -204,8 +202,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[M
     Raises:
         ValueError: if it is no checkpoint, is incomplete, or holds another model.
     """
-    manifest = inspect(path)
-    check_sizes(resolve(path), manifest)
+    manifest = read_complete(resolve(path))
     try:
         config = spec.config(**manifest.config["model"])
     except (KeyError, TypeError) as error:
@@ -229,18 +226,16 @@ def _pieces(
     return pieces
 
 
-def _check_bytes(manifest: Manifest, files: Files) -> None:
+def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
+    """Refuse damage, and biases of routers that their files have no place for, unless they are 0."""
     for name, entry in manifest.tensors.items():
-        for chunk in entry.chunks if name.startswith("model/") else ():
+        if not name.startswith("model/"):
+            continue
+        for chunk in entry.chunks:
             for problem in files.problems([(name, entry, chunk)]):
                 raise ValueError(problem)
             files[chunk.file].forget(chunk.key)
-
-
-def _check_biases(manifest: Manifest, files: Files, exported: set[str]) -> None:
-    """Refuse biases of routers that no file of theirs can hold, unless they are 0."""
-    for name in manifest.tensors:
-        if name.startswith("model/") and name.endswith(ROUTER_BIAS) and name.removeprefix("model/") not in exported:
+        if name.endswith(ROUTER_BIAS) and name.removeprefix("model/") not in exported:
             bias = files.assemble(name)
             if bias.any():
                 raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): only deepseek_v3 has such a bias")
@@ -251,28 +246,28 @@ def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dty
     return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype
 
 
-def _shards(likes: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """The keys of each file, in their order."""
-    keys: list[str] = []
+def _write_files(
+    folder: Path,
+    likes: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    limit: int,
+    name: Callable[[int, int], str],
+) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
+    """Write tensors to files of a limited size; return the files' records, and each tensor's file and checksum."""
+    shards: list[list[str]] = [[]]
     total = 0
     for key, like in likes.items():
-        if keys and total + like.nbytes > limit:
-            yield keys
-            keys, total = [], 0
-        keys.append(key)
+        if shards[-1] and total + like.nbytes > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(key)
         total += like.nbytes
-    yield keys
-
-
-def _write_files(
-    folder: Path, shards: Mapping[str, list[str]], likes: Mapping[str, Tensor], read: Callable[[str], Tensor]
-) -> tuple[dict[str, FileRecord], dict[str, int]]:
-    """Write the keys of each file; return what a manifest says of the files, and the tensors' checksums."""
-    files, sums = {}, {}
-    for name, keys in shards.items():
-        files[name], found = write_tensors(folder / name, {key: likes[key] for key in keys}, read)
-        sums |= found
-    return files, sums
+    files, where = {}, {}
+    for i, keys in enumerate(shards):
+        file = name(i, len(shards))
+        files[file], sums = write_tensors(folder / file, {key: likes[key] for key in keys}, read)
+        where |= {key: (file, sums[key]) for key in keys}
+    return files, where
 
 
 @contextlib.contextmanager
@@ -288,8 +283,4 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    with open(path, "w") as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(path, f"{json.dumps(values, indent=2)}\n".encode())

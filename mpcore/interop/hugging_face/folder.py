@@ -1,4 +1,4 @@
-"""A folder of Hugging Face, seen as one of our checkpoints: safetensors files with an index, checked before use."""
+"""Open a folder of Hugging Face as if it were one of our checkpoints, and check it before use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from mpcore.interop.hugging_face.config import ModelSpec, architecture_of, read_
 
 INDEX = "model.safetensors.index.json"
 _TABLES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no parameters: old files hold them
-
-
 # Parameters of our routers besides the weight. Only DeepSeek-V3 has the bias: elsewhere it must be 0.
 ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
 
@@ -54,7 +52,7 @@ class Part:
 
 
 def parts_of(config: Any, *, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
-    """Map each of our tensors to its logical shape and to their tensors that it consists of, first rows first.
+    """Map each of our tensors to its logical shape and to the parts of it that their tensors are, first rows first.
 
     A router's parameters besides its weight have no parts, except the bias in DeepSeek-V3.
 
@@ -70,9 +68,8 @@ def parts_of(config: Any, *, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...]
     found: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
     for name, shape in spec.shapes(config).items():
         found[name] = shape, []
-        if name.endswith(ROUTER_STATISTICS) or (
-            name.endswith(ROUTER_BIAS) and "expert_bias" not in architecture.leaves
-        ):
+        no_bias = "expert_bias" not in architecture.leaves
+        if name.endswith(ROUTER_STATISTICS) or (name.endswith(ROUTER_BIAS) and no_bias):
             continue
         module, _, leaf = name.rpartition(".")
         layer = next(iter(re.findall(r"^blocks\.(\d+)\.", name)), None)
@@ -88,7 +85,7 @@ def parts_of(config: Any, *, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...]
 
 
 def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, transposed: bool) -> Iterator[Part]:
-    """The rows of a tensor [(experts,) rows(, columns)], dealt out to keys: `sizes` each, or as many to each."""
+    """Split the rows of a tensor [(experts,) rows(, columns)] into `sizes`, or evenly, one part for each key."""
     experts = shape[:-2]
     rows, *columns = shape[len(experts) :]
     sizes = sizes or [rows // len(keys)] * len(keys)
@@ -101,13 +98,13 @@ def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, tran
 
 @dataclass
 class Source:
-    """A folder of theirs; open it with `open_hf`.
+    """An open folder of Hugging Face, as `open_hf` returns it.
 
     Attributes:
         config: the configuration of your model.
         values: the content of config.json.
         entries: where each box of each of our tensors lies, by our name.
-        files, parts: the open files by name, and what each of their tensors is of ours.
+        files, parts: the open files by name, and the box that each of their tensors is, by its key.
     """
 
     folder: Path
@@ -150,8 +147,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     further = values.get(FURTHER) or values.get("num_mtp_layers") or 0
     layers = spec.describe(config)["layers"]
     ignored = tuple(f"{'' if bare else prefix}layers.{layers + i}." for i in range(further))
-    left = {key for key in where if key not in source.parts and not key.endswith(_TABLES)}
-    left = {key for key in left if not key.startswith(ignored)}
+    left = {key for key in where.keys() - source.parts if not key.endswith(_TABLES) and not key.startswith(ignored)}
     if "head.weight" not in parts and "lm_head.weight" in left:
         _check_tie(source, where["lm_head.weight"])
         left.discard("lm_head.weight")
@@ -161,7 +157,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
 
 
 def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
-    """Refuse a tensor that is missing or misshapen; return its dtype."""
+    """Return a tensor's dtype; refuse one that is missing or has another shape."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
     path, header = source.folder / where[key], source.files[where[key]].header[key]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -10,10 +12,13 @@ from torch import nn
 from mpcore._torch.fake import is_fake
 from mpcore._torch.module import has_hooks
 from mpcore.interop.parallelize.layers import VocabShard
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, Target
+from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Rowwise, Style, Target
 from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.local import is_dtensor
+
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
 def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
@@ -29,23 +34,26 @@ def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     return {key: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for key, value in told.items()}
 
 
-_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-
-
 def head_dim_of(parent: nn.Module) -> int | None:
     sizes = (getattr(parent, name, None) for name in _HEAD_DIMS)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer or Conv1D."""
+    rows, columns = module.get_parameter("weight").shape
+    return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+
+
 def unit_of(name: str, parent: nn.Module, style: Colwise, blocks: tuple[int, ...], tp: Axis) -> int:
-    """The output features that may not be torn apart; refuses heads that tp doesn't divide."""
+    """The output features that stay together; refuses heads that tp doesn't divide."""
     head_dim = head_dim_of(parent)
     if style.gather_output or (head_dim is None and style.unit is None):
         return 1
     unit = style.unit or head_dim or 1
     if style.unit is None and any(length % unit for length in blocks):
         unit = 1  # such as a gate for each head
-    away = f"take a tp size that divides it, or leave the projections of {name.rpartition('.')[0] or 'this module'} out"
+    away = f"take a tp size that divides it, or leave the projections of {_owner(name) or 'this module'} out"
     for length in blocks:
         if length % unit:
             raise ValueError(f"{length} output features are not a multiple of the unit {unit}")
@@ -60,13 +68,22 @@ def unit_of(name: str, parent: nn.Module, style: Colwise, blocks: tuple[int, ...
     return unit
 
 
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _sharded(styles: list[Target]) -> Iterator[tuple[str, nn.Module, Colwise]]:
+    """The layers of a plan whose output stays sharded, and which a module holds."""
+    for name, module, style in styles:
+        if isinstance(style, Colwise) and not style.gather_output and name:
+            yield name, module, style
+
+
 def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
-    """Refuse a plan that shards a module's features or heads and says nothing of its parameters that meet them all."""
+    """Refuse a plan that shards a module's features or heads, and doesn't name its parameters that meet all of them."""
     named = {id(target) for _, target, _ in styles}
-    for name, _, style in styles:
-        attention = name.rpartition(".")[0]
-        if not isinstance(style, Colwise) or style.gather_output or not name:
-            continue
+    for name, _, _ in _sharded(styles):
+        attention = _owner(name)
         parent = model.get_submodule(attention)
         head_dim = head_dim_of(parent)
         for inner, owner in parent.named_modules():
@@ -85,6 +102,41 @@ def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
                 )
 
 
+def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
+    """Refuse to shard heads that their module counts in an attribute, which the plan leaves as it is."""
+    told = {id(target): style.names + style.kept for _, target, style in styles if isinstance(style, LocalSizes)}
+    for name, _, _ in _sharded(styles):
+        attention = _owner(name)
+        while attention and isinstance(model.get_submodule(attention), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            attention = _owner(attention)
+        owner = model.get_submodule(attention)
+        for attribute, value in vars(owner).items():
+            if type(value) is int and _HEADS.fullmatch(attribute) and attribute not in told.get(id(owner), ()):
+                raise ValueError(
+                    f"{attention or 'the model itself'}.{attribute} is {value} on each of {tp.size} ranks, and the "
+                    f"plan shards {name}. Divide it by tp: add {attention!r}: LocalSizes(({attribute!r},)) to the "
+                    f"plan; or keep it, where it counts no sharded heads: LocalSizes((), kept=({attribute!r},))"
+                )
+
+
+def check_fused(styles: list[Target]) -> None:
+    """Refuse to shard fused projections as one: the first ranks would get all of the first, the last ranks none."""
+    by_owner: dict[str, tuple[list[Target], list[Target]]] = {}
+    for target in styles:
+        if isinstance(target[2], Colwise | Rowwise) and not isinstance(target[1], nn.Embedding):
+            by_owner.setdefault(_owner(target[0]), ([], []))[isinstance(target[2], Rowwise)].append(target)
+    for columns, rows in by_owner.values():
+        if len(columns) == len(rows) == 1 and columns[0][2] == Colwise():
+            (name, column, _), (row_name, row, _) = *columns, *rows
+            n_out, n_in = linear_sizes(column)[1], linear_sizes(row)[0]
+            if n_out > n_in:
+                raise ValueError(
+                    f"{name} has {n_out} output features, and {row_name} takes {n_in}: it fuses several projections. "
+                    f"Write Colwise(blocks=..), their number or their lengths; or Colwise(unit=..), where each unit of "
+                    f"features has a part of all of them"
+                )
+
+
 def check_local_sizes(styles: list[Target], tp: Axis) -> None:
     for name, target, style in styles:
         for attribute in style.names if isinstance(style, LocalSizes) else ():
@@ -98,14 +150,15 @@ def check_local_sizes(styles: list[Target], tp: Axis) -> None:
 
 
 def check_plain(name: str, module: nn.Module, style: Style) -> None:
-    """Refuse a module of which a swap would lose something, or that has nothing to cut."""
+    """Refuse a module of which a swap would lose something, or that has nothing to shard."""
     kind = type(module).__name__
     if isinstance(module, ParallelModule | VocabShard):
         raise ValueError(f"{name} is a {kind} already: parallelize a model once, by one plan")
     base = next((base for base in (nn.Linear, nn.Embedding) if isinstance(module, base)), None)
-    if base is None and not is_conv1d(module):
-        raise ValueError(f"{name} is a {kind}, which {style} can't cut: it is for nn.Linear, nn.Embedding and Conv1D")
     weight = module._parameters.get("weight")
+    conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+    if base is None and not conv1d:
+        raise ValueError(f"{name} is a {kind}, which {style} can't cut: it is for nn.Linear, nn.Embedding and Conv1D")
     if weight is None or is_dtensor(weight):
         raise ValueError(f"{name} has no plain weight: parallelize before it is parametrized or sharded over data")
     if not {"weight", "bias"}.issuperset(module._parameters):
@@ -116,9 +169,3 @@ def check_plain(name: str, module: nn.Module, style: Style) -> None:
         raise ValueError(f"{name} is a {kind} with a forward of its own, which a swap would lose")
     if has_hooks(module):
         raise ValueError(f"{name} has hooks, which a swap would lose: register them afterwards")
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' linear layer with a weight of [in, out]."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]

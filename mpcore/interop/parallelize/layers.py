@@ -1,4 +1,4 @@
-"""Parallel layers for what only other libraries have: fused linears, GPT-2's Conv1D, a shard of an embedding."""
+"""Parallel forms of what only other libraries have: fused linears, GPT-2's Conv1D, subclasses of an embedding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from mpcore import collectives
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declare import Shard, Sharding, cut_blocks
+from mpcore.sharding.declare import Shard, cut_blocks
 
 
 class FusedColumnParallelLinear(ColumnParallelLinear):
@@ -29,41 +30,36 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, out_features, bias, **others)
 
     def output_shard(self, unit: int) -> Shard:
-        """Each block is cut for itself."""
+        """Shard each block by itself."""
         return cut_blocks(self.blocks, self.tp, 0, (unit,) * len(self.blocks))
 
     def output_blocks(self) -> tuple[int, ...]:
-        """As given."""
+        """Return the blocks as given."""
         return self.blocks
 
 
-class ColumnParallelConv1D(FusedColumnParallelLinear):
-    """`FusedColumnParallelLinear` with its weight stored as [in_features, out_features]."""
+class _Transposed(ParallelModule):
+    """Stands before a parallel linear layer, whose weight it stores as [in_features, out_features]."""
+
+    weight: Tensor
 
     def __init__(self, *sizes: Any, **others: Any) -> None:
         super().__init__(*sizes, **others)
-        self.shardings["weight"] = _transposed(self.shardings["weight"])
+        old = self.shardings["weight"]
+        shards = tuple(replace(shard, dim=1 - shard.dim) for shard in old.shards)
+        self.shardings["weight"] = replace(old, shape=old.shape[::-1], shards=shards, block_dim=1 - old.block_dim)
 
     def matrix(self) -> Tensor:
-        """The weight turned."""
+        """Return the weight as linear layers store it."""
         return self.weight.t()
 
 
-class RowParallelConv1D(RowParallelLinear):
-    """`RowParallelLinear` with its weight stored as [in_features, out_features]."""
-
-    def __init__(self, *sizes: Any, **others: Any) -> None:
-        super().__init__(*sizes, **others)
-        self.shardings["weight"] = _transposed(self.shardings["weight"])
-
-    def matrix(self) -> Tensor:
-        """The weight turned."""
-        return self.weight.t()
+class ColumnParallelConv1D(_Transposed, FusedColumnParallelLinear):
+    """`FusedColumnParallelLinear` for transformers' Conv1D."""
 
 
-def _transposed(sharding: Sharding) -> Sharding:
-    shards = tuple(Shard(s.axis, 1 - s.dim, s.runs) for s in sharding.shards)
-    return replace(sharding, shape=sharding.shape[::-1], shards=shards, block_dim=1 - sharding.block_dim)
+class RowParallelConv1D(_Transposed, RowParallelLinear):
+    """`RowParallelLinear` for transformers' Conv1D."""
 
 
 class VocabShard(nn.Embedding):

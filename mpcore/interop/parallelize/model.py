@@ -1,4 +1,4 @@
-"""An existing model made tensor parallel in place, by a plan of name patterns.
+"""Make an existing model tensor parallel in place, by a plan of name patterns.
 
     plan = {"embed": "vocab", "layers.*.fc1": "colwise", "layers.*.fc2": "rowwise", "head": "colwise_gather_output"}
     model = parallelize(model, plan, tp=mesh.tp)
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from mpcore.interop.parallelize.checks import check_local_sizes, fingerprint
-from mpcore.interop.parallelize.plan import BASE_PLANS, LocalSizes, Plan, Replicate, resolve
+from mpcore.interop.parallelize import checks
+from mpcore.interop.parallelize.plan import BASE_PLANS, LocalSizes, Plan, Replicate, is_own, resolve
 from mpcore.interop.parallelize.swap import apply_swaps, swaps_of
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, check_axis
@@ -39,8 +39,8 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
         plan: styles (a name of `STYLES`, or `Colwise(...)` and the like) by pattern of module or parameter name. `*`
             matches within one component ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with
-            fewer stars wins. "auto" or None: the plan that a Hugging Face model carries, of which patterns that match
-            nothing are left out; `BASE_PLANS` where its config has none.
+            fewer stars wins. "auto" or None: the plan that a Hugging Face model carries (`model_plan`), whose patterns
+            may match nothing.
         tp: the axis.
 
     Returns:
@@ -48,14 +48,20 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
 
     Raises:
         ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
-            or unsupported or doesn't fit its module, sizes don't fit tp, or the ranks hold different models.
+            or unsupported or doesn't fit its module, sizes don't fit tp, the plan shards heads whose number it leaves
+            undivided, or the ranks hold different models.
     """
     check_axis(tp)
     problem, swaps, styles = None, {}, []
     try:
         styles = resolve(module, plan)
         swaps = swaps_of(module, styles, tp)
-        check_local_sizes(styles, tp)
+        checks.check_local_sizes(styles, tp)
+        if tp.size > 1:
+            checks.check_shared_parameters(module, styles)
+            if not is_own(plan):
+                checks.check_head_counts(module, styles, tp)
+                checks.check_fused(styles)
     except ValueError as error:
         problem = error
     if tp.size > 1:
@@ -63,7 +69,7 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
     if problem is not None:
         raise problem
     if tp.size > 1:
-        check_same("model and plan given to parallelize", fingerprint(module, plan), tp)
+        check_same("model and plan given to parallelize", checks.fingerprint(module, plan), tp)
     for _, target, style in styles:
         if isinstance(style, LocalSizes):
             for attribute in style.names:  # the user named these attributes in the plan

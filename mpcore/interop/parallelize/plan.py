@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,14 +13,13 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class Colwise:
-    """Cut a linear layer's output features, or what an embedding has for each id, such as a bias of each head.
+    """Shard the output features of a linear layer, or the columns of an embedding, such as a bias of each head.
 
     Args:
-        blocks: how many equal blocks the output is made of (3 for a fused [Q|K|V]), or their lengths. Each is cut.
+        blocks: into how many equal blocks the output falls (3 for a fused [Q|K|V]), or their lengths. Each is sharded.
         gather_output: return the whole output on every rank.
-        unit: output features that may not be torn apart, of which every rank gets as many. None: the `head_dim` (or
-            `head_size`, `attention_head_size`, `key_value_proj_dim`) of the module that holds the layer, and 1 where it
-            has none; of an embedding 1.
+        unit: consecutive output features that stay on one rank. None: the `head_dim` (or `head_size`,
+            `attention_head_size`, `key_value_proj_dim`) of the module that holds a linear layer, and 1 otherwise.
     """
 
     blocks: int | tuple[int, ...] = 1
@@ -30,10 +29,10 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Cut a linear layer's input features. On an embedding: `Vocab`.
+    """Shard the input features of a linear layer. On an embedding: `Vocab`.
 
     Args:
-        split_input: the input is whole, and cut here.
+        split_input: the input is whole; the layer takes this rank's shard of it.
     """
 
     split_input: bool = False
@@ -41,16 +40,16 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class Vocab:
-    """Cut an embedding's rows."""
+    """Shard the rows of an embedding."""
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Leave a module's own parameters, or a parameter, whole on every rank.
+    """Replicate a module's own parameters, or one parameter.
 
     Args:
-        partial_gradient: each rank sees its heads alone, so that the gradient is a sum over tp, as that of a norm of
-            sharded heads. `mpcore.reduce_gradients` finishes it.
+        partial_gradient: each rank sees its own heads alone, as the norm of a head does. The gradient is a sum over
+            tp, which `mpcore.reduce_gradients` finishes.
     """
 
     partial_gradient: bool = False
@@ -58,17 +57,20 @@ class Replicate:
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Divide attributes of a module that count what is sharded, such as its heads.
+    """Divide attributes of a module by tp, such as a number of heads.
 
     Args:
         names: the attributes, integers that tp divides.
+        kept: attributes that stay, though they are called like a number of sharded heads.
     """
 
     names: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
 
 Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes
 Plan = Mapping[str, str | Style]
+Target = tuple[str, nn.Module, Style]
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
     "colwise_gather_output": Colwise(gather_output=True),
@@ -100,14 +102,13 @@ BASE_PLANS: dict[str, Plan] = {
 }
 """For model types whose Hugging Face config carries no plan: the plan of the base model."""
 _LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
-"""What plans of Hugging Face's configs don't name, though its gradient is a sum over tp."""
+"""Modules that Hugging Face's own plans don't name, though their gradients are sums over tp."""
 
 
 def model_plan(model: nn.Module) -> dict[str, str | Style]:
-    """The plan that a Hugging Face model carries, by full names.
+    """Return the plan that a Hugging Face model carries, by full names.
 
-    Its config's `base_model_tp_plan`, or what `BASE_PLANS` has for its type, under the prefix of its base model; then
-    the model's own `_tp_plan`.
+    It is its config's `base_model_tp_plan`, or the one of `BASE_PLANS`, and then the model's own `_tp_plan`.
 
     Raises:
         ValueError: if it carries none.
@@ -124,48 +125,59 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
     return plan
 
 
-Target = tuple[str, nn.Module, Style]
+def is_own(plan: Plan | str | None) -> bool:
+    """Whether the plan is the one that the model carries."""
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"plan {plan!r} is neither 'auto' nor a mapping from name patterns to styles")
+    return plan is None or plan == "auto"
 
 
 def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
     """Name, module and style of everything that the plan names, each module once."""
-    own = plan is None or plan == "auto"
-    if isinstance(plan, str) and not own:
-        raise ValueError(f"plan {plan!r} is neither 'auto' nor a mapping from name patterns to styles")
+    own = is_own(plan)
     rules: Plan = model_plan(model) if plan is None or isinstance(plan, str) else plan
-    modules = dict(model.named_modules(remove_duplicate=False))
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: run the model once, on every rank alike, before parallelize")
+    kind, modules = type(model).__name__, dict(model.named_modules(remove_duplicate=False))
     names = [*modules, *dict(model.named_parameters(remove_duplicate=False))]
-    chosen: dict[int, tuple[str, str, nn.Module, Style]] = {}
+    chosen: dict[int, tuple[str, Target]] = {}
     for pattern in sorted(rules, key=lambda pattern: pattern.count("*")):
         regex = re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
         hits = [name for name in names if regex.fullmatch(name)]
         if not hits and own:
             continue
-        style = style_of(pattern, rules[pattern])
+        style = _style(pattern, rules[pattern])
         if not hits:
-            near = difflib.get_close_matches(pattern, sorted({re.sub(r"\b\d+\b", "*", n) for n in names}), 3, 0.4)
-            raise ValueError(f"plan pattern {pattern!r} matches no module of {type(model).__name__}; near it: {near}")
+            raise ValueError(f"plan pattern {pattern!r} matches no module of {kind}{_near(pattern, names)}")
         for name in hits:
-            if name not in modules:
-                if style != Replicate():
+            if name in modules:
+                first, (_, _, old) = chosen.setdefault(id(modules[name]), (pattern, (name, modules[name], style)))
+                if old != style and first.count("*") == pattern.count("*"):
                     raise ValueError(
-                        f"{name} is a parameter, and {rules[pattern]!r} is for modules: name its module, or leave that "
-                        f"module's layers out of the plan"
+                        f"plan patterns {first!r} and {pattern!r} both match {name}, with different styles"
                     )
-                continue
-            target = modules[name]
-            _, first, _, old = chosen.setdefault(id(target), (name, pattern, target, style))
-            if old != style and first.count("*") == pattern.count("*"):
-                raise ValueError(f"plan patterns {first!r} and {pattern!r} both match {name}, with different styles")
+            elif style != Replicate():
+                raise ValueError(
+                    f"{name} is a parameter, and {rules[pattern]!r} is for modules: name its module, or leave that "
+                    f"module's layers out of the plan"
+                )
     if not chosen:
-        raise ValueError(f"the plan of {len(rules)} patterns matches no module of {type(model).__name__}")
-    return [(name, target, style) for name, _, target, style in chosen.values()]
+        raise ValueError(f"the plan of {len(rules)} patterns matches no module of {kind}")
+    return [target for _, target in chosen.values()]
 
 
-def style_of(pattern: str, style: str | Style) -> Style:
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """The names of a model that a pattern without a match may mean."""
+    general = {name: re.sub(r"\b\d+\b", "*", name) for name in names if name}
+    same = [name for name, each in general.items() if each == re.sub(r"\b\d+\b", "*", pattern)]
+    near = difflib.get_close_matches(pattern, sorted(set(general.values())), 3, 0.4)
+    top = list(dict.fromkeys(name.partition(".")[0] for name in general))
+    said = f"it has {same[0]!r} to {same[-1]!r}" if same else f"near it: {near}" if near else f"its modules are {top}"
+    return f"; {said}. Give a part of a model, such as a pipeline stage, the patterns of its own modules"
+
+
+def _style(pattern: str, style: str | Style) -> Style:
     if isinstance(style, Style):
         return style
     if style in UNSUPPORTED:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpcore.interop.parallelize.checks import check_plain, check_shared_parameters, unit_of
+from mpcore.interop.parallelize.checks import check_plain, linear_sizes, unit_of
 from mpcore.interop.parallelize.layers import (
     ColumnParallelConv1D,
     FusedColumnParallelLinear,
     RowParallelConv1D,
     VocabShard,
 )
-from mpcore.interop.parallelize.plan import Colwise, Rowwise, Style, Target, Vocab
+from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Replicate, Rowwise, Style, Target, Vocab
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
@@ -23,6 +23,7 @@ from mpcore.sharding.declarations import sharding_of
 from mpcore.sharding.declare import Sharding
 
 Swap = tuple[nn.Module, nn.Module]
+Place = tuple[str, nn.Module, str]
 
 
 def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
@@ -38,36 +39,38 @@ def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap
                 f"the plan, to run whole on every rank, or write the attention with nn.Linear or ParallelAttention"
             )
         try:
-            swaps[id(module)] = module, parallel_layer(name, parent, module, style, tp)
+            if isinstance(module, nn.Embedding):
+                swaps[id(module)] = module, _parallel_embedding(module, style, tp)
+            else:
+                swaps[id(module)] = module, _parallel_linear(name, parent, module, style, tp)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
     for name, module, style in styles:
-        if isinstance(style, (Colwise, Rowwise, Vocab)):
+        if not isinstance(style, Replicate | LocalSizes):
             build(name, module, style)
-    if tp.size > 1:
-        check_shared_parameters(model, styles)
     named = {id(module) for _, module, _ in styles}
-    for ends in tied_names(model):
+    for ends in _tied(model):
         if any(id(module) in swaps for _, module, _ in ends):
             for name, module, leaf in ends:
                 if id(module) not in named and leaf == "weight":
                     build(name, module, Vocab() if isinstance(module, nn.Embedding) else Colwise(gather_output=True))
-        check_tie(ends, swaps)
+            _check_tie(ends, swaps)
     return swaps
 
 
-def tied_names(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, str]]]:
+def _tied(model: nn.Module) -> Iterator[list[Place]]:
     """The places of each parameter that has several: module name, module and the parameter's name there."""
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    places: dict[int, list[Place]] = {}
     for name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((name, module, leaf))
     return (ends for ends in places.values() if len(ends) > 1)
 
 
-def check_tie(ends: list[tuple[str, nn.Module, str]], swaps: dict[int, Swap]) -> None:
-    cuts = [sharding_of(swaps[id(m)][1] if id(m) in swaps else m, leaf, getattr(m, leaf)).shards for _, m, leaf in ends]
+def _check_tie(ends: list[Place], swaps: dict[int, Swap]) -> None:
+    held = [(swaps.get(id(module), (module, module))[1], leaf, getattr(module, leaf)) for _, module, leaf in ends]
+    cuts = [sharding_of(*place).shards for place in held]
     for (name, _, leaf), shards in zip(ends, cuts, strict=True):
         if shards != cuts[0]:
             raise ValueError(
@@ -75,30 +78,28 @@ def check_tie(ends: list[tuple[str, nn.Module, str]], swaps: dict[int, Swap]) ->
             )
 
 
-def parallel_layer(name: str, parent: nn.Module, module: nn.Module, style: Style, tp: Axis) -> nn.Module:
-    """The parallel layer for a module, on the meta device."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    like: dict[str, Any] = {"tp": tp, "device": "meta", "dtype": weight.dtype}
-    if isinstance(module, nn.Embedding):
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding: leave it out")
-        if isinstance(style, Colwise):
-            if style.blocks != 1 or type(module).forward is not nn.Embedding.forward:
-                raise ValueError(
-                    "an embedding of several blocks, or with a forward of its own, is cut by 'vocab' alone"
-                )
-            like |= {"gather_output": style.gather_output, "unit": style.unit or 1}
-            return ColumnParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
-        return VocabParallelEmbedding(*weight.shape, padding_idx=module.padding_idx, **like)
-    if isinstance(style, Vocab):
-        raise ValueError(f"'vocab' is for embeddings, and this is a {type(module).__name__}")
-    conv1d = not isinstance(module, nn.Linear)
-    n_out, n_in = weight.shape[::-1] if conv1d else weight.shape
-    bias = module.bias is not None
+def _parallel_embedding(module: nn.Embedding, style: Style, tp: Axis) -> nn.Module:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding: leave it out")
+    like: dict[str, Any] = {"padding_idx": module.padding_idx, "tp": tp, "device": "meta", "dtype": module.weight.dtype}
+    if not isinstance(style, Colwise):
+        return VocabParallelEmbedding(*module.weight.shape, **like)
+    if style.blocks != 1 or type(module).forward is not nn.Embedding.forward:
+        raise ValueError("an embedding of several blocks, or with a forward of its own, is cut by 'vocab' alone")
+    return ColumnParallelEmbedding(
+        *module.weight.shape, gather_output=style.gather_output, unit=style.unit or 1, **like
+    )
+
+
+def _parallel_linear(name: str, parent: nn.Module, module: nn.Module, style: Style, tp: Axis) -> nn.Module:
+    n_in, n_out = linear_sizes(module)
+    conv1d, bias = not isinstance(module, nn.Linear), module.bias is not None
+    like: dict[str, Any] = {"tp": tp, "device": "meta", "dtype": module.get_parameter("weight").dtype}
     if isinstance(style, Rowwise):
         row = RowParallelConv1D if conv1d else RowParallelLinear
         return row(n_in, n_out, bias, input_is_parallel=not style.split_input, **like)
-    assert isinstance(style, Colwise)
+    if not isinstance(style, Colwise):
+        raise ValueError(f"'vocab' is for embeddings, and this is a {type(module).__name__}")
     blocks = style.blocks
     if isinstance(blocks, int):
         if n_out % blocks:
@@ -115,7 +116,7 @@ def parallel_layer(name: str, parent: nn.Module, module: nn.Module, style: Style
 
 @torch.no_grad()
 def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
-    """Cut the parameters, once each, and put the parallel layers in place."""
+    """Shard the parameters, each once, and put the parallel layers in place."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name and id(module) in swaps:
@@ -128,7 +129,7 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             layer.register_parameter(leaf, shard)
         layer.train(module.training)
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
-            shard_in_place(module, layer)
+            _shard_in_place(module, layer)
             continue
         for parent, child in places.get(key, []):
             parent.add_module(child, layer)
@@ -152,7 +153,7 @@ def _shard(full: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     return shard
 
 
-def shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
+def _shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
     """Keep an embedding's own forward, such as one that scales the rows, and have it look up this rank's rows."""
     kind = type(module)
     module.__class__ = type(f"VocabParallel{kind.__name__}", (VocabShard, kind), {})
