@@ -184,8 +184,8 @@ def product_tiles(module: Any) -> Iterator[Candidate]:
 
 
 TUNABLE = {
-    "rms_norm": Tunable("rms_norm", "bench_rms_norm", row_tiles),
-    "layer_norm": Tunable("layer_norm", "bench_layer_norm", row_tiles),
+    "rms_norm": Tunable("_norm", "bench_rms_norm", row_tiles),
+    "layer_norm": Tunable("_norm", "bench_layer_norm", row_tiles),
     "activation": Tunable("_activation", "bench_activation", element_tiles),
     "dropout_add": Tunable("dropout_add", "bench_dropout_add", element_tiles),
     "rope": Tunable("rope", "bench_rope", rope_tiles),

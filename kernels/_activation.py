@@ -14,16 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative
-from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
+from ._dispatch import operator, refuse_second_derivative, runs_triton
+from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, sum_partials
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 
-def check_gated(x: Tensor, bias: Tensor | None) -> None:
-    """Raise `ValueError` unless `x` is `[..., 2F]` and the bias `[2F]`, and their dtypes and devices go together."""
+def runs_kernel(x: Tensor, bias: Tensor | None, impl: str | None, gated: bool = False) -> bool:
+    """Check the inputs, and return whether the kernel computes y of them; otherwise the reference does."""
     check_inputs(x, bias=bias)
-    if x.shape[-1] % 2:
+    if gated and x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
+    return runs_triton(impl, x)
+
+
+def gelu_function(approximate: str) -> str:
+    """Return the name of the Triton function; raises `ValueError` unless there is one."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"approximate {approximate!r} is neither 'tanh' nor 'none'")
+    return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,65 +61,46 @@ class _Activation(torch.autograd.Function):
         return dx, None if bias is None else dbias, None, None, None
 
 
-def _empty_forward(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if gated else x.new_empty(x.shape)
-
-
-def _empty_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-
-
-_forward_op = define("activation_forward(Tensor x, Tensor? bias, str f, bool gated) -> Tensor y", _empty_forward)
-backward_op = define(
-    "activation_backward(Tensor dy, Tensor x, Tensor? bias, str f, bool gated) -> (Tensor dx, Tensor dbias)",
-    _empty_backward,
-)
-
-
 def function(f: str) -> Any:
     """Return the Triton function of this name. Look it up at each launch: `decorate_all` replaces it."""
     return {"silu": silu, "gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf, "squared": squared}[f]
 
 
-@launches(_forward_op)
-def _launch_forward(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
-    y = _empty_forward(x, bias, f, gated)
-    if y.numel() == 0:
+@operator("activation_forward(Tensor x, Tensor? bias, str f, bool gated) -> Tensor y")
+def _forward_op(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
+    y = x.new_empty((*x.shape[:-1], x.shape[-1] // (1 + gated)))
+    if has_no_values(x) or y.numel() == 0:
         return y
     M, F = count_rows(x), y.shape[-1]
-    rows, stride = as_rows(x)
-    bias = None if bias is None else bias.contiguous()
+    x, stride = as_rows(x)
     block_m, block_f, tiles = _tiles(F)
-    grid = (tiles * ceil_div(M, block_m), 1, 1)
     constants = (stride, F, gated, function(f), tiles, block_m, block_f)
-    launch(_forward_kernel, grid, (rows, bias, y), (M,), constants, num_warps=4)
+    grid = (tiles * ceil_div(M, block_m), 1, 1)
+    launch(_forward_kernel, grid, (x, contiguous(bias), y), (M,), constants, num_warps=4)
     return y
 
 
-@launches(backward_op)
-def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
-    dx, dbias = outs = _empty_backward(dy, x, bias, f, gated)
+@operator("activation_backward(Tensor dy, Tensor x, Tensor? bias, str f, bool gated) -> (Tensor dx, Tensor dbias)")
+def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
+    dx, dbias = x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    if has_no_values(x):
+        return dx, dbias
     if dx.numel() == 0:
-        dbias.zero_()
-        return outs
-    M, F = count_rows(x), dy.shape[-1]
-    rows, stride = as_rows(x)
+        return dx, dbias.zero_()
+    M, F, width = count_rows(x), dy.shape[-1], x.shape[-1]
+    x, stride = as_rows(x)
     dy, dy_stride = as_rows(dy)
     block_m, block_f, tiles = _tiles(F)
-    groups, partials, stages, num_warps = ceil_div(M, block_m), None, 1, 4  # one block of rows per program
-    if bias is not None:
-        bias, stages, num_warps = (
-            bias.contiguous(),
-            2,
-            8,
-        )  # many blocks a program; the sums double the registers
+    groups, stages, num_warps, partials = ceil_div(M, block_m), 1, 4, None  # one block of rows per program
+    if bias is not None:  # many blocks a program; the sums double the registers
         groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partial sums: under 3 % of the traffic
-        partials = x.new_empty((1, groups, x.shape[-1]), dtype=torch.float32)
+        stages, num_warps, partials = 2, 8, x.new_empty((1, groups, width), dtype=torch.float32)
     constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
-    launch(_backward_kernel, (tiles * groups, 1, 1), (dy, rows, bias, dx, partials), (M,), constants, num_warps)
+    tensors = (dy, x, contiguous(bias), dx, partials)
+    launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M,), constants, num_warps)
     if partials is not None:
         sum_partials(partials, dbias)
-    return outs
+    return dx, dbias
 
 
 def _tiles(F: int) -> tuple[int, int, int]:

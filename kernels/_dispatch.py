@@ -127,3 +127,22 @@ def launches(op: Callable, reference: Callable | None = None) -> Callable[[Calla
         return launch
 
     return register
+
+
+def operator(schema: str, reference: Callable | None = None) -> Callable[[Callable], Callable]:
+    """Decorate a launcher that allocates its own outputs, and return the overload of `torch.ops.mpcore.<name>`.
+
+    The launcher also stands for its outputs where `torch.compile` traces it: if its inputs have no values
+    (`has_no_values`), it must return the outputs and launch nothing. So both agree on shapes, strides and dtypes.
+
+    Args:
+        schema: as of `define`.
+        reference: as of `launches`.
+    """
+
+    def register(launch: Callable) -> Callable:
+        op = define(schema, launch)
+        launches(op, reference)(launch)
+        return op
+
+    return register

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches
+from ._dispatch import operator
+from ._torch import has_no_values
 from ._triton import tl, triton
 
 _MASK = 0xFFFFFFFF
@@ -58,19 +59,12 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     return _words_op(key if key < 2**63 else key - 2**64, samples, tokens, features.start, features.stop)
 
 
-def _empty_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
-    return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
-
-
 # One operator, because Inductor's C++ computes wrong words for keys whose products overflow and can't take a symbolic
 # key, and because a mode that inspects each operation, as selective recomputation does, would see 150 of them.
-_words_op = define(
-    "random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor", _empty_words
-)
-
-
-@launches(_words_op)
-def _run_words(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
+@operator("random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor")
+def _words_op(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
+    if has_no_values(samples):
+        return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
     first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, device=samples.device)
     words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)

@@ -51,6 +51,16 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return x, D
 
 
+def optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """As `as_rows`, for a tensor that the kernel can do without."""
+    return (None, 0) if x is None else as_rows(x)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Return `x` contiguous, for a tensor that the kernel can do without."""
+    return None if x is None else x.contiguous()
+
+
 def count_rows(x: Tensor) -> int:
     """Return M of `x` `[..., D]`, which must not be empty."""
     M = x.numel() // x.shape[-1]
@@ -107,6 +117,21 @@ def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, 
     launch(_sum_partials_kernel, grid, (partials, first, second), (P,), constants, num_warps=4)
 
 
+def sum_all(partials: Tensor, total: Tensor) -> Tensor:
+    """Write the sum of `partials` to the scalar `total`, in its dtype, added in the same order every time."""
+    launch(_sum_kernel, (1, 1, 1), (partials, total), (partials.numel(),), (1024,), num_warps=4)
+    return total
+
+
+@triton.jit
+def _sum_kernel(partials_ptr, total_ptr, P, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), total_ptr.dtype.element_ty)
+    for start in range(0, P, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(partials_ptr + at, mask=at < P, other=0).to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr, tl.sum(total, 0))
+
+
 @triton.jit
 def _sum_partials_kernel(
     partials_ptr, first_ptr, second_ptr, P,
@@ -121,10 +146,13 @@ def _sum_partials_kernel(
         total += tl.load(partials_ptr + rows * D + cols[None, :], mask=(rows < P) & (cols < D)[None, :], other=0.0)
     column = tl.sum(total, 0)
     if which == 0:
-        if ACCUMULATE:
-            column += tl.load(first_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < D)
+        _store_sum(first_ptr, column, cols, D, ACCUMULATE)
     elif second_ptr is not None:
-        if ACCUMULATE:
-            column += tl.load(second_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < D)
+        _store_sum(second_ptr, column, cols, D, ACCUMULATE)
+
+
+@triton.jit
+def _store_sum(sum_ptr, column, cols, D, ACCUMULATE):
+    if ACCUMULATE:
+        column += tl.load(sum_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + cols, column.to(sum_ptr.dtype.element_ty), mask=cols < D)

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
+from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
 from ._philox import philox
-from ._rows import ceil_div
+from ._rows import ceil_div, contiguous, sum_all
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 _BLOCK = 1024
@@ -69,14 +70,14 @@ def adamw(
     Note:
         - Thirteen parameters: the state of one parameter, and by keyword the options of AdamW and of rounding.
     """
-    _check(param, grad, exp_avg, exp_avg_sq, now, master, scale, key, place)
+    state = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    _check(state if master is None else state | {"master": master}, now, scale, key, place)
     if runs_triton(impl, param):
-        rows, columns = (None, None) if place is None else place
-        tensors = (param, grad, exp_avg, exp_avg_sq, master, now, scale, rows, columns)
+        tensors = (*state.values(), master, now, scale, *(place or (None, None)))
         _adamw_op(*tensors, *betas, eps, weight_decay, key)
-        return
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "scale": scale}
-    adamw_reference(param, grad, exp_avg, exp_avg_sq, now, key=key, place=place, **options)
+    else:
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "scale": scale, "key": key, "place": place}
+        adamw_reference(**state, now=now, master=master, **options)
 
 
 @torch.no_grad()
@@ -106,10 +107,11 @@ def adamw_reference(
     m = m + (g - m) * (1 - betas[0])
     v = v * betas[1] + g * g * (1 - betas[1])
     w = w - lr / correction1 * (m / (v.sqrt() / correction2 + eps))
-    bits: Sequence[Tensor | None] = (None,) * 3
+    bits: Sequence[Tensor | None] = (None, None, None)
     if key is not None:
-        bits = rounding_bits(key, _indices(param, place), t.long())
-    for x, value, random in ((weight, w, bits[0]), (exp_avg, m, bits[1]), (exp_avg_sq, v, bits[2])):
+        i = torch.arange(param.numel(), device=param.device) if place is None else place[0][:, None] + place[1]
+        bits = rounding_bits(key, i.view(param.shape), t.long())
+    for x, value, random in zip((weight, exp_avg, exp_avg_sq), (w, m, v), bits, strict=True):
         x.copy_(value if random is None or x.dtype != torch.bfloat16 else round_at_random(value, random))
     if master is not None:
         param.copy_(w)
@@ -168,26 +170,11 @@ def sum_of_squares_reference(x: Tensor) -> Tensor:
     return x.to(torch.float64).square().sum()
 
 
-def _indices(param: Tensor, place: tuple[Tensor, Tensor] | None) -> Tensor:
-    if place is None:
-        return torch.arange(param.numel(), device=param.device).view(param.shape)
-    return (place[0][:, None] + place[1]).view(param.shape)
-
-
 def _check(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    now: Tensor,
-    master: Tensor | None,
-    scale: Tensor | None,
-    key: int | None,
-    place: tuple[Tensor, Tensor] | None,
+    state: dict[str, Tensor], now: Tensor, scale: Tensor | None, key: int | None, place: tuple[Tensor, Tensor] | None
 ) -> None:
-    named = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    named |= {} if master is None else {"master": master}
-    for name, x in named.items():
+    param = state["param"]
+    for name, x in state.items():
         if x.shape != param.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but param has {tuple(param.shape)}")
         if x.device != param.device:
@@ -196,8 +183,8 @@ def _check(
             raise ValueError(f"{name} is {x.dtype}; it must be float64, float32, bfloat16 or float16")
         if name != "grad" and not x.is_contiguous():
             raise ValueError(f"{name} has strides {x.stride()} at shape {tuple(x.shape)}: make it contiguous")
-    if master is not None and master.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"master is {master.dtype}; it must be float32")
+        if name == "master" and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"master is {x.dtype}; it must be float32")
     if now.shape != (4,) or now.dtype != torch.float64 or now.device != param.device:
         raise ValueError(f"now is {now.dtype} {tuple(now.shape)} on {now.device}; adamw_now gives float64 (4,) there")
     if key is not None and not 0 <= key < 2**63:
@@ -217,47 +204,35 @@ def _check(
         raise ValueError(f"place has {counts} indices, but param has {param.numel()} elements")
 
 
-def _empty_adamw(*args) -> None:
-    return None
-
-
-def _empty_sum(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float64)
-
-
-_adamw_op = define(
+@operator(
     "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, Tensor now,"
     " Tensor? scale, Tensor? rows, Tensor? columns, float beta1, float beta2, float eps, float weight_decay, int? key)"
-    " -> ()",
-    _empty_adamw,
+    " -> ()"
 )
-_sum_of_squares_op = define("sum_of_squares(Tensor x) -> Tensor", _empty_sum)
-
-
-@launches(_adamw_op)
-def _launch_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
+def _adamw_op(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
+    if has_no_values(param) or param.numel() == 0:
+        return
     master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
     N = param.numel()
-    if N == 0:
-        return
-    indices = (None if index is None else index.contiguous() for index in (rows, columns))
-    tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now.contiguous(), scale, *indices)
     C = N if columns is None else columns.numel()
+    places = contiguous(rows), contiguous(columns)
+    tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now.contiguous(), scale, *places)
     scalars = (N, C, key or 0, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
     launch(_adamw_kernel, (ceil_div(N, _BLOCK), 1, 1), tensors, scalars, (key is not None, _BLOCK), num_warps=4)
 
 
-@launches(_sum_of_squares_op)
-def _launch_sum_of_squares(x: Tensor) -> Tensor:
-    total = _empty_sum(x)
+@operator("sum_of_squares(Tensor x) -> Tensor")
+def _sum_of_squares_op(x: Tensor) -> Tensor:
+    total = x.new_empty((), dtype=torch.float64)
+    if has_no_values(x):
+        return total
     N = x.numel()
     if N == 0:
         return total.zero_()
     programs = min(ceil_div(N, 4096), 8 * multiprocessors(x.device))
     partials = x.new_empty(programs, dtype=torch.float32)
     launch(_squares_kernel, (programs, 1, 1), (x.contiguous(), partials), (N,), (4096,), num_warps=8)
-    launch(_sum_squares_kernel, (1, 1, 1), (partials, total), (programs,), (1024,), num_warps=4)
-    return total
+    return sum_all(partials, total)
 
 
 @triton.jit
@@ -319,12 +294,3 @@ def _squares_kernel(x_ptr, partials_ptr, N, BLOCK: tl.constexpr):
         x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         squares += x * x
     tl.store(partials_ptr + tl.program_id(0), tl.sum(squares, 0))
-
-
-@triton.jit
-def _sum_squares_kernel(partials_ptr, total_ptr, P, BLOCK: tl.constexpr):
-    sums = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, P, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        sums += tl.load(partials_ptr + at, mask=at < P, other=0.0).to(tl.float64)
-    tl.store(total_ptr, tl.sum(sums, 0))

@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, runs_triton
-from ._rows import ceil_div
+from ._dispatch import operator, runs_triton
+from ._rows import ceil_div, sum_all
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 BLOCK = 2048
@@ -70,23 +71,18 @@ def _bytes(x: Tensor) -> Tensor:
     return data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
 
 
-def _empty(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.int64)
-
-
-_hash_op = define("cross_replica_hash(Tensor x) -> Tensor hash", _empty)
-
-
-@launches(_hash_op)
-def _launch(x: Tensor) -> Tensor:
-    out, data = _empty(x), _bytes(x)
+@operator("cross_replica_hash(Tensor x) -> Tensor hash")
+def _hash_op(x: Tensor) -> Tensor:
+    total = x.new_empty((), dtype=torch.int64)
+    if has_no_values(x):
+        return total
+    data = _bytes(x)
     size = data.numel()
     words = data[: size - size % 8].view(torch.int64)
     programs = max(1, min(ceil_div(words.numel(), BLOCK), 8 * multiprocessors(x.device)))
-    partials = out.new_empty(programs)
+    partials = words.new_empty(programs)
     launch(_partials_kernel, (programs, 1, 1), (words, data, partials), (size // 16, size), (BLOCK,), num_warps=4)
-    launch(_sum_kernel, (1, 1, 1), (partials, out), (programs,), (1024,), num_warps=4)
-    return out
+    return sum_all(partials, total)
 
 
 @triton.jit
@@ -116,12 +112,3 @@ def _partials_kernel(words_ptr, bytes_ptr, partials_ptr, PAIRS, SIZE, BLOCK: tl.
         partial += tl.sum(tl.sum(tl.where(place * 8 < size, _mix(word, place), 0), 0), 0)
         partial += _mix(size, tl.cdiv(size, 8))
     tl.store(partials_ptr + program, partial)
-
-
-@triton.jit
-def _sum_kernel(partials_ptr, out_ptr, P, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, P, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        total += tl.load(partials_ptr + lanes, mask=lanes < P, other=0)
-    tl.store(out_ptr, tl.sum(total, 0))

@@ -14,12 +14,15 @@ Kernels compute in float32 and round once. dbias is summed in two stages of fixe
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton
+from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._philox import as_int32, keep_mask, random_words, threshold_of
-from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2, sum_partials
+from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, optional_rows, sum_partials
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 
@@ -66,41 +69,52 @@ def dropout_add(
     triton_runs = runs_triton(impl, x)
     if p == 0 and bias is None and residual is None:
         return x
-    key = key if key < 2**63 else key - 2**64
-    how = (samples, tokens, p, key, first_feature, sequence_dim)
-    return _DropoutAdd.apply(x, residual, bias, *how) if triton_runs else _reference(x, residual, bias, *how)
+    mask = _Mask(samples, tokens, p, key if key < 2**63 else key - 2**64, first_feature, sequence_dim)
+    return _DropoutAdd.apply(x, residual, bias, *mask) if triton_runs else _reference(x, residual, bias, mask)
 
 
-def dropout_add_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    p: float,
-    *,
-    key: int = 0,
-    samples: Tensor | None = None,
-    tokens: Tensor | None = None,
-    bias: Tensor | None = None,
-    first_feature: int = 0,
-    sequence_dim: int = 1,
-) -> Tensor:
-    """`dropout_add` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
-    return _reference(x, residual, bias, samples, tokens, p, key, first_feature, sequence_dim)
+def dropout_add_reference(x: Tensor, residual: Tensor | None, p: float, **options: Any) -> Tensor:
+    """`dropout_add` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
+
+    Args:
+        x, residual, p: as of `dropout_add`.
+        options: its other arguments, without `impl`.
+    """
+    return dropout_add(x, residual, p, **options, impl="reference")
 
 
-def _reference(
-    x: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    samples: Tensor | None,
-    tokens: Tensor | None,
-    p: float,
-    key: int,
-    first_feature: int,
-    sequence_dim: int,
-) -> Tensor:
+class _Mask(NamedTuple):
+    """Where the mask of dropout comes from: the arguments of `dropout_add`, with a signed key."""
+
+    samples: Tensor | None
+    tokens: Tensor | None
+    p: float
+    key: int
+    first_feature: int
+    sequence_dim: int
+
+    @property
+    def places(self) -> tuple[Tensor | None, Tensor | None]:
+        """The samples and the tokens, as kernels read them."""
+        return contiguous(self.samples), contiguous(self.tokens)
+
+    @property
+    def scalars(self) -> tuple[float, int, int, int, int]:
+        """The scale, the first counter, the two words of the key, and the threshold."""
+        words = as_int32(self.key), as_int32(self.key >> 32), as_int32(threshold_of(self.p))
+        return 1 / (1 - self.p), self.first_feature // 4, *words
+
+    @property
+    def constants(self) -> tuple[int, int, bool]:
+        """SHIFT, SEQUENCE_DIM and DROPS of the kernels."""
+        return self.first_feature % 4, self.sequence_dim, self.p > 0
+
+
+def _reference(x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: _Mask) -> Tensor:
     out = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     exact = torch.promote_types(out, torch.float32)
     y = x.to(exact) if bias is None else x.to(exact) + bias.to(exact)
+    samples, tokens, p, key, first_feature, sequence_dim = mask
     if p > 0:
         assert samples is not None
         if tokens is None:
@@ -130,11 +144,11 @@ def _check_places(x: Tensor, samples: Tensor | None, tokens: Tensor | None, sequ
 
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, bias, samples, tokens, p, key, first_feature, sequence_dim):
+    def forward(ctx, x, residual, bias, samples, tokens, p, *how):
         ctx.save_for_backward(bias, samples, tokens)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        ctx.how = p, key, first_feature, sequence_dim
-        return _forward_op(x, residual, bias, samples, tokens, p, key, first_feature, sequence_dim)
+        ctx.p, ctx.how = p, how
+        return _forward_op(x, residual, bias, samples, tokens, p, *how)
 
     @staticmethod
     def backward(ctx, dy):
@@ -142,119 +156,56 @@ class _DropoutAdd(torch.autograd.Function):
         x_dtype, residual_dtype = ctx.dtypes
         bias, samples, tokens = ctx.saved_tensors
         dx, dbias = dy.to(x_dtype), None
-        if bias is not None or ctx.how[0] > 0:
-            dx, dbias = _backward_op(dy, bias, samples, tokens, *ctx.how, x_dtype)
+        if bias is not None or ctx.p > 0:
+            dx, dbias = _backward_op(dy, bias, x_dtype, samples, tokens, ctx.p, *ctx.how)
         dresidual = None if residual_dtype is None else dy.to(residual_dtype)
         return dx, dresidual, None if bias is None else dbias, *[None] * 6
 
 
-def _empty_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    samples: Tensor | None,
-    tokens: Tensor | None,
-    p: float,
-    key: int,
-    first_feature: int,
-    sequence_dim: int,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+_MASK = "Tensor? samples, Tensor? tokens, float p, SymInt key, int first_feature, int sequence_dim"
 
 
-def _empty_backward(
-    dy: Tensor,
-    bias: Tensor | None,
-    samples: Tensor | None,
-    tokens: Tensor | None,
-    p: float,
-    key: int,
-    first_feature: int,
-    sequence_dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dy.shape, dtype=dtype), dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-
-
-_forward_op = define(
-    "dropout_add_forward(Tensor x, Tensor? residual, Tensor? bias, Tensor? samples, Tensor? tokens, float p,"
-    " SymInt key, int first_feature, int sequence_dim) -> Tensor y",
-    _empty_forward,
-)
-_backward_op = define(
-    "dropout_add_backward(Tensor dy, Tensor? bias, Tensor? samples, Tensor? tokens, float p, SymInt key,"
-    " int first_feature, int sequence_dim, ScalarType dtype) -> (Tensor dx, Tensor dbias)",
-    _empty_backward,
-)
-
-
-@launches(_forward_op)
-def _launch_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    samples: Tensor | None,
-    tokens: Tensor | None,
-    p: float,
-    key: int,
-    first_feature: int,
-    sequence_dim: int,
-) -> Tensor:
-    y = _empty_forward(x, residual, bias, samples, tokens, p, key, first_feature, sequence_dim)
-    if y.numel() == 0:
+@operator(f"dropout_add_forward(Tensor x, Tensor? residual, Tensor? bias, {_MASK}) -> Tensor y")
+def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given: Any) -> Tensor:
+    y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    if has_no_values(x) or y.numel() == 0:
         return y
+    mask = _Mask(*given)
     M, D = count_rows(x), x.shape[-1]
-    inner = x.shape[-2] if p > 0 else 1
-    rows, stride = as_rows(x)
-    residual, residual_stride = (None, 0) if residual is None else as_rows(residual)
-    block_m, block_d, tiles = _tiles(D, first_feature)
-    tensors = (rows, residual, None if bias is None else bias.contiguous(), *_contiguous(samples, tokens), y)
-    constants = (stride, residual_stride, D, first_feature % 4, sequence_dim, p > 0, tiles, block_m, block_d)
+    inner = x.shape[-2] if mask.p > 0 else 1
+    x, stride = as_rows(x)
+    residual, residual_stride = optional_rows(residual)
+    block_m, block_d, tiles = _tiles(D, mask.first_feature)
+    tensors = (x, residual, contiguous(bias), *mask.places, y)
+    constants = (stride, residual_stride, D, *mask.constants, tiles, block_m, block_d)
     grid = (tiles * ceil_div(M, block_m), 1, 1)
-    launch(_forward_kernel, grid, tensors, (M, inner, *_draw(p, key, first_feature)), constants, num_warps=4)
+    launch(_forward_kernel, grid, tensors, (M, inner, *mask.scalars), constants, num_warps=4)
     return y
 
 
-@launches(_backward_op)
-def _launch_backward(
-    dy: Tensor,
-    bias: Tensor | None,
-    samples: Tensor | None,
-    tokens: Tensor | None,
-    p: float,
-    key: int,
-    first_feature: int,
-    sequence_dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    dx, dbias = outs = _empty_backward(dy, bias, samples, tokens, p, key, first_feature, sequence_dim, dtype)
+@operator(f"dropout_add_backward(Tensor dy, Tensor? bias, ScalarType dtype, {_MASK}) -> (Tensor dx, Tensor dbias)")
+def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: Any) -> tuple[Tensor, Tensor]:
+    dx = dy.new_empty(dy.shape, dtype=dtype)
+    dbias = dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    if has_no_values(dy):
+        return dx, dbias
     if dx.numel() == 0:
-        dbias.zero_()
-        return outs
+        return dx, dbias.zero_()
+    mask = _Mask(*given)
     M, D = count_rows(dy), dy.shape[-1]
-    inner = dy.shape[-2] if p > 0 else 1
-    rows, stride = as_rows(dy)
-    block_m, block_d, tiles = _tiles(D, first_feature)
-    groups, partials, stages = ceil_div(M, block_m), None, 1  # one block of rows per program
+    inner = dy.shape[-2] if mask.p > 0 else 1
+    dy, stride = as_rows(dy)
+    block_m, block_d, tiles = _tiles(D, mask.first_feature)
+    groups, stages, partials = ceil_div(M, block_m), 1, None  # one block of rows per program
     if bias is not None:
         groups, stages = min(groups, max(1, 2 * multiprocessors(dy.device) // tiles)), 3
         partials = dx.new_empty((1, groups, D), dtype=torch.float32)
-    constants = (stride, D, first_feature % 4, sequence_dim, p > 0, tiles, block_m, block_d, stages)
-    tensors = (rows, *_contiguous(samples, tokens), dx, partials)
-    scalars = (M, inner, *_draw(p, key, first_feature))
-    launch(_backward_kernel, (tiles * groups, 1, 1), tensors, scalars, constants, num_warps=4)
+    tensors = (dy, *mask.places, dx, partials)
+    constants = (stride, D, *mask.constants, tiles, block_m, block_d, stages)
+    launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M, inner, *mask.scalars), constants, num_warps=4)
     if partials is not None:
         sum_partials(partials, dbias)
-    return outs
-
-
-def _contiguous(*places: Tensor | None) -> list[Tensor | None]:
-    return [None if place is None else place.contiguous() for place in places]
-
-
-def _draw(p: float, key: int, first_feature: int) -> tuple[float, int, int, int, int]:
-    """Return the scale, the first counter, the two words of the key, and the threshold."""
-    return 1 / (1 - p), first_feature // 4, as_int32(key), as_int32(key >> 32), as_int32(threshold_of(p))
+    return dx, dbias
 
 
 def _tiles(D: int, first_feature: int) -> tuple[int, int, int]:

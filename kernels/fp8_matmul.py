@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
+from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
 from ._flops import flops
 from ._rows import as_rows, ceil_div
 from ._torch import has_no_values
@@ -85,46 +85,38 @@ def fp8_matmul_reference(
     return y.to(dtype) if out is None else out.add_(y)
 
 
-def _empty(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-def _empty_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
-    return None
-
-
 _FACTORS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
-_matmul_op = define(f"fp8_matmul({_FACTORS}, ScalarType dtype) -> Tensor y", _empty)
-_add_op = define(f"fp8_matmul_add({_FACTORS}, Tensor(a!) out) -> ()", _empty_add)
-
-
-@flops(torch.ops.mpcore.fp8_matmul)
-@flops(torch.ops.mpcore.fp8_matmul_add)
-def _flops(a: list[int], a_scales: list[int], b: list[int], *_, **__) -> int:
-    return 2 * a[0] * a[1] * b[0]
 
 
 def _reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     return fp8_matmul_reference(Quantized(a, a_scales), Quantized(b, b_scales), dtype)
 
 
-def _reference_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
-    fp8_matmul_reference(Quantized(a, a_scales), Quantized(b, b_scales), out=out)
-
-
-@launches(_matmul_op, _reference)
-def _launch(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    y = _empty(a, a_scales, b, b_scales, dtype)
+@operator(f"fp8_matmul({_FACTORS}, ScalarType dtype) -> Tensor y", _reference)
+def _matmul_op(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    y = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+    if has_no_values(a):
+        return y
     if a.shape[1] == 0:
         return y.zero_()
     _run(a, a_scales, b, b_scales, y, False)
     return y
 
 
-@launches(_add_op, _reference_add)
-def _launch_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
-    if a.shape[1] > 0:
+def _reference_add(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
+    fp8_matmul_reference(Quantized(a, a_scales), Quantized(b, b_scales), out=out)
+
+
+@operator(f"fp8_matmul_add({_FACTORS}, Tensor(a!) out) -> ()", _reference_add)
+def _add_op(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor) -> None:
+    if not has_no_values(a) and a.shape[1] > 0:
         _run(a, a_scales, b, b_scales, out, True)
+
+
+@flops(torch.ops.mpcore.fp8_matmul)
+@flops(torch.ops.mpcore.fp8_matmul_add)
+def _flops(a: list[int], a_scales: list[int], b: list[int], *_, **__) -> int:
+    return 2 * a[0] * a[1] * b[0]
 
 
 def _tile(M: int, N: int, programs: int) -> tuple[int, int, int, int]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import activate, add_bias, check_gated
-from ._dispatch import runs_triton
-from .gelu import gelu_function
+from ._activation import activate, add_bias, gelu_function, runs_kernel
 
 
 def geglu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
     """Multiply the second half of the last dimension by the GELU of the first.
 
     Args:
-        x: `[..., 2F]`, gate and up side by side; float32, bfloat16 or float16 (the reference takes float64 too), with
-            any strides.
+        x: `[..., 2F]`, gate and up side by side; dtypes and strides as `gelu` takes them.
         bias: `[2F]`, added to `x` first, in float32; its dtype may differ from that of `x`.
         approximate: `"tanh"`, or `"none"` for the exact GELU.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
@@ -31,11 +28,10 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", i
     Raises:
         ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
     """
-    check_gated(x, bias)
     f = gelu_function(approximate)
-    if not runs_triton(impl, x):
-        return geglu_reference(x, bias, approximate=approximate)
-    return activate(x, bias, f, True, "geglu")
+    if runs_kernel(x, bias, impl, gated=True):
+        return activate(x, bias, f, True, "geglu")
+    return geglu_reference(x, bias, approximate=approximate)
 
 
 def geglu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:

@@ -15,9 +15,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import activate, add_bias
-from ._dispatch import runs_triton
-from ._rows import check_inputs
+from ._activation import activate, add_bias, gelu_function, runs_kernel
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
@@ -35,20 +33,12 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", im
     Raises:
         ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
     """
-    check_inputs(x, bias=bias)
     f = gelu_function(approximate)
-    if not runs_triton(impl, x):
-        return gelu_reference(x, bias, approximate=approximate)
-    return activate(x, bias, f, False, "gelu")
+    if runs_kernel(x, bias, impl):
+        return activate(x, bias, f, False, "gelu")
+    return gelu_reference(x, bias, approximate=approximate)
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """`gelu` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
     return F.gelu(add_bias(x, bias), approximate=approximate).to(x.dtype)
-
-
-def gelu_function(approximate: str) -> str:
-    """The name of the Triton function; raises `ValueError` unless there is one."""
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"approximate {approximate!r} is neither 'tanh' nor 'none'")
-    return "gelu_tanh" if approximate == "tanh" else "gelu_erf"

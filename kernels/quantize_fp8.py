@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, runs_triton
+from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
 from ._rows import as_rows, ceil_div
 from ._torch import has_no_values
 from ._triton import launch, tl, triton
@@ -131,13 +131,6 @@ def _empty_quantized(x: Tensor, M: int, K: int, square: bool, wanted: bool) -> t
     return values, scales.t()
 
 
-_quantize_op = define(
-    "quantize_fp8(Tensor x, bool square, bool rows, bool columns) "
-    "-> (Tensor values, Tensor scales, Tensor turned, Tensor turned_scales)",
-    _empty,
-)
-
-
 def _reference(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outs = _empty(x, square, rows, columns)
     found = quantize_fp8_reference(x, square, rows, columns)
@@ -147,10 +140,16 @@ def _reference(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tens
     return outs
 
 
-@launches(_quantize_op, _reference)
-def _launch(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    require_fp8(x.device)
+@operator(
+    "quantize_fp8(Tensor x, bool square, bool rows, bool columns) "
+    "-> (Tensor values, Tensor scales, Tensor turned, Tensor turned_scales)",
+    _reference,
+)
+def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outs = _empty(x, square, rows, columns)
+    if has_no_values(x):
+        return outs
+    require_fp8(x.device)
     if x.numel() == 0 or not (rows or columns):
         return outs
     (M, K), (x, stride) = x.shape, as_rows(x)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import activate, add_bias
-from ._dispatch import runs_triton
-from ._rows import check_inputs
+from ._activation import activate, add_bias, runs_kernel
 
 
 def relu_squared(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -30,10 +28,9 @@ def relu_squared(x: Tensor, bias: Tensor | None = None, *, impl: str | None = No
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    check_inputs(x, bias=bias)
-    if not runs_triton(impl, x):
-        return relu_squared_reference(x, bias)
-    return activate(x, bias, "squared", False, "relu_squared")
+    if runs_kernel(x, bias, impl):
+        return activate(x, bias, "squared", False, "relu_squared")
+    return relu_squared_reference(x, bias)
 
 
 def relu_squared_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:

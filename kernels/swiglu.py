@@ -12,16 +12,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import activate, add_bias, check_gated
-from ._dispatch import runs_triton
+from ._activation import activate, add_bias, runs_kernel
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """Multiply the second half of the last dimension by the SiLU of the first.
 
     Args:
-        x: `[..., 2F]`, gate and up side by side; float32, bfloat16 or float16 (the reference takes float64 too), with
-            any strides.
+        x: `[..., 2F]`, gate and up side by side; dtypes and strides as `gelu` takes them.
         bias: `[2F]`, added to `x` first, in float32; its dtype may differ from that of `x`.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
@@ -31,10 +29,9 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) ->
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    check_gated(x, bias)
-    if not runs_triton(impl, x):
-        return swiglu_reference(x, bias)
-    return activate(x, bias, "silu", True, "swiglu")
+    if runs_kernel(x, bias, impl, gated=True):
+        return activate(x, bias, "silu", True, "swiglu")
+    return swiglu_reference(x, bias)
 
 
 def swiglu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
     _activation,
+    _norm,
     adamw,
     attention,
     cross_entropy,
@@ -31,10 +32,8 @@ from mpcore.kernels import (  # noqa: F401, they define operators
     dropout_add,
     fp8_matmul,
     grouped_linear,
-    layer_norm,
     moe_permute,
     quantize_fp8,
-    rms_norm,
     rope,
 )
 from mpcore.kernels._rows import sum_partials
@@ -47,18 +46,19 @@ ROWS = 64  # the rows are counted at run time; any number compiles to the same c
 ops = torch.ops.mpcore
 
 
+def run_norm(D: int, dtype: torch.dtype, residual: bool, layer_norm: bool) -> None:
+    x, weight = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype)
+    bias, added, stats = weight if layer_norm else None, x if residual else None, torch.empty(1 + layer_norm, ROWS)
+    ops.norm_forward(x, weight, bias, added, layer_norm, False, 1e-6)
+    ops.norm_backward(x, added, x, weight, bias, None, None, stats, layer_norm, False)
+
+
 def run_rms_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
-    x, weight, rstd = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype), torch.empty(ROWS)
-    added = x if residual else None
-    ops.rms_norm_forward(x, weight, added, 1e-6, False)
-    ops.rms_norm_backward(x, added, x, weight, rstd, False)
+    run_norm(D, dtype, residual, layer_norm=False)
 
 
 def run_layer_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
-    x, weight, stats = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype), torch.empty(2, ROWS)
-    added = x if residual else None
-    ops.layer_norm_forward(x, weight, weight, added, 1e-5, False)
-    ops.layer_norm_backward(x, added, x, weight, weight, stats, False)
+    run_norm(D, dtype, residual, layer_norm=True)
 
 
 def run_activation(f: str, gated: bool, width: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> None:
@@ -81,7 +81,7 @@ def run_dropout_add(D: int, dtype: torch.dtype = torch.bfloat16, bias: bool = Fa
     x, samples = torch.empty(4, ROWS // 4, D, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     added = torch.empty(D, dtype=dtype) if bias else None
     y = ops.dropout_add_forward(x, x, added, samples, None, 0.1, 12345, first_feature, 1)
-    ops.dropout_add_backward(y, added, samples, None, 0.1, 12345, first_feature, 1, dtype)
+    ops.dropout_add_backward(y, added, dtype, samples, None, 0.1, 12345, first_feature, 1)
 
 
 def run_rope(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_gpu import fake_gpu
 
-from mpcore.kernels import _activation, cross_replica_hash, dropout_add, layer_norm, rms_norm, rope
+from mpcore.kernels import _activation, _norm, cross_replica_hash, dropout_add, rope
 
-MODULES = (_activation, cross_replica_hash, dropout_add, layer_norm, rms_norm, rope)
+MODULES = (_activation, _norm, cross_replica_hash, dropout_add, rope)
 M, D = 16384, 4096
 ops = torch.ops.mpcore
 
@@ -21,17 +21,17 @@ def tensor(*shape, dtype=torch.bfloat16):
 
 def run_rms_norm():
     x, weight = tensor(M, D), tensor(D)
-    ops.rms_norm_forward(x, weight, None, 1e-6, False)
+    ops.norm_forward(x, weight, None, None, False, False, 1e-6)
     yield 2 * x.nbytes
-    ops.rms_norm_backward(x, None, x, weight, tensor(M, dtype=torch.float32), False)
+    ops.norm_backward(x, None, x, weight, *[None] * 3, tensor(1, M, dtype=torch.float32), False, False)
     yield 3 * x.nbytes
 
 
 def run_layer_norm_with_residual():
     x, weight = tensor(M, D), tensor(D)
-    ops.layer_norm_forward(x, weight, weight, x, 1e-6, False)
+    ops.norm_forward(x, weight, weight, x, True, False, 1e-6)
     yield 4 * x.nbytes
-    ops.layer_norm_backward(x, x, x, weight, weight, tensor(2, M, dtype=torch.float32), False)
+    ops.norm_backward(x, x, x, weight, weight, None, None, tensor(2, M, dtype=torch.float32), True, False)
     yield 4 * x.nbytes
 
 
@@ -47,7 +47,7 @@ def run_dropout_add():
     x, bias, samples = tensor(4, M // 4, D), tensor(D), tensor(4, dtype=torch.int64)
     ops.dropout_add_forward(x, x, bias, samples, None, 0.1, 3, 0, 1)
     yield 3 * x.nbytes
-    ops.dropout_add_backward(x, bias, samples, None, 0.1, 3, 0, 1, x.dtype)
+    ops.dropout_add_backward(x, bias, x.dtype, samples, None, 0.1, 3, 0, 1)
     yield 2 * x.nbytes
 
 

@@ -67,7 +67,7 @@ def launched(B, T, D, p=0.1, bias=None, key=3, residual=True, dtype=torch.bfloat
     x, samples = torch.empty(B, T, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
     with fake_gpu() as launches:
         y = torch.ops.mpcore.dropout_add_forward(x, x if residual else None, bias, samples, None, p, key, 0, 1)
-        torch.ops.mpcore.dropout_add_backward(y, bias, samples, None, p, key, 0, 1, dtype)
+        torch.ops.mpcore.dropout_add_backward(y, bias, dtype, samples, None, p, key, 0, 1)
     return launches
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from fake_gpu import fake_gpu
 
+from mpcore.kernels import _norm
 from mpcore.kernels import layer_norm as module
 from mpcore.kernels._norm import WIDEST_FORWARD
 from mpcore.kernels.layer_norm import layer_norm
@@ -71,14 +72,14 @@ def launched(M, D, has_bias=True):
     x, weight = torch.empty(M, D, dtype=torch.bfloat16), torch.empty(D)
     bias = weight if has_bias else None
     with fake_gpu() as launches:
-        torch.ops.mpcore.layer_norm_forward(x, weight, bias, x, 1e-5, True)
-        torch.ops.mpcore.layer_norm_backward(x, x, x, weight, bias, torch.empty(2, M), True)
+        torch.ops.mpcore.norm_forward(x, weight, bias, x, True, True, 1e-5)
+        torch.ops.mpcore.norm_backward(x, x, x, weight, bias, None, None, torch.empty(2, M), True, True)
     return launches
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_launches_of_rows_in_registers(has_bias, monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     forward, backward, total = launched(1001, 4096, has_bias)
     sums = 1 + has_bias
     assert [launch.grid for launch in (forward, backward, total)] == [(1001, 1, 1), (132, 1, 1), (128, sums, 1)]
@@ -91,7 +92,7 @@ def test_launches_of_rows_in_registers(has_bias, monkeypatch):
 
 
 def test_launches_of_wide_rows(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     launches = launched(64, 2 * WIDEST_FORWARD)
     names = ["_forward_wide_kernel", "_backward_rows_kernel", "_backward_columns_kernel", "_sum_partials_kernel"]
     assert [launch.name for launch in launches] == names

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpcore.kernels import _dispatch
+from mpcore.kernels import _dispatch, _norm
 from mpcore.kernels import rms_norm as module
 from mpcore.kernels._norm import WIDEST_BACKWARD, WIDEST_FORWARD
 from mpcore.kernels.rms_norm import rms_norm
@@ -76,13 +76,13 @@ def test_empty_in_empty_out(shape):
 def launched(M, D, residual=None, dtype=torch.bfloat16):
     x, weight = torch.empty(M, D, dtype=dtype), torch.empty(D, dtype=dtype)
     with fake_gpu.fake_gpu() as launches:
-        torch.ops.mpcore.rms_norm_forward(x, weight, residual, 1e-5, True)
-        torch.ops.mpcore.rms_norm_backward(x, residual, x, weight, torch.empty(M), True)
+        torch.ops.mpcore.norm_forward(x, weight, None, residual, False, True, 1e-5)
+        torch.ops.mpcore.norm_backward(x, residual, x, weight, None, None, None, torch.empty(1, M), False, True)
     return launches
 
 
 def test_launches_of_rows_in_registers(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     forward, backward, total = launched(1001, 1024)
     assert [launch.grid for launch in (forward, backward, total)] == [(251, 1, 1), (251, 1, 1), (32, 1, 1)]
     arguments = forward.arguments
@@ -94,13 +94,13 @@ def test_launches_of_rows_in_registers(monkeypatch):
 
 
 def test_the_backward_grid_fills_the_gpu_once(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     assert [launch.grid for launch in launched(8192, 4096)] == [(8192, 1, 1), (264, 1, 1), (128, 1, 1)]
     assert [launch.grid for launch in launched(8192, 8192)] == [(8192, 1, 1), (132, 1, 1), (256, 1, 1)]
 
 
 def test_launches_of_wide_rows(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     names = [launch.name for launch in launched(5, WIDEST_BACKWARD + 1)]
     assert names == ["_forward_kernel", "_backward_rows_kernel", "_backward_columns_kernel", "_sum_partials_kernel"]
     launches = launched(64, 2 * WIDEST_FORWARD)

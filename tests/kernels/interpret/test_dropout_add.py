@@ -145,7 +145,7 @@ def test_operators(bias):
     where = (samples_of(2), torch.arange(3), 0.3, 12345, 2, 1)
     ops = torch.ops.mpcore
     laws.check_operator(ops.dropout_add_forward, made["x"], made["residual"], made.get("bias"), *where)
-    laws.check_operator(ops.dropout_add_backward, made["residual"], made.get("bias"), *where, BF16)
+    laws.check_operator(ops.dropout_add_backward, made["residual"], made.get("bias"), BF16, *where)
 
 
 @pytest.mark.parametrize("bias", [None, F32])

@@ -7,7 +7,7 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels import layer_norm, rms_norm
+from mpcore.kernels import _norm, layer_norm, rms_norm
 from mpcore.kernels._norm import WIDEST_BACKWARD, WIDEST_FORWARD
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -72,14 +72,14 @@ def test_errors_with_residual_and_zero_centered_gain(norm, D, dtype):
     ("D", "residual"), [(WIDEST_BACKWARD + 8, None), (WIDEST_BACKWARD + 8, BF16), (WIDEST_FORWARD + 9, BF16)]
 )
 def test_errors_of_wide_rows(norm, D, residual, monkeypatch):
-    monkeypatch.setattr(norm.module, "multiprocessors", lambda device: 9)  # so that rows are split over programs
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)  # so that rows are split over programs
     norm.check(norm.inputs(5, D, dtype=BF16, residual=residual), zero_centered=True)
 
 
 @pytest.mark.parametrize("D", [257, WIDEST_BACKWARD + 8, WIDEST_FORWARD + 9])
 def test_errors_of_layer_norm_without_bias(D, monkeypatch):
     norm = Norm(layer_norm, has_bias=False)
-    monkeypatch.setattr(layer_norm, "multiprocessors", lambda device: 9)
+    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)
     norm.check(norm.inputs(5, D, dtype=BF16))
 
 
@@ -152,11 +152,12 @@ def test_a_second_derivative_is_refused(norm):
 @pytest.mark.parametrize("residual", [None, F32])
 def test_operators(norm, residual):
     made = norm.inputs(3, 24, dtype=BF16, weight=F32, residual=residual)
-    x, columns = made["x"], (made["weight"], *([made.get("bias")] if norm.name == "layer_norm" else []))
-    forward, backward = (getattr(torch.ops.mpcore, f"{norm.name}_{way}") for way in ("forward", "backward"))
-    laws.check_operator(forward, x, *columns, made.get("residual"), 1e-6, True)
-    _, _, stats = forward(x, *columns, made.get("residual"), 1e-6, True)
-    laws.check_operator(backward, x, made.get("residual"), made.get("residual", x), *columns, stats, True)
+    x, weight, bias, how = made["x"], made["weight"], made.get("bias"), (norm.has_bias, True)
+    forward, backward = torch.ops.mpcore.norm_forward, torch.ops.mpcore.norm_backward
+    laws.check_operator(forward, x, weight, bias, made.get("residual"), *how, 1e-6)
+    _, _, stats = forward(x, weight, bias, made.get("residual"), *how, 1e-6)
+    h = made.get("residual", x)
+    laws.check_operator(backward, x, made.get("residual"), h, weight, bias, None, None, stats, *how)
 
 
 @pytest.mark.parametrize("residual", [None, F32])
