@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -29,8 +29,8 @@ def start_pool(most: int = 4) -> Pool:
 
 
 def _prepare() -> None:
-    """Have a rank read this library's source and Python's once, not for each run of the example: 0.1 s of each."""
-    from examples.gpt import setup
+    """In a rank, have a run of the example write a short text, and look for its code and its corpus only once."""
+    from examples.gpt import setup, train
 
     strict_memory()
     find, corpora = setup.default_corpus, {}
@@ -41,3 +41,4 @@ def _prepare() -> None:
         return corpora[tokenizer.fingerprint]
 
     setup.default_corpus, setup.code_versions = corpus, cache(setup.code_versions)
+    train.generate = partial(train.generate, new_tokens=4)

@@ -55,16 +55,10 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 2, zigzag ring": (2, ("--cp 2 --cp-kind zigzag",)),
     "cp 2 x tp 2, all-to-all": (4, ("--cp 2 --tp 2 --cp-kind alltoall --sequence-parallel",)),
     "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --balance aux",)),
-    "experts, ep 2 x tp 2, capacity": (
-        4,
-        (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",),
-    ),
+    "experts, ep 2 x tp 2, capacity": (4, (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",)),
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),
     "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --fragments 2",)),
-    "resume on another layout": (
-        4,
-        ("--tp 2 --pp 2 --exit-step 2 --resume auto", "--dp 4 --zero 3 --resume auto"),
-    ),
+    "resume on another layout": (4, ("--tp 2 --pp 2 --exit-step 2 --resume auto", "--dp 4 --zero 3 --resume auto")),
 }
 KV_FREE = ("--preset tiny-mla",)  # these have no KV heads to choose
 

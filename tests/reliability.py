@@ -219,7 +219,7 @@ ROWS = {
         (
             f"{DATA}test_a_damaged_index_is_refused_or_still_reads_the_same_bytes",
             f"{DATA}test_every_truncation_and_every_byte_of_the_index",
-            f"{COMMAND}test_a_token_outside_the_vocabulary_is_refused",
+            f"{COMMAND}test_a_corpus_that_cannot_be_trained_on_is_refused",
         ),
     ),
     35: Row("a data worker dies", (), "there are no data workers: each rank reads its mapped corpus itself"),
