@@ -12,11 +12,16 @@ import torch
 TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # the last test, which waits for them
 INTERPRETED = sorted(TESTS.glob("kernels/interpret/test_*.py"))
+NO_RANKS = {
+    ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "plan"),
+    "examples": ("data", "latent_attention", "prepare", "tokenizer"),
+    "layers": ("rope",),
+    "pipeline": ("draw", "partition", "prove", "schedules"),
+}
 RANKLESS = sorted(
     {
         *TESTS.glob("kernels/test_*.py"),
-        *(TESTS / "pipeline" / f"test_{name}.py" for name in ("draw", "prove", "schedules")),
-        *(TESTS / f"test_{name}.py" for name in ("bench_report", "memory_tables", "plan")),
+        *(TESTS / folder / f"test_{name}.py" for folder, names in NO_RANKS.items() for name in names),
     }
     - {TESTS / "kernels" / "test_interpreter.py"}
 )

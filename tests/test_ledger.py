@@ -151,7 +151,7 @@ def test_every_kind_is_counted_once_whoever_calls_it(ranks):
 
 
 def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
-    flags = ["--preset", "llama3-70b", "--layers", "4", "--seq-len", "1024", "--global-batch", "4096"]
+    flags = ["--preset", "llama3-70b", "--layers", "4", "--seq-len", "1024", "--global-batch", "8192"]
     main(["examples.gpt.plan:build", "--tp", "8", "--pp", "4", "--dp", "1024", "--rank", "9000", *flags])
     out = capsys.readouterr().out
     assert "tp              8 all_reduce" in out
