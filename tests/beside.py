@@ -42,12 +42,13 @@ class Beside:
     def __init__(self, session: pytest.Session) -> None:
         pytest_command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
-        runs = [(INTERPRETED, [], {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
+        chosen = session.config.option
+        marked = ["-m", chosen.markexpr]
+        runs = [(INTERPRETED, marked, {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
         others = [item for item in session.items if item.path not in RANKLESS]
         if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
             session.items[:] = others
-            chosen = session.config.option
-            runs.append((RANKLESS, ["-m", chosen.markexpr, "-k", chosen.keyword], {}))
+            runs.append((RANKLESS, [*marked, "-k", chosen.keyword], {}))
         self.processes = []
         for files, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
