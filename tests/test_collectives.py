@@ -68,8 +68,8 @@ def check_adjoint(length, dim):
         ("gather", lambda x: c.gather(x, axis, dim, length), rank_own(cut, 80), whole(4, shape), no, yes),
         ("all_gather", lambda x: c.all_gather(x, axis, dim, length), rank_own(cut, 90), rank_own(shape, 110), no, no),
         ("reduce_scatter", lambda x: c.reduce_scatter(x, axis, dim), rank_own(shape, 120), rank_own(cut, 130), no, no),
-        ("all_to_all", lambda x: c.all_to_all(x, axis, other, dim, length), rank_own(cut, 140), rank_own(cut_other, 150),
-         no, no),
+        ("all_to_all", lambda x: c.all_to_all(x, axis, other, dim, length), rank_own(cut, 140),
+         rank_own(cut_other, 150), no, no),
     ]  # fmt: skip
     for name, f, x, dy, one_in, one_out in cases:
         x.requires_grad_()
