@@ -617,9 +617,7 @@ def check_experts(sizes: dict, zero: int, replicate: int) -> None:
     assert placed["0.router"].state == (on.data.size // replicate if zero else 1)
 
 
-@pytest.mark.parametrize(
-    ("ep", "zero"), some(*((2, zero) for zero in STAGES), (4, 1), of=itertools.product((1, 2, 4), STAGES))
-)
+@pytest.mark.parametrize(("ep", "zero"), some((2, 0), (2, 3), (4, 1), of=itertools.product((1, 2, 4), STAGES)))
 def test_pitfall_28_30_experts_are_dealt_out_over_the_ranks_that_hold_them(ranks, ep, zero):
     ranks(4, check_experts, {"dp": 4, "ep": ep}, zero, 1)
     if zero and ep < 4:
@@ -893,7 +891,7 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("zero", "replicate", "how"),
     some(
-        *((1, 1, how) for how in GIVEN_UP), (2, 1, "skipped"), (3, 1, "raised"), (2, 2, "abandoned"), (3, 2, "skipped"),
+        (1, 1, "raised"), (2, 1, "skipped"), (3, 1, "abandoned"), (2, 2, "abandoned"), (3, 2, "raised"),
         of=itertools.product((1, 2, 3), (1, 2), GIVEN_UP),
     ),
 )  # fmt: skip
