@@ -12,11 +12,16 @@ import torch
 TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # the last test, which waits for them
 INTERPRETED = sorted(TESTS.glob("kernels/interpret/test_*.py"))
+NO_RANKS = {
+    ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "plan"),
+    "examples": ("data", "latent_attention", "prepare", "tokenizer"),
+    "layers": ("rope",),
+    "pipeline": ("draw", "partition", "prove", "schedules"),
+}
 RANKLESS = sorted(
     {
         *TESTS.glob("kernels/test_*.py"),
-        *(TESTS / "pipeline" / f"test_{name}.py" for name in ("draw", "prove", "schedules")),
-        *(TESTS / f"test_{name}.py" for name in ("bench_report", "memory_tables", "plan")),
+        *(TESTS / folder / f"test_{name}.py" for folder, names in NO_RANKS.items() for name in names),
     }
     - {TESTS / "kernels" / "test_interpreter.py"}
 )
@@ -37,12 +42,13 @@ class Beside:
     def __init__(self, session: pytest.Session) -> None:
         pytest_command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
-        runs = [(INTERPRETED, [], {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
+        chosen = session.config.option
+        marked = ["-m", chosen.markexpr]
+        runs = [(INTERPRETED, marked, {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
         others = [item for item in session.items if item.path not in RANKLESS]
         if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
             session.items[:] = others
-            chosen = session.config.option
-            runs.append((RANKLESS, ["-m", chosen.markexpr, "-k", chosen.keyword], {}))
+            runs.append((RANKLESS, [*marked, "-k", chosen.keyword], {}))
         self.processes = []
         for files, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115

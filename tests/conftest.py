@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.beside import ASKS, Beside
-from tests.pool import BEFORE_2_13, Pool, strict_memory
+from tests.pool import BEFORE_2_13, Pool, start_pool, strict_memory
 from tests.quick import mark_quick
 
 strict_memory()
@@ -22,8 +22,7 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""
-    # What half of the tests import, 1.5 s of it: once, not on each rank and after each crash.
-    pool = Pool(prepare=strict_memory, preload=("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain"))
+    pool = start_pool()
     yield pool
     pool.stop()
     pool.folder.cleanup()
@@ -32,7 +31,7 @@ def ranks() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[Pool]:
     """As `ranks`, for layouts that only the long proofs try."""
-    pool = Pool(8, strict_memory, preload=("mpcore.checkpoint", "mpcore.parallel.data"))
+    pool = start_pool(8)
     yield pool
     pool.stop()
     pool.folder.cleanup()

@@ -13,10 +13,11 @@ import math
 import random
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from tests.pool import Pool, strict_memory
+from tests.pool import Pool, start_pool
 
 RECORD = Path(__file__).with_suffix(".json")
 TINY = (
@@ -54,16 +55,10 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 2, zigzag ring": (2, ("--cp 2 --cp-kind zigzag",)),
     "cp 2 x tp 2, all-to-all": (4, ("--cp 2 --tp 2 --cp-kind alltoall --sequence-parallel",)),
     "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --balance aux",)),
-    "experts, ep 2 x tp 2, capacity": (
-        4,
-        (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",),
-    ),
+    "experts, ep 2 x tp 2, capacity": (4, (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",)),
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),
     "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --fragments 2",)),
-    "resume on another layout": (
-        4,
-        ("--tp 2 --pp 2 --exit-step 2 --resume auto", "--dp 4 --zero 3 --resume auto"),
-    ),
+    "resume on another layout": (4, ("--tp 2 --pp 2 --exit-step 2 --resume auto", "--dp 4 --zero 3 --resume auto")),
 }
 KV_FREE = ("--preset tiny-mla",)  # these have no KV heads to choose
 
@@ -90,9 +85,11 @@ def run(argv: list[str], folder: str) -> dict | None:
     import torch.distributed as dist
 
     from examples.gpt import pretrain
+    from examples.gpt.console import Console
 
     lead = not dist.is_initialized() or dist.get_rank() == 0
-    pretrain.main(argv)
+    with mock.patch.object(Console, "end"):  # half of a run's time: the picture and the sample of text
+        pretrain.main(argv)
     return numbers(Path(folder, "out")) if lead else None
 
 
@@ -133,8 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", nargs="*", help="the rows to record; none: all")
     names = parser.parse_args().write or list(RUNS)
-    strict_memory()
-    pool = Pool(prepare=strict_memory, preload=("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain"))
+    pool = start_pool()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for name in names:
         record[name] = rerun(pool, name)

@@ -43,202 +43,85 @@ class Row(NamedTuple):
 
 SINCE = "steps since the last checkpoint"
 ROWS = {
-    1: Row(
-        "a rank is killed in a step",
-        (f"{RUNS}{LEAVE}[kill]", f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[killed]"),
-        lost=SINCE,
-    ),
-    2: Row(
-        "a rank is killed under torchrun --max-restarts",
-        (
-            f"{RUNS}test_row_2_36_37_a_killed_rank_is_started_again_and_nothing_is_lost_but_steps",
-            f"{PARTS}test_row_2_38_every_attempt_agrees_on_a_name_that_no_dead_one_used",
-        ),
-        lost=SINCE,
-    ),
-    3: Row(
-        "an exception on one rank",
-        (f"{RUNS}{LEAVE}[raise]", f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[raises]"),
-        lost=SINCE,
-    ),
-    4: Row(
-        "a rank leaves with status 0",
-        (
-            f"{RUNS}{LEAVE}[exit]",
-            f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[exits 0]",
-            f"{PARTS}test_row_4_leaving_early_with_status_0_is_a_failure",
-        ),
-        lost=SINCE,
-    ),
-    5: Row(
-        "a rank is stopped (SIGSTOP)",
-        (f"{RUNS}test_row_5_a_stopped_rank_is_named_within_the_timeout", MATCHING),
-        lost=SINCE,
-    ),
-    6: Row(
-        "a slow rank",
-        (
-            f"{RUNS}test_row_6_a_slow_rank_is_named",
-            f"{PARTS}test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks",
-            f"{PARTS}test_row_6_uniform_load_is_no_alarm",
-        ),
-    ),
+    1: Row("a rank is killed in a step", (f"{RUNS}{LEAVE}[kill]",
+        f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[killed]"), lost=SINCE),
+    2: Row("a rank is killed under torchrun --max-restarts",
+        (f"{RUNS}test_row_2_36_37_a_killed_rank_is_started_again_and_nothing_is_lost_but_steps",
+        f"{PARTS}test_row_2_38_every_attempt_agrees_on_a_name_that_no_dead_one_used"), lost=SINCE),
+    3: Row("an exception on one rank", (f"{RUNS}{LEAVE}[raise]",
+        f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[raises]"), lost=SINCE),
+    4: Row("a rank leaves with status 0", (f"{RUNS}{LEAVE}[exit]",
+        f"{PARTS}test_row_1_3_4_when_a_rank_fails_the_others_name_it[exits 0]",
+        f"{PARTS}test_row_4_leaving_early_with_status_0_is_a_failure"), lost=SINCE),
+    5: Row("a rank is stopped (SIGSTOP)", (f"{RUNS}test_row_5_a_stopped_rank_is_named_within_the_timeout", MATCHING),
+        lost=SINCE),
+    6: Row("a slow rank", (f"{RUNS}test_row_6_a_slow_rank_is_named",
+        f"{PARTS}test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks",
+        f"{PARTS}test_row_6_uniform_load_is_no_alarm")),
     7: Row("a skipped collective", (f"{TRACE}test_every_hang_is_explained", MATCHING), lost=SINCE),
     8: Row("another order or kind of collectives", (f"{TRACE}test_every_hang_is_explained", MATCHING), lost=SINCE),
-    9: Row(
-        "shapes differ between ranks",
-        ("tests/test_collectives.py",),
-        "layers check shapes before they communicate; configs are compared",
-    ),
-    10: Row(
-        "dtypes differ between ranks",
-        (),
-        "configs are compared before the first step (row 12); a differing flag is refused there",
-    ),
-    11: Row(
-        "sizes of messages between stages differ",
-        ("tests/pipeline/test_engine.py::test_pitfall_35_lengths_and_batches_may_change_from_step_to_step",),
-    ),
-    12: Row(
-        "config, code or data differ",
-        (
-            f"{PARTS}test_row_12_other_code_or_data_on_a_rank_is_refused_by_file",
-            f"{COMMAND}test_unequal_flags_are_refused_on_every_rank_by_name",
-        ),
-    ),
-    13: Row(
-        "sizes that don't fit the world",
-        (
-            f"{COMMAND}test_what_does_not_fit_is_refused_on_every_rank",
-            "tests/test_mesh.py::test_sizes_that_do_not_fit_are_named",
-        ),
-    ),
-    14: Row(
-        "killed in a save",
-        (
-            f"{SAVES}test_killed_at_any_moment_a_whole_checkpoint_is_there",
-            f"{SAVES}test_killed_over_an_old_checkpoint_a_whole_one_is_there",
-        ),
-        lost=SINCE,
-    ),
-    15: Row(
-        "killed over an old checkpoint",
-        (f"{SAVES}test_killed_over_an_old_checkpoint_a_whole_one_is_there",),
-        lost=SINCE,
-    ),
-    16: Row(
-        "a file is cut, empty or missing",
-        (
-            DAMAGED,
-            f"{FUZZ}test_row_16_17_18_any_byte_changed_or_cut_is_refused",
-            f"{SAVES}test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over",
-        ),
-    ),
+    9: Row("shapes differ between ranks", ("tests/test_collectives.py",),
+        "layers check shapes before they communicate; configs are compared"),
+    10: Row("dtypes differ between ranks", (),
+        "configs are compared before the first step (row 12); a differing flag is refused there"),
+    11: Row("sizes of messages between stages differ",
+        ("tests/pipeline/test_engine.py::test_pitfall_35_lengths_and_batches_may_change_from_step_to_step",)),
+    12: Row("config, code or data differ", (f"{PARTS}test_row_12_other_code_or_data_on_a_rank_is_refused_by_file",
+        f"{COMMAND}test_unequal_flags_are_refused_on_every_rank_by_name")),
+    13: Row("sizes that don't fit the world", (f"{COMMAND}test_what_does_not_fit_is_refused_on_every_rank",
+        "tests/test_mesh.py::test_sizes_that_do_not_fit_are_named")),
+    14: Row("killed in a save", (f"{SAVES}test_killed_at_any_moment_a_whole_checkpoint_is_there",
+        f"{SAVES}test_killed_over_an_old_checkpoint_a_whole_one_is_there"), lost=SINCE),
+    15: Row("killed over an old checkpoint", (f"{SAVES}test_killed_over_an_old_checkpoint_a_whole_one_is_there",),
+        lost=SINCE),
+    16: Row("a file is cut, empty or missing", (DAMAGED,
+        f"{FUZZ}test_row_16_17_18_any_byte_changed_or_cut_is_refused",
+        f"{SAVES}test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over")),
     17: Row("a bit flips in a checkpoint", (DAMAGED, f"{FUZZ}test_row_16_17_18_any_byte_changed_or_cut_is_refused")),
     18: Row("the manifest is missing or cut", (DAMAGED, f"{FUZZ}test_row_16_17_18_any_byte_changed_or_cut_is_refused")),
-    19: Row(
-        "a malicious checkpoint",
-        (
-            DAMAGED,
-            f"{FUZZ}test_row_19_a_manifest_of_any_content_is_refused_or_reads_what_was_saved",
-            f"{FUZZ}test_row_19_a_tensor_file_of_any_header_is_refused_or_gives_what_lies_in_it",
-        ),
-    ),
-    20: Row(
-        "the disk is full",
-        (
-            FULL,
-            f"{SAVES}test_training_goes_on_past_a_full_disk",
-            f"{COMMAND}test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on",
-            f"{PARTS}test_row_20_a_skipped_step_that_is_not_written_down_is_told",
-        ),
-    ),
-    21: Row(
-        "no permission to write",
-        (f"{COMMAND}test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step",),
-    ),
+    19: Row("a malicious checkpoint", (DAMAGED,
+        f"{FUZZ}test_row_19_a_manifest_of_any_content_is_refused_or_reads_what_was_saved",
+        f"{FUZZ}test_row_19_a_tensor_file_of_any_header_is_refused_or_gives_what_lies_in_it")),
+    20: Row("the disk is full", (FULL, f"{SAVES}test_training_goes_on_past_a_full_disk",
+        f"{COMMAND}test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on",
+        f"{PARTS}test_row_20_a_skipped_step_that_is_not_written_down_is_told")),
+    21: Row("no permission to write",
+        (f"{COMMAND}test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step",)),
     22: Row("a background save fails", (f"{SAVES}test_training_goes_on_past_a_full_disk",)),
     23: Row("exit while a background save is in flight", (f"{GOES_ON}",), "`--exit-step` with `--async-save`"),
-    24: Row(
-        "another layout loads", (f"{SAVES}test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise",)
-    ),
+    24: Row("another layout loads",
+        (f"{SAVES}test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise",) ),
     25: Row("one name, other tensors on the ranks", (f"{SAVES}test_what_would_be_lost_silently_is_refused",)),
-    26: Row(
-        "missing, extra or badly shaped tensors", (DAMAGED, f"{SAVES}test_another_model_is_refused_by_name_and_shape")
-    ),
-    27: Row(
-        "NaN or infinity on one rank",
-        (
-            f"{COMMAND}test_pitfall_31_an_infinite_gradient_on_one_rank_skips_the_step_on_all",
-            f"{PARTS}test_row_27_skipped_steps_are_written_down_and_too_many_in_a_row_stop",
-            f"{RUNS}test_row_27_numbers_that_stay_bad_stop_the_run_on_all_ranks",
-        ),
-        lost="the skipped steps",
-    ),
-    28: Row(
-        "a loss spike",
-        (
-            f"{PARTS}test_row_28_spikes_are_found_and_a_falling_loss_is_none",
-            f"{PARTS}test_row_28_a_new_level_is_accepted_and_what_is_not_finite_is_left_out",
-        ),
-    ),
-    29: Row(
-        "a replica drifts",
-        (
-            f"{RUNS}test_row_29_a_replica_that_drifts_is_named",
-            f"{PARTS}test_row_29_a_flipped_bit_in_a_replica_is_named_by_tensor_and_rank",
-        ),
-        lost=SINCE,
-    ),
-    30: Row(
-        "silent corruption in a computation",
-        (),
-        "not built: a step isn't run twice; what reaches a replicated parameter is found as in row 29",
-    ),
-    31: Row(
-        "SIGTERM",
-        (
-            f"{RUNS}test_row_31_sigterm_saves_and_every_worker_says_so",
-            f"{SAVES}test_a_signal_saves_and_leaves_within_a_step",
-        ),
-    ),
-    32: Row(
-        "ctrl-C, once and twice",
-        (
-            f"{RUNS}test_row_32_the_first_interrupt_saves",
-            f"{PARTS}test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits",
-        ),
-    ),
-    33: Row(
-        "uneven data",
-        (f"{DATA}test_the_stream_does_not_depend_on_the_number_of_ranks",),
-        "samples are a function of their global index: there is no end of data",
-    ),
-    34: Row(
-        "a corrupt or short index",
-        (
-            f"{DATA}test_a_damaged_index_is_refused_or_still_reads_the_same_bytes",
-            f"{DATA}test_every_truncation_and_every_byte_of_the_index",
-            f"{COMMAND}test_a_token_outside_the_vocabulary_is_refused",
-        ),
-    ),
+    26: Row("missing, extra or badly shaped tensors", (DAMAGED,
+        f"{SAVES}test_another_model_is_refused_by_name_and_shape") ),
+    27: Row("NaN or infinity on one rank",
+        (f"{COMMAND}test_pitfall_31_an_infinite_gradient_on_one_rank_skips_the_step_on_all",
+        f"{PARTS}test_row_27_skipped_steps_are_written_down_and_too_many_in_a_row_stop",
+        f"{RUNS}test_row_27_numbers_that_stay_bad_stop_the_run_on_all_ranks"), lost="the skipped steps"),
+    28: Row("a loss spike", (f"{PARTS}test_row_28_spikes_are_found_and_a_falling_loss_is_none",
+        f"{PARTS}test_row_28_a_new_level_is_accepted_and_what_is_not_finite_is_left_out")),
+    29: Row("a replica drifts", (f"{RUNS}test_row_29_a_replica_that_drifts_is_named",
+        f"{PARTS}test_row_29_a_flipped_bit_in_a_replica_is_named_by_tensor_and_rank"), lost=SINCE),
+    30: Row("silent corruption in a computation", (),
+        "not built: a step isn't run twice; what reaches a replicated parameter is found as in row 29"),
+    31: Row("SIGTERM", (f"{RUNS}test_row_31_sigterm_saves_and_every_worker_says_so",
+        f"{SAVES}test_a_signal_saves_and_leaves_within_a_step")),
+    32: Row("ctrl-C, once and twice", (f"{RUNS}test_row_32_the_first_interrupt_saves",
+        f"{PARTS}test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits")),
+    33: Row("uneven data", (f"{DATA}test_the_stream_does_not_depend_on_the_number_of_ranks",),
+        "samples are a function of their global index: there is no end of data"),
+    34: Row("a corrupt or short index", (f"{DATA}test_a_damaged_index_is_refused_or_still_reads_the_same_bytes",
+        f"{DATA}test_every_truncation_and_every_byte_of_the_index",
+        f"{COMMAND}test_a_corpus_that_cannot_be_trained_on_is_refused")),
     35: Row("a data worker dies", (), "there are no data workers: each rank reads its mapped corpus itself"),
     36: Row("order of samples after a resume", (GOES_ON,)),
     37: Row("randomness after a resume", (GOES_ON,)),
-    38: Row(
-        "a port in use, a stale store",
-        (f"{PARTS}test_row_2_38_every_attempt_agrees_on_a_name_that_no_dead_one_used",),
-        "the port is torchrun's",
-    ),
-    39: Row(
-        "a rank arrives late or never",
-        (
-            f"{RUNS}test_row_39_a_rank_that_does_not_arrive_is_named",
-            f"{PARTS}test_row_39_ranks_that_do_not_arrive_are_named_on_those_that_did",
-        ),
-    ),
+    38: Row("a port in use, a stale store",
+        (f"{PARTS}test_row_2_38_every_attempt_agrees_on_a_name_that_no_dead_one_used",), "the port is torchrun's"),
+    39: Row("a rank arrives late or never", (f"{RUNS}test_row_39_a_rank_that_does_not_arrive_is_named",
+        f"{PARTS}test_row_39_ranks_that_do_not_arrive_are_named_on_those_that_did")),
     40: Row("a dtype that gloo can't reduce", (), "no collective of mpcore is given fp8: gradients are summed in fp32"),
-}
+}  # fmt: skip
 HEAD = """# Faults, and what becomes of a run
 
 Made by `python -m tests.reliability --write docs/reliability.md`. A test injects every fault, but

@@ -202,7 +202,7 @@ _written: dict = {}
 # Tied weights, and all else that GQA hasn't: where they are cut most in the short proofs, everywhere in the long ones.
 SHORT = [({"pp": 2, "dp": 2}, 1)]
 LONG = [
-    ({"pp": 2}, 0), ({"dp": 3}, 2), ({"pp": 2, "dp": 2}, 1),
+    ({"pp": 2}, 0), ({"dp": 3}, 2), ({"pp": 2, "dp": 2}, 1), ({"tp": 4}, 0), ({"dp": 4}, 3),
     ({"tp": 2, "dp": 2}, 0), ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3),
 ]  # fmt: skip
 PAIRS = [

@@ -57,16 +57,12 @@ from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
 from tests.pool import BEFORE_2_13, mesh
+from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
 BATCH = 16
 TOLERANCE = 1e-10
 STAGES = [0, 1, 2, 3]
-
-
-def some(*short, of):
-    """All cases for `make soak`, these alone for `make test`."""
-    return [each if each in short else pytest.param(*each, marks=pytest.mark.slow) for each in of]
 
 
 NORMS = [1, 2, math.inf]
@@ -175,7 +171,7 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
 @pytest.mark.parametrize(
     ("schedule", "zero"),
     some(
-        *(("1f1b", zero) for zero in STAGES[:2]), ("zb", 2), ("zbv", 1), ("zbv", 3),
+        ("zbv", 3), ("zb", 2), ("1f1b", 1), ("1f1b", 0),
         of=itertools.product(("1f1b", "zb", "zbv", "interleaved", "dualpipev"), STAGES),
     ),
 )  # fmt: skip
@@ -198,8 +194,7 @@ def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "zero"),
-    some(("1f1b", 1), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:])),
+    ("schedule", "zero"), some(("1f1b", 1), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:]))
 )
 def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, schedule, zero):
     ranks(4, check_gradients, {"dp": 4}, zero, schedule, replicate=2, tie_embeddings=True)
@@ -225,10 +220,7 @@ def counted() -> Iterator[Counter]:
         found.update(scatters=1, scattered=input.numel())
         return scatter(output, input, *args, **kwargs)
 
-    with (
-        mock.patch.object(dist, names[0], gathered),
-        mock.patch.object(dist, names[1], scattered),
-    ):
+    with mock.patch.object(dist, names[0], gathered), mock.patch.object(dist, names[1], scattered):
         yield found
 
 
@@ -264,7 +256,7 @@ SENT = [({"dp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, 
 @pytest.mark.parametrize(
     ("sizes", "schedule", "zero"),
     some(
-        *((*case, zero) for case in SENT[:2] for zero in STAGES), (*SENT[2], 1),
+        *((*SENT[0], zero) for zero in STAGES), (*SENT[1], 2), (*SENT[2], 1),
         of=[(*case, zero) for case in SENT for zero in STAGES],
     ),
     ids=str,
@@ -369,18 +361,29 @@ def gradients(sizes: dict, zero: int, micro_batches: int, dtype: torch.dtype, **
     return run.gradients()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def test_pitfall_34_zero_stages_agree_bitwise_where_the_order_of_the_sum_allows(ranks, dtype):
+ALIKE = [
+    ({"dp": 2}, 1, STAGES), ({"dp": 2, "pp": 2}, 4, [0, 1]), ({"dp": 4}, 4, [2, 3]), ({"dp": 2}, 4, [0, 1]),
+    ({"dp": 2}, 4, [2, 3]), ({"dp": 4}, 1, [1, 2, 3]), ({"dp": 2, "pp": 2}, 4, [2, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batches", "alike", "dtype"),
+    some(
+        *((*case, torch.float64) for case in ALIKE[:3]),
+        of=[(*case, dtype) for case in ALIKE for dtype in (torch.float64, torch.float32)],
+    ),
+    ids=str,
+)
+def test_pitfall_34_zero_stages_agree_bitwise_where_the_order_of_the_sum_allows(
+    ranks, sizes, micro_batches, alike, dtype
+):
     """Two ranks: a + b = b + a. Four: an all-reduce's order differs. Micro-batches: 2 and 3 sum over ranks first."""
-    for sizes, micro_batches, alike in [
-        ({"dp": 2}, 1, STAGES), ({"dp": 2}, 4, [0, 1]), ({"dp": 2}, 4, [2, 3]), ({"dp": 4}, 1, [1, 2, 3]),
-        ({"dp": 4}, 4, [2, 3]), ({"dp": 2, "pp": 2}, 4, [0, 1]), ({"dp": 2, "pp": 2}, 4, [2, 3]),
-    ]:  # fmt: skip
-        want, *others = (ranks(math.prod(sizes.values()), gradients, sizes, z, micro_batches, dtype) for z in alike)
-        for zero, other in zip(alike[1:], others, strict=True):
-            for mine, theirs in zip(other, want, strict=True):
-                for name, grad in mine.items():
-                    assert torch.equal(grad, theirs[name]), f"{name} of zero {zero} and {alike[0]} on {sizes}"
+    want, *others = (ranks(math.prod(sizes.values()), gradients, sizes, z, micro_batches, dtype) for z in alike)
+    for zero, other in zip(alike[1:], others, strict=True):
+        for mine, theirs in zip(other, want, strict=True):
+            for name, grad in mine.items():
+                assert torch.equal(grad, theirs[name]), f"{name} of zero {zero} and {alike[0]}"
 
 
 # --- odd parameters -----------------------------------------------------------------------------------------------
@@ -461,9 +464,7 @@ def check_odd(zero: int, replicate: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "replicate"),
-    some((0, 1), (1, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]),
-    ids=str,
+    ("zero", "replicate"), some((0, 1), (1, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]), ids=str
 )
 def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
     ranks(4, check_odd, zero, replicate)
@@ -616,9 +617,7 @@ def check_experts(sizes: dict, zero: int, replicate: int) -> None:
     assert placed["0.router"].state == (on.data.size // replicate if zero else 1)
 
 
-@pytest.mark.parametrize(
-    ("ep", "zero"), some(*((2, zero) for zero in STAGES), (4, 1), of=itertools.product((1, 2, 4), STAGES))
-)
+@pytest.mark.parametrize(("ep", "zero"), some((2, 0), (2, 3), (4, 1), of=itertools.product((1, 2, 4), STAGES)))
 def test_pitfall_28_30_experts_are_dealt_out_over_the_ranks_that_hold_them(ranks, ep, zero):
     ranks(4, check_experts, {"dp": 4, "ep": ep}, zero, 1)
     if zero and ep < 4:
@@ -903,7 +902,7 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("zero", "replicate", "how"),
     some(
-        *((1, 1, how) for how in GIVEN_UP), (2, 1, "skipped"), (3, 1, "raised"), (2, 2, "abandoned"), (3, 2, "skipped"),
+        (1, 1, "raised"), (2, 1, "skipped"), (3, 1, "abandoned"), (2, 2, "abandoned"), (3, 2, "raised"),
         of=itertools.product((1, 2, 3), (1, 2), GIVEN_UP),
     ),
 )  # fmt: skip

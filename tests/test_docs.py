@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 
+from tests.quick import some
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -27,7 +29,7 @@ def losses(folder: str, **sizes: int) -> list[float]:
         return run_page("training.md", **sizes)["piped"]
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(2, {"tp": 2}), (4, {"tp": 2, "pp": 2}), (2, {})], ids=str)
+@pytest.mark.parametrize(("size", "sizes"), some((4, {"tp": 2, "pp": 2}), (2, {}), of=[(2, {"tp": 2})]), ids=str)
 def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, tmp_path, size, sizes):
     (alone,) = ranks(1, losses, str(tmp_path))
     assert alone[-1] < alone[0]

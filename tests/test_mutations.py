@@ -96,11 +96,11 @@ def project() -> Project:
 
 
 def test_a_seed_draws_the_same_changes_of_the_library_each_time(project):
-    modules = random.Random(0).sample(project.library(), 12)
+    modules = random.Random(0).sample(project.library(), 4)
     pool = [(name, m) for name in modules for m in candidates(project.texts[name])]
-    drawn = sample(pool, 5, 24)
-    assert drawn == sample([(name, m) for name in modules for m in candidates(project.texts[name])], 5, 24)
-    assert drawn != sample(pool, 6, 24)
+    drawn = sample(pool, 5, 9)
+    assert drawn == sample([(name, m) for name in modules for m in candidates(project.texts[name])], 5, 9)
+    assert drawn != sample(pool, 6, 9)
     for name, mutant in drawn:
         assert changes_something(project.texts[name], mutant), mutant
         assert mutant.definition == "" or mutant.definition.split(".")[-1] in project.texts[name]
@@ -214,6 +214,7 @@ def test_only_changed_lines_are_drawn_and_a_moved_file_has_none(tiny):
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_tree_judges_a_change(tiny, tmp_path):
     source, path = TINY["mpcore/inner/total.py"], Path("mpcore/inner/total.py")
     copy = Copy(tiny, tmp_path / "copy")

@@ -28,6 +28,7 @@ from mpcore.parallel.offload import offload_activations, offload_optimizer, offl
 from mpcore.parallel.recompute import recompute
 from mpcore.sharding.local import local_tensor
 from tests.pool import BEFORE_2_13, mesh
+from tests.quick import some
 
 CONFIG = GPTConfig(vocab_size=31, seq_len=8, layers=4, d_model=12, heads=3, d_ff=16, dropout=0.2)
 EACH = ["optimizer", "activations", "parameters"]
@@ -149,13 +150,15 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "offload", "flags"),
-    [
-        pytest.param({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"], marks=pytest.mark.slow),
+    some(
         ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
-        ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
         ({"tp": 2}, EACH, ["--preset", "tiny-moe", "--expert-d-ff", "8", "--balance", "bias"]),
-        ({"pp": 2}, ["parameters"], ["--preset", "tiny-moe", "--expert-d-ff", "8", "--aux-loss", "global"]),
-    ],
+        of=[
+            ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
+            ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
+            ({"pp": 2}, ["parameters"], ["--preset", "tiny-moe", "--expert-d-ff", "8", "--aux-loss", "global"]),
+        ],
+    ),
     ids=str,
 )
 def test_the_example_trains_bitwise_the_same(ranks, sizes, offload, flags):

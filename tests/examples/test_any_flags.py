@@ -12,6 +12,7 @@ from mpcore import full_state_dict
 from mpcore.analysis.dry_run import dry_run
 from tests.equality import close
 from tests.pool import Pool, mesh
+from tests.quick import some
 
 STEPS = 3
 BATCH = 8
@@ -107,10 +108,7 @@ def check(ranks: Pool, seed: int, world: int) -> None:
     assert dry_run(build, [*COMMON, *model, *layout, "--offload", "none"], **sizes).total > 0
 
 
-SHORT = (32,)
-
-
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i in SHORT else pytest.mark.slow) for i in range(60)])
+@pytest.mark.parametrize("seed", some(4, of=range(60)))
 def test_whatever_is_drawn_trains_as_one_process_does(ranks, seed):
     check(ranks, seed, 4)
 

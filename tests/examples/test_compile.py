@@ -21,7 +21,7 @@ FLAGS = [
     "--global-batch", "8", "--lr", "1e-2", "--warmup", "1", "--eval-every", "2", "--eval-samples", "3", "--steps", "2",
 ]  # fmt: skip
 LAYOUTS = {
-    "tp2-selective": ({"tp": 2}, "--sequence-parallel --recompute selective"),
+    "tp2-selective": ({"tp": 2}, "--sequence-parallel --recompute selective --layers 2"),
     "tp2-pp2-selective": ({"tp": 2, "pp": 2}, "--sequence-parallel --recompute selective"),
     "tp2-dp2-zero3": ({"tp": 2, "dp": 2}, "--zero 3 --recompute full --dropout 0.1"),
     "cp2-dp2-offload": ({"cp": 2, "dp": 2}, "--zero 0 --offload optimizer activations parameters --cp-kind ring"),

@@ -12,39 +12,12 @@ from mpcore.collectives import all_reduce, gather
 from mpcore.layers import vocab_parallel_cross_entropy
 from mpcore.pipeline import Pipeline
 from tests.equality import close, full_gradients
-from tests.examples.test_pretrain import alone, run, trainer
+from tests.examples.test_pretrain import trainer
 from tests.examples.test_pretrain_command import check_generation
 from tests.pool import mesh
 
 FOUR = {"cp": 4}
 TOKENS = 12
-SLOW = pytest.mark.slow
-CASES = [
-    (FOUR, "zigzag", ["--tie-embeddings"]),
-    pytest.param({"cp": 2, "pp": 2}, "ring", ["--tie-embeddings"], marks=SLOW),
-    pytest.param({"cp": 2, "dp": 2}, "zigzag", ["--zero", "3"], marks=SLOW),
-    pytest.param(FOUR, "alltoall", [], marks=SLOW),
-    pytest.param(FOUR, "ring", [], marks=SLOW),
-    pytest.param(FOUR, "allgather", [], marks=SLOW),
-    pytest.param({"cp": 4, "cp_inner": 2}, "two-level", [], marks=SLOW),
-    pytest.param({"cp": 2, "tp": 2}, "zigzag", ["--sequence-parallel"], marks=SLOW),
-    pytest.param({"cp": 2, "tp": 2}, "alltoall", ["--sequence-parallel", "--tie-embeddings"], marks=SLOW),
-    pytest.param({"cp": 2, "pp": 2}, "zigzag", [], marks=SLOW),
-    pytest.param({"cp": 2, "dp": 2}, "allgather", ["--tie-embeddings"], marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("sizes", "kind", "flags"), CASES, ids=str)
-def test_every_kind_trains_as_one_process_does(ranks, sizes, kind, flags):
-    """PITFALLS 24, 25, 36: ten steps with dropout; losses, norms, evaluation and first parameters."""
-    flags = ["--dtype", "float64", "--dropout", "0.1", *flags]
-    want = alone(ranks, *[flag for flag in flags if flag != "--sequence-parallel"])
-    hashes = {}
-    for got in ranks(4, run, sizes, *flags, "--cp-kind", kind):
-        for key in ("losses", "norms", "val"):
-            assert got[key] == pytest.approx(want[key], rel=1e-10, abs=0), key
-        hashes |= got["hashes"]
-    assert hashes == want["hashes"]
 
 
 def test_every_kind_writes_the_same_text(ranks):

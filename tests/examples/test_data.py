@@ -77,11 +77,7 @@ def test_golden_bytes_are_written(tmp_path):
 def test_every_integer_dtype_code(tmp_path, code, name):
     size = struct.calcsize(name)
     dataset = IndexedDataset(
-        pair(
-            tmp_path,
-            golden_index(code, [2, 1], [0, 2 * size], [0, 1, 2]),
-            struct.pack(f"<3{name}", 1, 100, 3),
-        )
+        pair(tmp_path, golden_index(code, [2, 1], [0, 2 * size], [0, 1, 2]), struct.pack(f"<3{name}", 1, 100, 3))
     )
     assert [document.tolist() for document in dataset] == [[1, 100], [3]]
 
@@ -140,23 +136,14 @@ FAULTS = {
     "too long": (golden_index(*GOOD) + b"\0", "take 82 bytes .* the file has 83"),
     "no boundary": (golden_index(4, [], [], []), "0 document boundaries"),
     "first boundary": (golden_index(4, [2, 1], [0, 8], [1, 1, 2]), "run from 1 to 2"),
-    "last boundary": (
-        golden_index(4, [2, 1], [0, 8], [0, 1, 1]),
-        "number of sequences 2, but run from 0 to 1",
-    ),
+    "last boundary": (golden_index(4, [2, 1], [0, 8], [0, 1, 1]), "number of sequences 2, but run from 0 to 1"),
     "falling": (golden_index(4, [2, 1], [0, 8], [0, 2, 1, 2]), "fall 1 times"),
     "beyond": (golden_index(4, [2, 1], [0, 8], [0, 9, 2]), "fall 1 times"),
     "negative": (golden_index(4, [2, -1], [0, 8], [0, 1, 2]), "sequence 1 has length -1"),
     "pointer": (golden_index(4, [2, 1], [0, 4], [0, 1, 2]), "sequence 1 begins at byte 4, .* byte 8"),
     "pointer far": (golden_index(4, [2, 1], [0, 1 << 60], [0, 1, 2]), "begins at byte 1152921504606846976"),
-    "lengths": (
-        golden_index(4, [2, 9], [0, 8], [0, 1, 2]),
-        "describes 44 bytes of int32, .* has 12: truncated",
-    ),
-    "other dtype": (
-        golden_index(8, [2, 1], [0, 4], [0, 1, 2]),
-        "describes 6 bytes of uint16, .* has 12: too",
-    ),
+    "lengths": (golden_index(4, [2, 9], [0, 8], [0, 1, 2]), "describes 44 bytes of int32, .* has 12: truncated"),
+    "other dtype": (golden_index(8, [2, 1], [0, 4], [0, 1, 2]), "describes 6 bytes of uint16, .* has 12: too"),
 }
 
 

@@ -39,6 +39,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from tests.examples.test_pretrain import save_as, trainer
 from tests.pool import mesh
+from tests.quick import some
 
 config_from_hf, config_to_hf, open_hf, parts_of = (
     partial(f, spec=SPEC) for f in (hf.config_from_hf, hf.config_to_hf, hf.open_hf, hf.parts_of)
@@ -151,17 +152,12 @@ def check_import(folders: dict[str, str], sizes: dict, zero: bool) -> dict[str, 
     return found
 
 
-LAYOUTS = [
-    ({}, False),
-    pytest.param({"tp": 2}, False, marks=pytest.mark.slow),
-    pytest.param({"tp": 4}, False, marks=pytest.mark.slow),
-    ({"pp": 2}, False),
-    ({"tp": 2, "dp": 2}, True),
-    ({"dp": 2, "ep": 2}, False),
-]
+LAYOUTS = [({}, False), ({"tp": 2}, False), ({"tp": 4}, False), ({"pp": 2}, False)]
 
 
-@pytest.mark.parametrize(("sizes", "zero"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "zero"), some(({"tp": 2, "dp": 2}, True), ({"dp": 2, "ep": 2}, False), of=LAYOUTS), ids=str
+)
 def test_pitfall_15_16_17_an_import_has_the_same_logits_on_every_layout(ranks, folders, wanted, sizes, zero):
     """Show 3: fp32, no conversion step between; fused projections, replicated KV heads, 53 words over 4 ranks."""
     count = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
@@ -194,9 +190,7 @@ def greedy(model: GPT, count: int) -> list[int]:
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", some(*(name for name in FAMILIES if name not in LONG), of=LONG))
 def test_an_export_is_the_same_model_to_transformers(folders, tmp_path, name):
     """Show 3: the bits come back, the logits are ours, and 50 greedy tokens agree; the checkpoint is sound."""
     import_hf(folders[name], tmp_path / "step", shard_bytes=8000)
@@ -339,11 +333,7 @@ def test_a_checkpoint_whose_config_is_of_another_model_is_not_exported(tmp_path)
     for name, config, message in (
         ("wider", replace(small, d_model=16), r"has shape \(53, 8\), its config makes it \(53, 16\)"),
         ("deeper", replace(small, layers=2), r"model/blocks\.1\.\S+ has shape None, its config makes it"),
-        (
-            "shallower",
-            replace(small, layers=1),
-            r"that the model of its config does not: \['model/blocks\.1",
-        ),
+        ("shallower", replace(small, layers=1), r"that the model of its config does not: \['model/blocks\.1"),
     ):
         model = build(replace(small, layers=2) if name == "shallower" else small)
         save(tmp_path / name, model, mesh=Mesh(), step=0, config={"model": asdict(config)})
@@ -493,68 +483,34 @@ def one_file(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-def pickles_only(folder: Path) -> str:
+def pickles_only(folder: Path) -> None:
     one_file(folder).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(str(folder / "ran"))))
-    return r"pickles \(pytorch_model.bin\), which run code .* convert them to safetensors"
 
 
-def pickled_safetensors(folder: Path) -> str:
-    one_file(folder).write_bytes(pickle.dumps(Payload(str(folder / "ran"))))
-    return r"model.safetensors is damaged: a header of \d+ bytes"
+def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
+    file.write_bytes(change(file.read_bytes()))
 
 
-def giant_header(folder: Path) -> str:
-    file = one_file(folder)
-    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
-    return r"model.safetensors is damaged: a header of 1099511627776 bytes"
+def change_header(folder: Path, **values: Any) -> None:
+    """Of the head's weight."""
+
+    def changed(data: bytes) -> bytes:
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + length])
+        header["lm_head.weight"].update(values)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+    rewrite(one_file(folder), changed)
 
 
-def truncated(folder: Path) -> str:
-    file = one_file(folder)
-    os.truncate(file, file.stat().st_size - 1)
-    return r"model.safetensors is damaged: its header says \S+ is"
+def change_index(folder: Path, change: Callable[[dict], dict]) -> None:
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": change(read_json(folder / hf.INDEX)["weight_map"])}))
 
 
-def change_header(folder: Path, change: Callable[[dict], None]) -> None:
-    file = one_file(folder)
-    data = file.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-
-
-def beyond_the_end(folder: Path) -> str:
-    change_header(folder, lambda h: h["lm_head.weight"].update(data_offsets=[2**40, 2**40 + 53 * 24 * 4]))
-    return r"damaged: its header says lm_head.weight is"
-
-
-def unknown_dtype(folder: Path) -> str:
-    change_header(folder, lambda h: h["lm_head.weight"].update(dtype="F6"))
-    return r"damaged: its header says lm_head.weight is .*F6"
-
-
-def way_out(folder: Path) -> str:
-    index = read_json(folder / hf.INDEX)
-    index["weight_map"]["lm_head.weight"] = "../other/model.safetensors"
-    (folder / hf.INDEX).write_text(json.dumps(index))
-    return r"names '../other/model.safetensors', which is no safetensors file of this folder"
-
-
-def wrong_index(folder: Path) -> str:
-    index = read_json(folder / hf.INDEX)
-    first = next(iter(index["weight_map"].values()))
-    index["weight_map"] = dict.fromkeys(index["weight_map"], first)
-    (folder / hf.INDEX).write_text(json.dumps(index))
-    return rf"says that \S+ is in {first}, which does not hold it"
-
-
-def missing_shard(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
-    file.unlink()
-    return f"{file.name} is missing"
+def change_config(folder: Path, **values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), **values}))
 
 
 def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
@@ -564,83 +520,82 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
 
 
-def missing_tensor(folder: Path) -> str:
-    change_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.v_proj.weight"))
-    return r"no tensor 'model.layers.1.self_attn.v_proj.weight', which blocks.1.attention.qkv.weight needs"
+LAST_V, LAST_Q = (f"model.layers.1.self_attn.{name}" for name in ("v_proj.weight", "q_proj.bias"))
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pickles only": (pickles_only, r"pickles \(pytorch_model.bin\), which run code .* convert them to safetensors"),
+    "pickled safetensors": (
+        lambda f: one_file(f).write_bytes(pickle.dumps(Payload(str(f / "ran")))),
+        r"model.safetensors is damaged: a header of \d+ bytes",
+    ),
+    "giant header": (
+        lambda f: rewrite(one_file(f), lambda data: struct.pack("<Q", 2**40) + data[8:]),
+        r"model.safetensors is damaged: a header of 1099511627776 bytes",
+    ),
+    "truncated": (
+        lambda f: rewrite(one_file(f), lambda data: data[:-1]),
+        r"model.safetensors is damaged: its header says \S+ is",
+    ),
+    "beyond the end": (
+        lambda f: change_header(f, data_offsets=[2**40, 2**40 + 53 * 24 * 4]),
+        r"damaged: its header says lm_head.weight is",
+    ),
+    "unknown dtype": (lambda f: change_header(f, dtype="F6"), r"damaged: its header says lm_head.weight is .*F6"),
+    "way out": (
+        lambda f: change_index(f, lambda files: files | {"lm_head.weight": "../other/model.safetensors"}),
+        r"names '../other/model.safetensors', which is no safetensors file of this folder",
+    ),
+    "wrong index": (
+        lambda f: change_index(f, lambda files: dict.fromkeys(files, min(files.values()))),
+        r"says that \S+ is in model-00001\S+, which does not hold it",
+    ),
+    "empty index": (lambda f: change_index(f, lambda files: {}), r"index.json has no weight_map of file names"),
+    "missing shard": (lambda f: min(f.glob("model-00002*")).unlink(), r"model-00002\S+ is missing"),
+    "missing tensor": (
+        lambda f: change_tensors(f, lambda t: t.pop(LAST_V)),
+        rf"no tensor '{LAST_V}', which blocks.1.attention.qkv.weight needs",
+    ),
+    "extra tensor": (
+        lambda f: change_tensors(f, lambda t: t.update({LAST_Q: torch.zeros(24)})),
+        rf"does not: \['{LAST_Q}'\]",
+    ),
+    "another shape": (
+        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": torch.zeros(54, 24)})),
+        r"lm_head.weight has shape \(54, 24\), config.json makes it \(53, 24\)",
+    ),
+    "mixed dtypes": (
+        lambda f: change_tensors(f, lambda t: t.update({k: v.half() for k, v in t.items() if "v_proj" in k})),
+        r"blocks.0.attention.qkv.weight would consist of several dtypes",
+    ),
+    "integers": (
+        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": torch.zeros(53, 24, dtype=torch.int8)})),
+        r"lm_head.weight has dtype I8: weights are floating-point",
+    ),
+    "a tie that is none": (
+        lambda f: (one_file(f), change_config(f, tie_word_embeddings=True)),
+        r"an lm_head of its own, but its config.json ties it",
+    ),
+    "wrong type": (
+        lambda f: change_config(f, num_attention_heads=None, head_dim=None),
+        r"config.json describes no model",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
+    "broken config": (lambda f: (f / "config.json").write_text("[" * 100_000), r"config.json is not JSON"),
+    "no object": (lambda f: (f / "config.json").write_text("[1]"), r"config.json holds no JSON object"),
+    "giant config": (
+        lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
+        rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}",
+    ),
+}
 
 
-def extra_tensor(folder: Path) -> str:
-    change_tensors(folder, lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(24)}))
-    return r"does not: \['model.layers.1.self_attn.q_proj.bias'\]"
-
-
-def another_shape(folder: Path) -> str:
-    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(54, 24)}))
-    return r"lm_head.weight has shape \(54, 24\), config.json makes it \(53, 24\)"
-
-
-def mixed_dtypes(folder: Path) -> str:
-    change_tensors(folder, lambda t: t.update({k: v.half() for k, v in t.items() if "v_proj" in k}))
-    return r"blocks.0.attention.qkv.weight would consist of several dtypes"
-
-
-def integers(folder: Path) -> str:
-    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(53, 24, dtype=torch.int8)}))
-    return r"lm_head.weight has dtype I8: weights are floating-point"
-
-
-def empty_index(folder: Path) -> str:
-    (folder / hf.INDEX).write_text('{"weight_map": {}}')
-    return r"index.json has no weight_map of file names"
-
-
-def wrong_type(folder: Path) -> str:
-    values = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps({**values, "num_attention_heads": None, "head_dim": None}))
-    return r"config.json describes no model"
-
-
-def tie_that_is_none(folder: Path) -> str:
-    one_file(folder)
-    values = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
-    return r"an lm_head of its own, but its config.json ties it"
-
-
-def no_config(folder: Path) -> str:
-    (folder / "config.json").unlink()
-    return r"config.json is missing"
-
-
-def broken_config(folder: Path) -> str:
-    (folder / "config.json").write_text("[" * 100_000)
-    return r"config.json is not JSON"
-
-
-def no_object(folder: Path) -> str:
-    (folder / "config.json").write_text("[1]")
-    return r"config.json holds no JSON object"
-
-
-def giant_config(folder: Path) -> str:
-    os.truncate(folder / "config.json", JSON_LIMIT + 1)
-    return rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}"
-
-
-DAMAGES = [
-    pickles_only, pickled_safetensors, giant_header, truncated, beyond_the_end, unknown_dtype, way_out, wrong_index,
-    missing_shard, missing_tensor, extra_tensor, another_shape, mixed_dtypes, tie_that_is_none, no_config,
-    broken_config, integers, empty_index, wrong_type, no_object, giant_config,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_can_not_be_read_is_refused_by_name_and_changes_nothing(folders, tmp_path, damage):
     model = build(open_hf(folders["mistral"]).config)
     before = {name: p.clone() for name, p in model.named_parameters()}
     folder = tmp_path / "hf"
     shutil.copytree(folders["mistral"], folder)
-    message = damage(folder)
+    change, message = DAMAGES[damage]
+    change(folder)
     with pytest.raises(ValueError, match=message):
         load_hf(folder, model)
     with pytest.raises(ValueError, match=message):
@@ -809,10 +764,9 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     folder, out = str(tmp_path / "hf"), str(tmp_path / "out")
     model.save_pretrained(folder)
     ((value, want),) = ranks(1, check_training, folder, out, {}, [])
-    for sizes, flags in (({"tp": 2, "dp": 2}, []), ({"pp": 2, "tp": 2}, ["--sequence-parallel"])):
-        for found, losses in ranks(4, check_training, folder, out, sizes, flags):
-            assert found == pytest.approx(value, rel=1e-5)
-            assert losses == pytest.approx(want, rel=1e-5)
+    for found, losses in ranks(4, check_training, folder, out, {"pp": 2, "tp": 2}, ["--sequence-parallel"]):
+        assert found == pytest.approx(value, rel=1e-5)
+        assert losses == pytest.approx(want, rel=1e-5)
     ranks(2, check_training_refused, folder, out)
     step = tmp_path / "out" / "checkpoints" / "step-00000002"
     export_hf(step, tmp_path / "trained", tokenizer=folder)

@@ -18,6 +18,7 @@ from mpcore.sharding.local import local_tensor
 from tests.examples.test_pretrain import TINY, trainer
 from tests.examples.test_pretrain_command import command
 from tests.examples.test_survival_runs import finish, start
+from tests.quick import some
 
 FLAGS = ["--dtype", "float64", "--dropout", "0.1", "--micro-batch", "1", "--global-batch", "4"]
 MERGES = ["--workers", "2", "--local-steps", "3", "--outer-lr", "0.5", "--outer-momentum", "0.8"]
@@ -53,12 +54,13 @@ def by_hand() -> tuple[list[list[float]], list[float]]:
 
 
 _by_hand: list = []
-LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "tp": 2}, ["--sequence-parallel"]), ({"workers": 2, "pp": 2}, []),
-           pytest.param({"workers": 2, "dp": 2}, ["--zero", "2"], marks=pytest.mark.slow),
-           pytest.param({"workers": 2, "cp": 2}, ["--zero", "3"], marks=pytest.mark.slow)]  # fmt: skip
+LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "pp": 2}, []), ({"workers": 2, "dp": 2}, ["--zero", "2"]),
+           ({"workers": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "flags"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "flags"), some(({"workers": 2, "tp": 2}, ["--sequence-parallel"]), of=LAYOUTS), ids=str
+)
 def test_workers_on_every_layout_train_as_dense_runs_merged_by_hand(ranks, tmp_path, sizes, flags):
     if not _by_hand:
         _by_hand.append(by_hand())
@@ -91,12 +93,14 @@ def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
 
 @pytest.mark.parametrize(
     ("steps", "first"),
-    [
-        pytest.param([[4], [4]], [4, 4], marks=pytest.mark.slow),
-        pytest.param([[4], [5]], [4, 5], marks=pytest.mark.slow),  # two steps, but between the same two merges
+    some(
         ([[1, 3], [2, 5, 6]], [3, 5]),  # worker 0 has none after the second merge
-        pytest.param([[1, 3, 6], [2, 5]], [6, 6], marks=pytest.mark.slow),  # worker 1 has none, and takes worker 0's
-    ],
+        of=[
+            ([[4], [4]], [4, 4]),
+            ([[4], [5]], [4, 5]),  # two steps, but between the same two merges
+            ([[1, 3, 6], [2, 5]], [6, 6]),  # worker 1 has none, and takes worker 0's
+        ],
+    ),
     ids=str,
 )
 def test_workers_go_on_from_checkpoints_between_the_same_merges(ranks, tmp_path, steps, first):
@@ -112,7 +116,7 @@ def shares(out: str, batch: str) -> list[range]:
     return [t.share(step) for step in range(5, STEPS)]
 
 
-@pytest.mark.parametrize("batch", [2, 4, 8])
+@pytest.mark.parametrize("batch", some(8, of=[2, 4]))
 def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp_path, batch):
     ranks(2, save_at, {"workers": 2}, str(tmp_path), [[4], [5]])
     first, second = ranks(2, shares, str(tmp_path), str(batch))
@@ -136,11 +140,7 @@ def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
     return t.mesh.workers.rank, t.stop.stopped, [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
-@pytest.mark.parametrize(
-    ("at", "saved"),
-    [(1, [4, 2]), (3, [4, 4]), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, [9, 5]), (5, [9, 6])])],
-    ids=str,
-)
+@pytest.mark.parametrize(("at", "saved"), some((1, [4, 2]), (3, [4, 4]), of=[(4, [9, 5]), (5, [9, 6])]), ids=str)
 def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(ranks, tmp_path, at, saved):
     for worker, stopped, steps in ranks(4, stop_one, {"workers": 2, "tp": 2}, str(tmp_path), at, timeout=60):
         assert stopped
@@ -255,10 +255,7 @@ def held_by_optimizer(zero: str, momentum: str) -> int:
     return sum(local_tensor(x).nbytes for state in t.run.optimizer.state.values() for x in state.values())
 
 
-@pytest.mark.parametrize(
-    ("zero", "momentum"),
-    [("2", "0.9"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("0", "0.9"), ("2", "0")])],
-)
+@pytest.mark.parametrize(("zero", "momentum"), some(("2", "0.9"), of=[("0", "0.9"), ("2", "0")]))
 def test_the_plan_of_memory_counts_what_merges_need(ranks, zero, momentum):
     held, *_ = ranks(4, held_by_optimizer, zero, momentum)
     flags = [*TINY, "--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.quick import some
+
 
 def losses(tp: int, zero: int) -> list[float]:
     from examples.own_model import train
@@ -16,9 +18,7 @@ def losses(tp: int, zero: int) -> list[float]:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("size", "tp", "zero"), [(2, 1, 2), (3, 3, 0), (4, 2, 3), pytest.param(4, 2, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("size", "tp", "zero"), some((4, 2, 3), (2, 1, 2), of=[(3, 3, 0), (4, 2, 0)]))
 def test_every_mesh_has_the_losses_of_one_process(ranks, size, tp, zero):
     (alone,) = ranks(1, losses, 1, 0)
     assert alone[-1] < alone[0]

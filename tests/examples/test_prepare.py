@@ -62,13 +62,7 @@ def test_folders_files_and_lines_become_documents(tmp_path, inputs):
 
 
 def test_the_command_line(tmp_path, inputs, capsys):
-    arguments = [
-        "--input",
-        str(inputs / "b.txt"),
-        str(inputs / "c.jsonl"),
-        "--out",
-        str(tmp_path / "out" / "c"),
-    ]
+    arguments = ["--input", str(inputs / "b.txt"), str(inputs / "c.jsonl"), "--out", str(tmp_path / "out" / "c")]
     main(arguments)
     printed = capsys.readouterr().out
     assert "documents       3 (1 empty" in printed
@@ -209,15 +203,7 @@ def test_a_terminated_process_leaves_nothing(tmp_path):
     source = tmp_path / "long.jsonl"
     source.write_text('{"text": "some words of a document"}\n' * 400_000)
     (tmp_path / "out").mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "examples.gpt.prepare",
-        "--input",
-        source,
-        "--out",
-        tmp_path / "out" / "c",
-    ]
+    command = [sys.executable, "-m", "examples.gpt.prepare", "--input", source, "--out", tmp_path / "out" / "c"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         # Once it has bytes, the block that removes it has begun.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -29,6 +30,7 @@ from mpcore.checkpoint import step_path
 from mpcore.fault_tolerance import metrics
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh
+from tests.quick import some
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,14 +51,31 @@ def read(out: Path) -> tuple[list[dict], list[dict]]:
     return [r for r in records if "loss" in r], [r for r in records if "val_loss" in r]
 
 
-def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path):
+def by_hand(*arguments: str, ranks: int) -> list[tuple[int, str, str]]:
+    """The command in processes that nobody started together: their statuses and what they printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "examples.gpt.pretrain", *TINY, *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        subprocess.Popen(line, cwd=ROOT, env={**os.environ, **where, "RANK": str(rank)}, **pipes)
+        for rank in range(ranks)
+    ]
+    printed = [run.communicate(timeout=120) for run in runs]
+    return [(run.returncode, *texts) for run, texts in zip(runs, printed, strict=True)]
+
+
+def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, capsys):
+    """The two find each other without torchrun; tests/examples/test_survival_runs.py starts runs with it."""
     alone, mesh2 = tmp_path / "alone", tmp_path / "mesh"
     flags = ["--steps", "3", "--eval-every", "2", "--eval-samples", "4", "--dropout", "0.1"]
-    first = command(*flags, "--out", str(alone))
-    assert first.returncode == 0, first.stderr
-    second = command(*flags, "--pp", "2", "--out", str(mesh2), ranks=2)
-    assert second.returncode == 0, second.stderr
-    for out, result in ((alone, first), (mesh2, second)):
+    assert main([*TINY, *flags, "--out", str(alone)]) == 0
+    first = capsys.readouterr()
+    (status, *second), (other, *_) = by_hand(*flags, "--pp", "2", "--out", str(mesh2), ranks=2)
+    assert (status, other) == (0, 0), second
+    for out, (stdout, stderr) in ((alone, first), (mesh2, second)):
         assert sorted(p.name for p in out.iterdir()) == [".lock", "config.json", "loss.png", "metrics.jsonl"]
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         steps, evaluations = read(out)
@@ -67,11 +86,12 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path):
         config = json.loads((out / "config.json").read_text())
         assert config["model"]["d_model"] == 16
         assert config["run"]["steps"] == 3
-        assert result.stdout.count("mesh of") == 1
-        assert "parameters" in result.stdout
-        assert "--- a sample\ndef " in result.stdout
-        assert "3/3" in result.stderr
-    assert "stage 1 | dp 0: 1" in second.stdout
+        assert stdout.count("mesh of") == 1
+        assert "parameters" in stdout
+        assert "--- a sample\ndef " in stdout
+        assert "3/3" in stderr
+    assert "2 ranks" in second[0]
+    assert "stage 1 | dp 0: 1" in second[0]
     for a, b in zip(*(read(out)[0] for out in (alone, mesh2)), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
@@ -103,91 +123,58 @@ def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None
     assert not Path(out).exists()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "flags", "message"),
-    [
-        ({"tp": 3}, [], r"tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
-        ({"tp": 2, "dp": 4}, [], r"tp 2 x cp 1 x pp 1 x dp 4 = 8 is not the world size 4"),
-        ({"ep": 3}, [], r"ep 3 does not divide dp x cp = 4 x 1 = 4"),
-        ({"tp": 4}, ["--heads", "2", "--kv-heads", "2"], r"--heads 2 is smaller than the tp size 4"),
-        ({"pp": 4}, [], r"--layers 2 is smaller than the pp size 4"),
-        ({"tp": 4}, ["--heads", "3"], r"d_model 16 is not a multiple of heads 3"),
-        ({"tp": 4}, ["--kv-heads", "3"], r"heads 4 is not a multiple of kv_heads 3"),
-        ({"tp": 4}, ["--seq-len", "15", "--sequence-parallel"], r"--seq-len 15 is not a multiple of the tp size 4"),
-        (
-            {"dp": 4},
-            ["--global-batch", "6"],
-            r"--global-batch 6 is not a multiple of dp x micro-batch = 4 x 2 = 8: 8 is",
-        ),
-        ({"pp": 2, "dp": 2}, [], r"1 micro-batches .* are fewer than the pp size 2: --global-batch 8"),
-        ({"ep": 2}, [], r"--ep 2"),
-        ({"cp": 4}, ["--seq-len", "18"], r"--seq-len 18 is not a multiple of the cp size 4 that cut it: 16 is"),
-        ({"cp": 2, "tp": 2}, ["--seq-len", "18", "--sequence-parallel"], r"of the cp size 2 x tp size 2 that .* 16 is"),
-        ({"cp": 4}, ["--heads", "2", "--cp-kind", "alltoall"], r"'alltoall' can't cut 2 heads over the cp size 4"),
-        ({"cp": 4}, ["--cp-kind", "two-level"], r"'two-level' needs the cp axis of size 4 as outer x inner"),
-        ({"cp": 4, "cp_inner": 3}, ["--cp-kind", "two-level"], r"cp_inner 3 does not divide cp 4"),
-        ({"tp": 4}, ["--preset", "gpt2", "--seq-len", "2048"], r"--seq-len 2048 is longer than the 1024 positions"),
-        ({"tp": 4}, ["--steps", "0"], r"--steps 0 is smaller than 1"),
-        ({"tp": 4}, ["--lr", "nan"], r"--lr nan is no number from 0"),
-        ({"tp": 4}, ["--clip", "nan"], r"--clip nan is no number; 0 bounds nothing"),
-        ({"tp": 4}, ["--eval-every", "-1"], r"--eval-every -1 is smaller than 0"),
-        ({"tp": 4}, ["--local-steps", "4", "--fragments", "2"], r"--local-steps, --fragments with one worker"),
-        (
-            {"workers": 4},
-            ["--workers", "4", "--local-steps", "0"],
-            r"--fragments 1 is not from 1 to the --local-steps 0",
-        ),
-        ({"workers": 4}, ["--workers", "4", "--outer-lr", "0"], r"--outer-lr 0.0 is not above 0"),
-        (
-            {"workers": 2, "dp": 2},
-            ["--workers", "2", "--global-batch", "6"],
-            r"6 is not a multiple of workers x dp x micro-batch = 2 x 2 x 2 = 8",
-        ),
-        ({"workers": 3}, [], r"workers 3 do not divide the world size 4 into equal parts"),
-        ({"tp": 4}, ["--data", "/nowhere/corpus"], r"/nowhere/corpus"),
-    ],
-    ids=lambda v: " ".join(map(str, v)) if isinstance(v, list) else None,
-)
-def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path, sizes, flags, message):
-    ranks(4, check_refused, sizes, flags, message, str(tmp_path / "out"), timeout=30)
+def check_all_refused(cases: list[tuple[dict, str, str]], out: str) -> None:
+    for sizes, flags, message in cases:
+        check_refused(sizes, flags.split(), message, out)
 
 
-def test_a_token_outside_the_vocabulary_is_refused(ranks, tmp_path):
-    data = write_corpus(tmp_path / "corpus", [*range(250), 300])
-    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"300.*257", str(tmp_path / "out"), timeout=30)
+def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
+    cases = [
+        ({"tp": 3}, "", r"tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
+        ({"tp": 2, "dp": 4}, "", r"tp 2 x cp 1 x pp 1 x dp 4 = 8 is not the world size 4"),
+        ({"ep": 3}, "", r"ep 3 does not divide dp x cp = 4 x 1 = 4"),
+        ({"tp": 4}, "--heads 2 --kv-heads 2", r"--heads 2 is smaller than the tp size 4"),
+        ({"pp": 4}, "", r"--layers 2 is smaller than the pp size 4"),
+        ({"tp": 4}, "--heads 3", r"d_model 16 is not a multiple of heads 3"),
+        ({"tp": 4}, "--kv-heads 3", r"heads 4 is not a multiple of kv_heads 3"),
+        ({"tp": 4}, "--seq-len 15 --sequence-parallel", r"--seq-len 15 is not a multiple of the tp size 4"),
+        ({"dp": 4}, "--global-batch 6", r"--global-batch 6 is not a multiple of dp x micro-batch = 4 x 2 = 8: 8 is"),
+        ({"pp": 2, "dp": 2}, "", r"1 micro-batches .* are fewer than the pp size 2: --global-batch 8"),
+        ({"ep": 2}, "", r"--ep 2"),
+        ({"cp": 4}, "--seq-len 18", r"--seq-len 18 is not a multiple of the cp size 4 that cut it: 16 is"),
+        ({"cp": 2, "tp": 2}, "--seq-len 18 --sequence-parallel", r"of the cp size 2 x tp size 2 that .* 16 is"),
+        ({"cp": 4}, "--heads 2 --cp-kind alltoall", r"'alltoall' can't cut 2 heads over the cp size 4"),
+        ({"cp": 4}, "--cp-kind two-level", r"'two-level' needs the cp axis of size 4 as outer x inner"),
+        ({"cp": 4, "cp_inner": 3}, "--cp-kind two-level", r"cp_inner 3 does not divide cp 4"),
+        ({"tp": 4}, "--preset gpt2 --seq-len 2048", r"--seq-len 2048 is longer than the 1024 positions"),
+        ({"tp": 4}, "--steps 0", r"--steps 0 is smaller than 1"),
+        ({"tp": 4}, "--lr nan", r"--lr nan is no number from 0"),
+        ({"tp": 4}, "--clip nan", r"--clip nan is no number; 0 bounds nothing"),
+        ({"tp": 4}, "--eval-every -1", r"--eval-every -1 is smaller than 0"),
+        ({"tp": 4}, "--local-steps 4 --fragments 2", r"--local-steps, --fragments with one worker"),
+        ({"workers": 4}, "--workers 4 --local-steps 0", r"--fragments 1 is not from 1 to the --local-steps 0"),
+        ({"workers": 4}, "--workers 4 --outer-lr 0", r"--outer-lr 0.0 is not above 0"),
+        ({"workers": 2, "dp": 2}, "--workers 2 --global-batch 6", r"workers x dp x micro-batch = 2 x 2 x 2 = 8"),
+        ({"workers": 3}, "", r"workers 3 do not divide the world size 4 into equal parts"),
+        ({"tp": 4}, "--data /nowhere/corpus", r"/nowhere/corpus"),
+    ]
+    ranks(4, check_all_refused, cases, str(tmp_path / "out"))
 
 
-def test_a_truncated_corpus_is_refused(ranks, tmp_path):
-    data = write_corpus(tmp_path / "corpus", list(range(250)))
-    binary = Path(data + ".bin")
-    binary.write_bytes(binary.read_bytes()[:-10])
-    ranks(
-        2,
-        check_refused,
-        {"tp": 2},
-        ["--data", data],
-        r"corpus\.bin.*990|corpus.*1000",
-        str(tmp_path / "out"),
-        timeout=30,
-    )
-
-
-def test_text_and_a_corpus_of_nothing_are_no_corpus(ranks, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    empty, out = write_corpus(tmp_path / "empty", [], documents=0), str(tmp_path / "out")
-    for data, message in (
-        (
-            str(tmp_path / "in.jsonl"),
-            r"jsonl.bin: .*; of text, python -m examples.gpt.prepare --input .*in.jsonl --o",
-        ),
-        (empty, r"empty.idx has no document: there is nothing to train on"),
-    ):
-        ranks(2, check_refused, {"tp": 2}, ["--data", data], message, out, timeout=30)
-
-
-def test_too_little_text_is_refused(ranks, tmp_path):
-    data = write_corpus(tmp_path / "corpus", list(range(6)))
-    ranks(2, check_refused, {"tp": 2}, ["--data", data], r"holds 6 tokens.*17", str(tmp_path / "out"), timeout=30)
+def test_a_corpus_that_cannot_be_trained_on_is_refused(ranks, tmp_path):
+    outside, cut = (write_corpus(tmp_path / name, [*range(250), 300 * (name == "a")]) for name in "ab")
+    os.truncate(f"{cut}.bin", os.path.getsize(f"{cut}.bin") - 10)
+    text = tmp_path / "in.jsonl"
+    text.write_text('{"text": "a"}\n')
+    cases = [
+        (outside, r"300.*257"),
+        (cut, r"b\.bin.*99\d|b.*100\d"),
+        (text, r"jsonl.bin: .*; of text, python -m examples.gpt.prepare --input .*in.jsonl --o"),
+        (write_corpus(tmp_path / "empty", [], documents=0), r"empty.idx has no document: there is nothing to train on"),
+        (write_corpus(tmp_path / "short", list(range(6))), r"holds 6 tokens.*17"),
+    ]
+    out = str(tmp_path / "out")
+    ranks(2, check_all_refused, [({"tp": 2}, f"--data {data}", message) for data, message in cases], out)
 
 
 def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(tmp_path):
@@ -245,14 +232,8 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     ("flags", "message"),
     [
         (["--top-k", "2", "--balance", "aux"], "--top-k, --balance without experts: --experts says how many"),
-        (
-            ["--experts", "4", "--balance", "bias", "--aux-loss", "global"],
-            "--aux-loss .* of --balance aux, not of b",
-        ),
-        (
-            ["--experts", "4", "--balance", "none", "--bias-rate", "0.1"],
-            r"--bias-rate 0\.1 is of --balance bias, not",
-        ),
+        (["--experts", "4", "--balance", "bias", "--aux-loss", "global"], "--aux-loss .* of --balance aux, not of b"),
+        (["--experts", "4", "--balance", "none", "--bias-rate", "0.1"], r"--bias-rate 0\.1 is of --balance bias, not"),
         (["--experts", "4", "--preset", "gpt2"], "4 experts in the place of an MLP with biases"),
         (["--experts", "4", "--moe-every", "5", "--layers", "2"], "moe every 5 is not between 1 and the 2 layers"),
         (["--layers", "0"], "layers 0 is smaller than 1"),
@@ -402,7 +383,7 @@ def check_half(dtype: str) -> list[float]:
     return [t.step()["loss"] for i in range(8)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", some("float16", of=["bfloat16"]))
 def test_half_precision_learns_with_fp32_weights(ranks, dtype):
     for losses in ranks(4, check_half, dtype):
         assert all(map(math.isfinite, losses))
@@ -434,7 +415,7 @@ def check_generation(sizes: dict, flags: list[str]) -> str:
     from examples.gpt.generate import generate
 
     t = trainer("--dtype", "float64", *flags, **sizes)
-    return generate(t.model, t.run.pipeline, mesh(**sizes), t.setup.tokenizer, "import ", new_tokens=20, seed=3)
+    return generate(t.model, t.run.pipeline, mesh(**sizes), t.setup.tokenizer, "import ", new_tokens=6, seed=3)
 
 
 def test_every_layout_writes_the_same_text(ranks):
@@ -489,23 +470,6 @@ def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
     named = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row) if set(flag) != {"-"}}
     assert len(named) > 40
     assert named <= known, named - known
-
-
-def test_ranks_that_torchrun_did_not_start_meet_too(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "examples.gpt.pretrain", *TINY, "--steps", "1", "--dp", "2", "--out", str(tmp_path)]
-    runs = [
-        subprocess.Popen(
-            line, cwd=ROOT, env={**os.environ, **where, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    found = [run.communicate(timeout=120)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert "2 ranks" in found[0]
 
 
 def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path, monkeypatch):

@@ -78,14 +78,7 @@ def test_a_failed_training_leaves_no_file(tmp_path, monkeypatch):
 def _write(path, vocabulary, added=()):
     content = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
     content["added_tokens"] = [
-        {
-            "id": i,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
+        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         | {"special": True}
         for name, i in added
     ]

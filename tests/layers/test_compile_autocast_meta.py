@@ -29,6 +29,7 @@ from mpcore import collectives as c
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh
+from tests.quick import some
 
 B, T, D, V = 2, 12, 8, 21
 
@@ -77,12 +78,11 @@ def check_compiled(what, sequence):
 
 @pytest.mark.parametrize(
     ("what", "sequence"),
-    [
-        *[("regather", 1), ("attention", None), ("block", 1)],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("mlp", None), ("mlp", 1), ("attention", 1)]),
-        *(pytest.param("latent", sequence, marks=pytest.mark.slow) for sequence in (None, 1)),
-        pytest.param("block", None, marks=pytest.mark.slow),
-    ],
+    some(
+        ("attention", None),
+        ("block", 1),
+        of=[("regather", 1), *itertools.product(("mlp", "attention", "latent", "block"), (None, 1))],
+    ),
 )
 def test_layers_compile_to_one_graph_equal_to_eager(ranks, what, sequence):
     ranks(2, check_compiled, what, sequence)

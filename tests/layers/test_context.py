@@ -230,7 +230,7 @@ def test_every_kind_is_dense_attention_for_every_mask_and_grouping(ranks, size):
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [
-        pytest.param(mask, kind, marks=pytest.mark.slow if kind == "ring" and i in (1, 4, 5) else [])
+        pytest.param(mask, kind, marks=pytest.mark.slow if RINGS[i % len(RINGS)] != kind else [])
         for i, mask in enumerate(MASKS)
         for kind in RINGS
     ],

@@ -20,6 +20,7 @@ from mpcore import collectives as c
 from mpcore.layers import loss as module
 from tests.equality import close
 from tests.pool import mesh
+from tests.quick import some
 
 B, T, D, V = 2, 6, 4, 11
 SIZES = [1, 2, 3]
@@ -120,8 +121,8 @@ def test_log_probability_and_entropy_equal_dense(ranks, size):
     ranks(size, check_log_prob)
 
 
-def check_compiled():
-    """One graph of each fused loss, on the values and gradients of eager."""
+def check_compiled(name):
+    """One graph of a fused loss, on the values and gradients of eager."""
     tp, target = tp_axis(), draw_target()
     x, head = draw(1, B, T, D).requires_grad_(), c.split(draw(2, V, D), tp, 0).requires_grad_()
     options = {"tp": tp, "vocab_size": V, "label_smoothing": 0.1, "softcap": 2.0}
@@ -142,20 +143,21 @@ def check_compiled():
     chosen = module.runs_triton
     module.runs_triton = lambda impl, x: True
     try:
-        for loss in (whole, rows, parts):
-            torch.compiler.reset()
-            results = []
-            for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-                value = run(x, head)
-                results.append((value.detach(), *torch.autograd.grad(value, (x, head))))
-            for got, want in zip(*results, strict=True):
-                close(got, want, loss.__name__)
+        loss = {"whole": whole, "rows": rows, "parts": parts}[name]
+        torch.compiler.reset()
+        results = []
+        for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            value = run(x, head)
+            results.append((value.detach(), *torch.autograd.grad(value, (x, head))))
+        for got, want in zip(*results, strict=True):
+            close(got, want, name)
     finally:
         module.runs_triton = chosen
 
 
-def test_the_fused_losses_compile_to_one_graph(ranks):
-    ranks(2, check_compiled)
+@pytest.mark.parametrize("name", some("rows", of=["whole", "parts"]))
+def test_the_fused_losses_compile_to_one_graph(ranks, name):
+    ranks(2, check_compiled, name)
 
 
 # --- head and loss in one -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "Watchdog._watch",
         "while not self.over.wait(min(1.0, self.timeout / 4)):",
         "while not self.over.wait(min(1.0, self.timeout / 5)):",
-    ): "It looks more often; the time limit is the same",
+    ): "It looks more often; the time limit is the same"
 }
 
 # Changes that a test could see, and none does.

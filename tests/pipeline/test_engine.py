@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,7 @@ from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
 from tests.pool import mesh
+from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 8, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
 BATCH = 16
@@ -133,10 +135,10 @@ LAYOUTS = [{"pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}]
 
 
 def grid() -> Iterator[Any]:
-    """Every case; `make test` runs each schedule with four stages and tied, two with tp and one with dp."""
-    shorter = [("zb", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2}), ("1f1b", {"pp": 2, "dp": 2})]
+    """Every case; `make test` runs each schedule once, tied, on four ranks where the order of its actions is harder."""
+    wide = {"1f1b": {"pp": 2, "dp": 2}, "zbv": {"pp": 2, "tp": 2}, "naive": {"pp": 2}, "gpipe": {"pp": 2}}
     for name, sizes, tied in itertools.product(NAMES, LAYOUTS, (True, False)):
-        short = tied and (sizes == {"pp": 4} or (name, sizes) in shorter)
+        short = tied and sizes == wide.get(name, {"pp": 4})
         yield pytest.param(name, sizes, tied, marks=[] if short else pytest.mark.slow)
 
 
@@ -167,7 +169,7 @@ def test_other_numbers_of_virtual_stages_and_micro_batches(ranks, name, sizes, m
     ranks(size, check_schedule, sizes, name, micro_batches, virtual, tie_embeddings=True)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb", "zbv"])
+@pytest.mark.parametrize("name", some("1f1b", "zbv", of=["interleaved", "zb"]))
 def test_pitfall_14_33_frozen_weights_get_no_gradient_and_break_no_other(ranks, name):
     ranks(2, check_schedule, {"pp": 2}, name, 8, None, ("embedding.weight", "qkv.weight", "mlp_norm.weight"))
     ranks(2, check_schedule, {"pp": 2}, name, 8, None, ("embedding.weight",), tie_embeddings=True)
@@ -238,14 +240,7 @@ def check_shapes(sizes: dict, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [
-        ("zbv", {"pp": 2}),
-        ("interleaved", {"pp": 2, "dp": 2}),
-        *(
-            pytest.param(name, sizes, marks=pytest.mark.slow)
-            for name, sizes in [("1f1b", {"pp": 2}), ("1f1b", {"pp": 2, "dp": 2}), ("zbv", {"pp": 2, "dp": 2})]
-        ),
-    ],
+    some(("zbv", {"pp": 2}), of=itertools.product(("1f1b", "interleaved", "zbv"), ({"pp": 2}, {"pp": 2, "dp": 2}))),
     ids=str,
 )
 def test_pitfall_35_lengths_and_batches_may_change_from_step_to_step(ranks, name, sizes):
@@ -323,9 +318,14 @@ def check_products(sizes: dict, name: str, sequence_parallel: bool) -> int:
     return products.count
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", "zb"])
+@pytest.mark.parametrize(
+    ("name", "sizes", "sequence_parallel"),
+    some(
+        ("1f1b", {"pp": 2}, False), ("zb", {"pp": 2}, False), ("zb", {"pp": 2, "tp": 2}, True),
+        of=itertools.product(("1f1b", "zb"), ({"pp": 2}, {"pp": 2, "tp": 2}), (False, True)),
+    ),
+    ids=str,
+)  # fmt: skip
 def test_split_backward_takes_the_products_of_whole_backward(ranks, name, sizes, sequence_parallel):
     """ENGINES.md, trap 1: 6 products a micro-batch; 5 on stage 0, whose input needs no gradient."""
     size = torch.Size(sizes.values()).numel()
@@ -979,14 +979,20 @@ def test_a_run_takes_what_the_prover_says(ranks, name):
 
 @pytest.fixture(scope="module")
 def measured(ranks):
-    """Bubble and makespan of a schedule on four ranks, measured once; the work is the same for all schedules."""
+    """Bubble and makespan of a schedule on four ranks; the work is the same for all schedules.
+
+    The least of up to three runs: a busy machine makes a run longer than the proof says, and nothing shorter.
+    """
     results: dict[str, tuple[float, float, float]] = {}
 
     def measure(name: str) -> tuple[float, float, float]:
-        if name not in results:
-            unit = 0.4 / default_virtual_stages(name)
+        unit = 0.4 / default_virtual_stages(name)
+        proved = prove(build_schedule(name, 4, 8)).makespan * unit
+        for _ in range(3 * (name not in results)):
             runs = ranks(4, check_recorded, name, 4, 8, unit, 1, timeout=200)[0]
-            results[name] = (unit, *min(runs)[:2])
+            results[name] = min((unit, *min(runs)[:2]), results.get(name, (unit, math.inf, 1.0)))
+            if results[name][1] < 1.01 * proved:
+                break
         return results[name]
 
     return measure

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpcore.kernels import _activation
+from tests.quick import some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -48,8 +49,16 @@ def activation(request):
     return ACTIVATIONS[request.param]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("F", "has_bias"), [(1, True), (100, False), (100, True), (2100, True)])
+@pytest.mark.parametrize(
+    ("F", "has_bias", "dtype"),
+    some(
+        (1, True, F32), (100, False, F32), (100, True, F16), (2100, True, F32), (2100, True, BF16),
+        of=[
+            (*size, dtype)
+            for size in ((1, True), (100, False), (100, True), (2100, True)) for dtype in (F32, BF16, F16)
+        ],
+    ),
+)  # fmt: skip
 def test_errors(activation, F, dtype, has_bias):
     activation.check(activation.inputs(3 if F > 1000 else 50, F, dtype=dtype, bias=dtype if has_bias else None))
 
