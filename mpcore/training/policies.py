@@ -70,8 +70,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in (*DTYPES, *DTYPES.values()):
-            known = ", ".join(DTYPES)
-            raise ValueError(f"precision {self.dtype!r} is none of {known}; for FP8 Precision('bfloat16', fp8=True)")
+            known = f"{', '.join(DTYPES)}; for FP8 write Precision('bfloat16', fp8=True)"
+            raise ValueError(f"precision {self.dtype!r} is none of {known}")
 
     @property
     def autocast(self) -> torch.dtype | None:

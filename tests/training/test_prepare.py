@@ -220,7 +220,7 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
     [
         (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
         (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
-        (partial(mp.Precision, "fp8"), r"precision 'fp8' is none of .*; for FP8 Precision\('bfloat16', fp8=True\)"),
+        (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
         (partial(mp.Recompute, "some"), "recompute kind 'some' is none of none, selective, full"),
         (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
         (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
