@@ -5,7 +5,6 @@ runs on tp 2 x dp 2.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 from einops import rearrange
@@ -16,7 +15,8 @@ from tqdm import trange
 import mpcore as mp
 
 V, D, H, LAYERS, T = 256, 64, 4, 2, 64  # vocabulary (bytes), width, heads, blocks, tokens a sample
-SAMPLES, MICRO_BATCHES = 8, 2  # of a step
+SAMPLES, MICRO_BATCHES = 8, 2  # a step
+TEXT = " ".join(f"{n} times {n} is {n * n}." for n in range(200))  # what the model learns
 
 
 class Block(nn.Module):
@@ -58,8 +58,8 @@ class Transformer(nn.Module):
 
 
 def samples(step: int, share: range) -> Tensor:
-    """Of a step's samples those in `share`: [.., T + 1] bytes of this file."""
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+    """Return the samples of a step whose indices are in `share`: [.., T + 1] bytes of the text."""
+    text = torch.tensor(list(TEXT.encode()))
     first = torch.randint(len(text) - T, (SAMPLES, 1), generator=torch.Generator().manual_seed(step))
     return text[first + torch.arange(T + 1)][share.start : share.stop]
 
@@ -67,7 +67,8 @@ def samples(step: int, share: range) -> Tensor:
 def train(tp: int = 1, zero: int = 0, steps: int = 30) -> list[float]:
     """Train, and return the loss before each step: the same on every mesh."""
     mesh = mp.build_mesh(tp=tp)  # dp is what tp leaves of the world
-    model = Transformer(mesh.tp)
+    with torch.device("meta"):  # `prepare` draws the parameters, by seed and name: the same on every mesh
+        model = Transformer(mesh.tp)
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:  # a sum; the run divides it once, by the step's tokens
         return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
@@ -77,15 +78,15 @@ def train(tp: int = 1, zero: int = 0, steps: int = 30) -> list[float]:
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),  # called once the model is sharded
     )  # fmt: skip
     losses = []
-    for step in (bar := trange(steps, disable=mesh.world.rank != 0)):
+    for step in (bar := trange(steps, disable=mesh.job.rank != 0)):  # rank 0 of the whole job shows it
         batch = samples(step, run.share(SAMPLES)).to(mesh.device)
         run.forward_backward(batch[:, :-1], batch[:, 1:])
         run.clip_gradients(1.0)  # by the norm of the whole model
         losses.append(run.optimizer_step().loss)
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
-    if mesh.world.rank == 0:
+    if mesh.job.rank == 0:
         print(f"loss {losses[0]:.5f} -> {losses[-1]:.5f}")
-    return losses  # run.save("checkpoints") writes what any other layout goes on from: run.load(path)
+    return losses  # run.save("checkpoints") writes a checkpoint, and run.load("checkpoints") resumes on any mesh
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ Each name below is imported when it is first used, so `import mpcore` is cheap.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpcore.checkpoint import latest
     from mpcore.gradients import (
         clip_gradients,
         drop_gradients,
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
         reduce_gradients,
         zero_gradients,
     )
-    from mpcore.interop.parallelize import parallelize
+    from mpcore.interop.parallelize import Colwise, LocalSizes, Replicate, parallelize
     from mpcore.layers import (
         ColumnParallelEmbedding,
         ColumnParallelLinear,
@@ -64,7 +66,8 @@ if TYPE_CHECKING:
         sync_gradients,
     )
     from mpcore.pipeline import Pipeline
-    from mpcore.sharding import full_state_dict, load_full_state_dict, shardings
+    from mpcore.pipeline.partition import partition
+    from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
     from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
 __version__ = "0.1.0"
@@ -73,12 +76,14 @@ __all__ = [
     "Axis",
     "ColumnParallelEmbedding",
     "ColumnParallelLinear",
+    "Colwise",
     "Compile",
     "DiLoCo",
     "Dropout",
     "GateUpParallelLinear",
     "GroupedLinear",
     "LayerNorm",
+    "LocalSizes",
     "LocalUpdates",
     "LossScaler",
     "Mesh",
@@ -94,6 +99,7 @@ __all__ = [
     "QKVParallelLinear",
     "RMSNorm",
     "Recompute",
+    "Replicate",
     "RotaryEmbedding",
     "Router",
     "RowParallelLinear",
@@ -103,6 +109,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "Zero",
+    "add_partial",
     "apply_rope",
     "build_mesh",
     "clip_gradients",
@@ -113,6 +120,7 @@ __all__ = [
     "full_state_dict",
     "grad_norm",
     "guard_optimizer",
+    "latest",
     "linear_cross_entropy",
     "linear_log_prob",
     "load_full_state_dict",
@@ -122,6 +130,7 @@ __all__ = [
     "offload_optimizer",
     "offload_parameters",
     "parallelize",
+    "partition",
     "prepare",
     "recompute",
     "reduce_gradients",
@@ -139,10 +148,11 @@ __all__ = [
     "zero_gradients",
 ]
 _HOMES = {
+    "checkpoint": "latest",
     "gradients": (
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
-    "interop.parallelize": "parallelize",
+    "interop.parallelize": "Colwise LocalSizes Replicate parallelize",
     "layers": (
         "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "
         "MultiLatentAttention ParallelAttention ParallelMLP ParallelMoE PositionEmbedding QKVParallelLinear "
@@ -159,8 +169,9 @@ _HOMES = {
         "recompute shard_data_parallel sync_gradients "
     ),
     "pipeline": "Pipeline",
+    "pipeline.partition": "partition",
     "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",
-    "sharding": "full_state_dict load_full_state_dict shardings",
+    "sharding": "add_partial full_state_dict load_full_state_dict shardings",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -180,4 +191,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    packages = {name for name, value in globals().items() if isinstance(value, ModuleType)}
+    return sorted({*__all__, *packages, "__version__"})

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.quick import some
 
@@ -17,7 +18,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 def run_page(name: str, **sizes: int) -> dict:
     """Run all python blocks of a page, one after the other, and return what they leave."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
-    assert "TP = PP = 1" in code
+    assert ("TP = PP = 1" in code) == (name == "training.md")
     code = code.replace("TP = PP = 1", f"TP, PP = {sizes.get('tp', 1)}, {sizes.get('pp', 1)}")
     held: dict = {"__name__": "docs"}
     exec(compile(code, name, "exec"), held)
@@ -35,6 +36,18 @@ def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, tmp_path, siz
     assert alone[-1] < alone[0]
     for found in ranks(size, losses, str(tmp_path), **sizes):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def merged() -> tuple[int, bool, dict]:
+    held = run_page("local_updates.md")
+    return held["run"].step, held["result"].merge is not None, held["run"].model.state_dict()
+
+
+def test_the_page_on_local_updates_ends_with_workers_that_agree(ranks):
+    (*one, first), (*two, second) = ranks(2, merged)
+    assert one == two == [10, True]
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0)
 
 
 def test_every_file_that_a_page_names_exists():

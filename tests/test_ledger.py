@@ -37,7 +37,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     trainer = Trainer(args, on)
     trainer.step()  # with the pipeline's dry run and the first connections
     tokens, targets, samples = trainer.batch(trainer.train_samples, trainer.share(0))
-    scale = {"loss_scale": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
+    scale = {"loss_factor": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
     with Ledger(on) as ledger:
         trainer.run.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
         reduce_gradients(trainer.model)

@@ -478,7 +478,7 @@ def check_router(balance: dict, zero: int):
     optimizer = DiLoCo(AdamW(model), model, on, every=2)
     g = torch.Generator().manual_seed(on.job.rank)
     for step in range(2):
-        arguments = {"samples": torch.arange(2), "loss_scale": torch.ones(2, dtype=torch.float64)}
+        arguments = {"samples": torch.arange(2), "loss_factor": torch.ones(2, dtype=torch.float64)}
         logits = model(torch.randint(11, (2, 4), generator=g), **arguments)
         logits.logsumexp(-1).sum().backward()
         reduce_gradients(model)

@@ -139,8 +139,8 @@ def decoder(config: GPTConfig, context: str, mesh: Mesh, sequence_parallel: bool
 
 
 def samples_batch() -> dict[str, Tensor]:
-    """As `batch`, with the numbers that dropout needs, and the scale that balance losses need."""
-    return batch() | {"samples": torch.tensor([5, 2**33, 7, 1]), "loss_scale": torch.full((4,), 0.5)}
+    """As `batch`, with the numbers that dropout needs, and the factor that balance losses need."""
+    return batch() | {"samples": torch.tensor([5, 2**33, 7, 1]), "loss_factor": torch.full((4,), 0.5)}
 
 
 class ByHand(nn.Module):

@@ -1,4 +1,4 @@
-"""The command line of `examples.gpt.pretrain`: the flags, and what must fit before anything is built."""
+"""The command line of `examples.gpt.pretrain`: the flags, and the checks before anything is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "floa
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; every flag has a default."""
+    """Parse the command line. Every flag has a default."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.")
     add = parser.add_argument_group("mesh").add_argument
     for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
@@ -216,15 +216,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def flag(name: str) -> str:
-    """How the command line calls a name of `parse`'s."""
+    """Return the flag of a name in the parsed arguments."""
     return f"--{name.replace('_', '-')}"
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The one that is named, or that of the model to begin with, or bytes.
+    """Return the tokenizer that a flag names, or that of the model to begin with, or bytes.
 
     Raises:
-        ValueError: if it can't be read, or the model to begin with has none and may be one of more than bytes.
+        ValueError: if it can't be read, or the model to begin with has no tokenizer and perhaps needs one.
     """
     named = args.tokenizer
     if named is None and args.init_from_hf:
@@ -235,9 +235,10 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
-    """What goes along with the run's checkpoints: what the model to begin with had, if its tokenizer is the run's.
+    """Return the files and facts that are saved beside the run's checkpoints.
 
-    Else it is the tokenizer and what ends a document; and the length of the model to begin with, where it is larger.
+    They come from the model to begin with if the run has its tokenizer. Otherwise they are the run's tokenizer and its
+    end of a document. The sequence length of the model to begin with is kept if it is larger than the run's.
     """
     carried, config = Carried(), None
     end = tokenizer.end_of_document, getattr(tokenizer, "end_of_document_name", None)
@@ -258,7 +259,7 @@ def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
 
 
 def inner_size(args: argparse.Namespace) -> int | None:
-    """Ranks of a sub-group of cp: as --cp-inner says, or the most that lie in a node and leave more than one."""
+    """Return the size of a sub-group of cp: --cp-inner, or the largest that lies in a node and leaves two groups."""
     if args.cp_inner is not None:
         if args.cp_kind != "two-level":
             raise ValueError(f"--cp-inner {args.cp_inner} is of --cp-kind two-level, not of {args.cp_kind}")
@@ -272,10 +273,10 @@ def inner_size(args: argparse.Namespace) -> int | None:
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
-    """The preset, or the model to begin with, with what the flags change of it.
+    """Return the configuration of the preset, or of the model to begin with, with the changes of the flags.
 
     Raises:
-        ValueError: if the model to begin with can't be read, or can't be as the flags say.
+        ValueError: if the model to begin with can't be read, or contradicts the flags.
     """
     names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "seq_len")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -300,7 +301,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
 
 
 def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig | None:
-    """The preset's mixture with what the flags change of it."""
+    """Return the preset's mixture of experts with the changes of the flags."""
     flags = {"top_k": "top_k", "shared_experts": "shared_experts", "expert_d_ff": "d_ff", "moe_every": "every",
              "routed_scale": "routed_scale",
              "aux_loss": "aux_loss", "aux_coefficient": "aux_coefficient", "router_z_loss": "z_loss",
@@ -328,7 +329,7 @@ def moe_config(args: argparse.Namespace, preset: MoEConfig | None) -> MoEConfig 
             raise ValueError(f"--bias-rate {args.bias_rate} is of --balance bias, not of {args.balance}")
         changes["bias_rate"] = 0.0
         if base.bias_rate > 0:
-            changes["bias"] = True  # what it learned goes on choosing
+            changes["bias"] = True  # the learned bias still takes part in the choice of experts
     return dataclasses.replace(base, **changes)
 
 
@@ -409,10 +410,10 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
 
 
 def merge_options(args: argparse.Namespace) -> dict:
-    """What `DiLoCo` is to be made with.
+    """Return the arguments of `DiLoCo`.
 
     Raises:
-        ValueError: if one is out of range, or given where one worker has nobody to merge with.
+        ValueError: if one is out of range, or a flag is given and there is only one worker.
     """
     flags = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
@@ -433,7 +434,7 @@ def merge_options(args: argparse.Namespace) -> dict:
 
 
 def recompute_kind(value: str) -> tuple[str, float | None]:
-    """What `--recompute` asks for: the kind, and the share of a budget."""
+    """Read `--recompute`: the kind, and the share of a budget."""
     kind, equals, share = value.partition("=")
     if kind in RECOMPUTE_KINDS and not equals:
         return kind, None
@@ -446,13 +447,13 @@ def recompute_kind(value: str) -> tuple[str, float | None]:
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Of a step, by --lr-schedule."""
+    """Return the learning rate of a step."""
     floor = {} if args.min_lr is None or args.lr == 0 else {"floor": args.min_lr / args.lr}
     return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr, **floor)
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
-    """The optimizer of --optimizer; `heads` are AdamW's in any case."""
+    """Build the optimizer of --optimizer. Muon leaves the `heads` to AdamW."""
     options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
     if args.optimizer == "muon":
         ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
@@ -463,7 +464,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, head
 def plan_stages(
     args: argparse.Namespace, config: GPTConfig, pp: int, micro_batches: int
 ) -> tuple[Schedule, list[range]]:
-    """The schedule, proved, and the blocks of each stage: head weighed in, the slowest as fast as can be."""
+    """Return the proved schedule, and the blocks of each stage, balanced by cost with the head included."""
     plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
     prove(plan)
     if "parameters" in args.offload and plan.splits_backward:

@@ -1,7 +1,7 @@
-"""Several corpora in one stream of samples, each with a share of its own; still a pure function of (seed, index).
+"""Mix several corpora, each with its share, in one stream of samples: a pure function of (seed, index).
 
-`--data 0.7 web 0.3 code` takes seven samples of ten from `web`. Any run of 10,000 samples that begins at a multiple of
-10,000 holds each corpus' share exactly, in an order drawn anew; a corpus that ends begins its next epoch.
+`--data 0.7 web 0.3 code` takes seven of ten samples from `web`. Samples 0 to 9,999, 10,000 to 19,999 and so on hold the
+share of each corpus exactly, each time in a new order. When a corpus ends, its next epoch begins.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Blend(Samples):
     """Samples of several corpora.
 
     Args:
-        parts: the samples of each.
-        weights: of each, positive; only their ratios count. None: as many as each has, so that all end together.
+        parts: the samples of each corpus.
+        weights: a positive number for each corpus; only their ratios count. None: the sizes of the corpora, so that
+            all end together.
         seed: any integer.
 
     Raises:
@@ -47,7 +48,7 @@ class Blend(Samples):
         return sum(map(len, self.parts))
 
     def place(self, index: int) -> tuple[int, int]:
-        """Which corpus sample `index` is of, and which of that corpus' samples it is."""
+        """Return the corpus of sample `index`, and the index of the sample in that corpus."""
         if index < 0:
             raise ValueError(f"sample index {index} is below 0")
         period, slot = divmod(index, PERIOD)
@@ -63,7 +64,7 @@ class Blend(Samples):
 
 
 def counts_of_period(weights: Sequence[float]) -> list[int]:
-    """Samples of each corpus in a period: its share rounded, by the method of largest remainders.
+    """Return how many samples of each corpus a period holds: shares are rounded by the method of largest remainders.
 
     Raises:
         ValueError: a weight that is not a positive number, or whose share is not one sample of a period.
@@ -83,10 +84,10 @@ def counts_of_period(weights: Sequence[float]) -> list[int]:
 
 
 def parse_sources(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of `--data`: prefixes alone, or a weight before each.
+    """Read the prefixes and weights of `--data`: prefixes alone, or a weight before each.
 
     Raises:
-        ValueError: weights before some alone, or a corpus twice, by whatever paths.
+        ValueError: only some prefixes have weights, or two prefixes name the same corpus.
     """
     numbers = [_number(word) for word in words]
     weights: list[float] | None = [x for x in numbers[::2] if x is not None]
@@ -114,14 +115,14 @@ def _number(word: str) -> float | None:
 
 
 class Corpora:
-    """The corpora of a run, opened.
+    """The open corpora of a run.
 
     Args:
-        prefixes, weights: as of `parse_sources`.
+        prefixes, weights: as `parse_sources` returns them.
 
     Attributes:
-        about: what a run that goes on from a checkpoint must find again.
-        files: versions of all files, for `check_same`.
+        about: facts of the data that must be the same when a run resumes.
+        files: the versions of all files, for `check_same`.
 
     Raises:
         ValueError: a file that is missing or damaged, or a corpus without a document.

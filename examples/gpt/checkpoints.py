@@ -1,4 +1,4 @@
-"""A run's checkpoints: from which one it goes on, and when it writes one."""
+"""Load and save the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mpcore import Run
 from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
 from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
-from mpcore.mesh import raise_together
+from mpcore.mesh import raise_together, raising_together
 
 
 class Checkpoints:
-    """Loads and saves a run; each of several workers has a folder of its own."""
+    """Loads and saves a run. With several workers, each has its own folder."""
 
     def __init__(self, run: Run, setup: Setup, args: argparse.Namespace, out: Path, console: Console) -> None:
         self.run, self.setup, self.args, self.out, self.console = run, setup, args, out, console
@@ -40,13 +40,13 @@ class Checkpoints:
         self.told: Saving | None = None
 
     def sample(self, step: int) -> int:
-        """Global index of a step's first sample, over all workers: the whole state of the data."""
+        """Return the global index of a step's first sample, over all workers. It is the whole state of the data."""
         return self.first_sample + (step - self.first_step) * self.args.global_batch
 
     # --- where a run begins -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Go on from a checkpoint, or begin with the weights that flags name, or with the first values."""
+        """Resume from a checkpoint, or load the weights that the flags name, or keep the values that `prepare` drew."""
         args = self.args
         if not self._resume():
             with self.run.parameters() as model:
@@ -60,14 +60,14 @@ class Checkpoints:
         self.run.begin_merges()
 
     def _resume(self) -> bool:
-        """Go on from the checkpoint that `--resume` asks for, if there is one; auto passes over damaged ones.
+        """Resume from the checkpoint that `--resume` asks for, if there is one; `auto` skips damaged ones.
 
-        Workers go on from checkpoints of their own, which need not be of one step, but lie between the same two merges;
-        one that has none there takes worker 0's.
+        Each worker resumes from its own checkpoint. Their steps may differ, but all must lie between the same two
+        merges. A worker without such a checkpoint takes worker 0's.
         """
         resume = self.args.resume
         restarted = torch.tensor(int(was_restarted() and self.args.save_every > 0), device=self.mesh.device)
-        if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts on each node by itself
+        if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts restarts on each node alone
             own = self._common(self.own())
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
@@ -90,7 +90,8 @@ class Checkpoints:
                 print(f"{found[0]} is passed over: the workers have none in common", file=sys.stderr, flush=True)
             return False
         self.first_step, self.first_sample = loaded.step, loaded.sample
-        before = self.first_step * self.args.global_batch  # of one line for all, where the batch has changed
+        # Workers may resume from different steps. Let all count their samples from the one that is furthest ahead.
+        before = self.first_step * self.args.global_batch
         ahead = torch.tensor(self.first_sample - before, device=self.mesh.device)
         self.first_sample = before + int(all_reduce(ahead, self.mesh.workers, "max"))
         if self.console.lead:
@@ -106,7 +107,7 @@ class Checkpoints:
         raise_together(refused or left_behind(path, newest))
 
     def _try_to_load(self, path: Path) -> tuple[Loaded | None, ValueError | None, bool]:
-        """What was read, what was wrong here, and whether anything was wrong on any worker."""
+        """Return what was loaded, the error of this worker, and whether any worker had an error."""
         loaded, problem = None, None
         try:
             loaded = self.run.load(path)
@@ -117,12 +118,12 @@ class Checkpoints:
             return None, problem, True
         try:
             self.run.begin_merges()
-        except ValueError as refused:  # on all workers: each tries the one before
+        except ValueError as refused:  # on all workers: each tries its checkpoint before this one
             return None, refused, True
         return loaded, None, False
 
     def own(self) -> list[Path]:
-        """This worker's, then those of worker 0 and of a run without workers; the newest of each first."""
+        """List the checkpoints of this worker, of worker 0 and of a run without workers; newest first in each."""
         places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
         by_place = [checkpoints(at / "checkpoints", self.mesh) for at in dict.fromkeys(places)]
         found = [path for paths in by_place for path in paths]
@@ -131,7 +132,7 @@ class Checkpoints:
         return found
 
     def _common(self, found: list[Path]) -> list[Path]:
-        """Those that have seen as many merges as some that each worker can take, of the most merges that there are."""
+        """Keep the checkpoints since the latest merge after which every worker has a checkpoint."""
         if self.run.workers is None:
             return found
         merges = {path: self.run.workers.merges_until(read_manifest(path).step) for path in found}
@@ -144,32 +145,25 @@ class Checkpoints:
 
     @contextmanager
     def folder(self) -> Iterator[list[dict]]:
-        """Make the run's folder ready, and hold it against other runs. Gives what is recorded of earlier steps.
+        """Make the run's folder, and lock it against other runs. Give the records of earlier steps.
 
         Raises:
-            ValueError: on every rank, if it holds another run or can't be written.
+            ValueError: on every rank, if the folder holds another run or can't be written.
         """
-        args, error = self.args, None
-        found = self.own() if args.resume == "none" and self.first_step == 0 else []
-        if found:
-            error = ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
-        raise_together(error)
+        found = self.own() if self.args.resume == "none" and self.first_step == 0 else []
+        with raising_together():
+            if found:
+                raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
         records: list[dict] = []
         with ExitStack() as stack:
-            try:
-                if self.console.lead:
-                    records = self._write_config(stack)
-            except ValueError as problem:
-                error = problem
-            except OSError as problem:
-                error = ValueError(f"--out {self.out} can't be written: {problem}")
-            raise_together(error)
-            try:
-                if args.save_every:
+            with raising_together():
+                try:
+                    records = self._write_config(stack) if self.console.lead else []
+                except OSError as problem:
+                    raise ValueError(f"--out {self.out} can't be written: {problem}") from problem
+            with raising_together():
+                if self.args.save_every:
                     check_writable(self.path, self.mesh.world.rank)
-            except ValueError as problem:
-                error = problem
-            raise_together(error)
             yield records
 
     def _write_config(self, stack: ExitStack) -> list[dict]:
@@ -181,13 +175,13 @@ class Checkpoints:
         records = read_records(out / "metrics.jsonl", self.first_step)
         write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
         if self.args.save_every:
-            self.path.mkdir(exist_ok=True)  # fails now, or never
+            self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
         return records
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of the steps that are done."""
+        """Write a checkpoint."""
         carried = self.setup.carried
         state: dict[str, Any] = {"sample": self.sample(self.run.step), "config": self.about, "extra": carried.extra}
         state |= {"keep": self.args.keep, "beside": carried.beside}
@@ -206,11 +200,11 @@ class Checkpoints:
         self.console.tell(f"saving {name} in the background, copied in {seconds:.2f} s")
 
     def try_to_save(self) -> None:
-        """Save; where that fails, say so loudly and train on: the next save is tried again."""
+        """Save. If that fails, print a warning and train on: the next save tries again."""
         self._try(self.save)
 
     def save_last(self) -> None:
-        """Save, and see it written. Here a save that fails is an error: nothing comes after it."""
+        """Save, and wait until it is written. A failed save is an error here, because no other save follows."""
         if self.saving is not None:
             self._try(self.saving.wait)
             self.tell_saved()
@@ -221,7 +215,7 @@ class Checkpoints:
             self.tell_saved()
 
     def save_and_leave(self) -> None:
-        """Save before the run's end."""
+        """Save, because the run ends before its last step."""
         self.save_last()
         if self.console.lead:
             path = step_path(self.path, self.run.step)
@@ -233,13 +227,13 @@ class Checkpoints:
         return self.saving is not None and self.saving.failed
 
     def tell_failed(self) -> None:
-        """Say on all ranks why a save in the background failed."""
+        """Print why a save in the background failed. Call it on all ranks."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
             self._try(saving.wait)
 
     def tell_saved(self, saving: Saving | None = None) -> None:
-        """Say once, when a save in the background has ended, how it went."""
+        """Print the size and speed of a save in the background, once, when it has ended."""
         saving = saving or self.saving
         if saving is not None and self.console.lead and saving.done and saving.bytes and saving is not self.told:
             self.told = saving

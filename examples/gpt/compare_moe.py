@@ -1,8 +1,8 @@
-"""A small mixture of experts against the dense model of equal active size: `python -m examples.gpt.compare_moe`.
+"""Compare a small mixture of experts with the dense model of equal active size: `python -m examples.gpt.compare_moe`.
 
-Both go through the same tokens of the default corpus, with the same learning rate, for each of several seeds. The
-mixture has 8 experts of half the dense MLP's width and two of them for each token, with weights that sum to two: as
-those of the dense MLP's two halves do.
+For each of several seeds both train on the same tokens of the default corpus, with the same learning rate. Each of the
+8 experts has half the width of the dense MLP. A token is routed to two experts, whose weights sum to two, so that two
+equal experts would be a dense MLP.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MODELS = {
 
 
 def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
-    """One run.
+    """Train one model.
 
     Returns:
-        `parameters`, `active` of them for a token, and, each `every` steps, `tokens` seen, `held_out` loss, and `loads`
-        of the emptiest and the fullest expert of any block since the last time, over the mean; none of a dense model.
+        `parameters`; `active`, how many of them a token uses; and, each `every` steps, `tokens` seen, `held_out` loss,
+        and with experts `loads`: of the emptiest and the fullest expert since the last time, divided by the mean.
     """
     run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128"]
     args = parse([*SHAPE, *flags, *run])
@@ -57,7 +57,7 @@ def train(flags: list[str], seed: int, steps: int, every: int) -> dict:
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-    """Held-out loss, and loads of the experts, of each seed and their mean."""
+    """Plot the held-out loss and the loads of the experts, for each seed and as a mean."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -85,7 +85,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.compare_moe", description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)

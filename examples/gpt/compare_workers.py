@@ -1,8 +1,8 @@
-"""Workers that merge against data parallelism: `torchrun --nproc-per-node 4 -m examples.gpt.compare_workers`.
+"""Compare local updates with data parallelism: `torchrun --nproc-per-node 4 -m examples.gpt.compare_workers`.
 
-All go through the same tokens of the default corpus with the same learning rate, and differ in what they send to each
-other: gradients every step, or parameters at a merge. They begin from scratch, or from a model that data parallelism
-has trained for half of the steps.
+All runs train on the same tokens of the default corpus with the same learning rate. Their ranks send each other
+gradients every step, or parameters at each merge. A run begins from scratch, or from a model that data parallelism has
+trained for half of the steps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ KINDS = {
 
 
 def train(flags: list[str], seed: int, steps: int, every: int, out: str, begin: int = 0) -> dict:
-    """One run.
+    """Train one model.
 
     Args:
-        flags: of the workers; none: data parallelism.
-        seed, steps: of the run.
+        flags: the flags of local updates; none for data parallelism.
+        seed, steps: those of the run.
         every: steps between evaluations.
-        out: a folder. Data parallelism leaves its checkpoint after half of the steps there.
-        begin: 0, or half of the steps: go on from that checkpoint.
+        out: a folder, in which data parallelism saves a checkpoint after half of the steps.
+        begin: 0, or half of the steps, to resume from that checkpoint.
 
     Returns:
         Each `every` steps: `tokens` seen by all, `held_out` loss of the first worker, `reduced`: elements that each
@@ -73,7 +73,7 @@ def train(flags: list[str], seed: int, steps: int, every: int, out: str, begin: 
 
 
 def draw(runs: dict[str, dict[str, list[dict]]], out: Path) -> None:
-    """Held-out loss along tokens, of the first seed."""
+    """Plot the held-out loss over tokens, for the first seed."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -91,7 +91,7 @@ def draw(runs: dict[str, dict[str, list[dict]]], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.compare_workers", description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=2)

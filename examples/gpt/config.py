@@ -1,4 +1,4 @@
-"""What a GPT is (`GPTConfig`), and how it lies on the ranks (`Layout`)."""
+"""The configuration of a GPT (`GPTConfig`), and its layout on the ranks (`Layout`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What the model computes, on any layout."""
+    """The sizes and options of a model. They don't depend on the layout."""
 
     vocab_size: int = 257  # bytes, and the end of a document
     seq_len: int = 256
@@ -146,7 +146,7 @@ class GPTConfig:
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of what adds to the residual stream: 2 branches a block, so the sum keeps its scale."""
+        """Standard deviation of output projections: smaller, as two in each block add to the residual stream."""
         return self.init_std / math.sqrt(2 * self.layers)
 
     def has_experts(self, block: int) -> bool:
@@ -156,13 +156,13 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on the ranks: every layer is built with the same.
+    """The layout of a model on the ranks, and where and in which dtype it is built. All its layers take the same.
 
     Attributes:
         mesh: the axes; `Mesh()` is one process.
-        context: how attention meets the tokens of other ranks of `mesh.cp`; see `mpcore.shard_sequence`.
+        context: how sequences are sharded over `mesh.cp`; see `mpcore.shard_sequence`.
         sequence_parallel: between tensor-parallel regions each rank holds its part of the sequence.
-        device, dtype: of the parameters.
+        device, dtype: those of the parameters.
     """
 
     mesh: Mesh = Mesh()

@@ -1,4 +1,4 @@
-"""What a run says and records: the summary, the progress bar, metrics.jsonl, the plots at its end."""
+"""Print the summary and the progress bar of a run, and write metrics.jsonl and the plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, fro
 
 
 class Console:
-    """Tells a person, and writes the records; rank 0 of each worker writes, rank 0 of the job has the progress bar."""
+    """Prints and records: rank 0 of each worker writes its records, rank 0 of the job shows the progress bar."""
 
     def __init__(self, mesh: Mesh, out: Path) -> None:
         self.mesh, self.out = mesh, out
@@ -37,13 +37,13 @@ class Console:
         self.spans: list = []
 
     def tell(self, text: str, file: Any = None) -> None:
-        """Say something above the progress bar, once for each worker."""
+        """Print a line above the progress bar, once for each worker."""
         if self.lead:
             workers = self.mesh.workers
             tqdm.write(f"worker {workers.rank}: {text}" if workers.size > 1 else text, file=file)
 
     def write(self, what: str, work: Callable[[], Any]) -> None:
-        """Write a file that a run can do without; where that fails, as on a full disk, say so once."""
+        """Write a file that the run doesn't need. If that fails, as on a full disk, print one warning."""
         try:
             work()
             self.unwritten.discard(what)
@@ -53,7 +53,7 @@ class Console:
             self.unwritten.add(what)
 
     def begin(self, trainer: Trainer, records: list[dict]) -> None:
-        """Say what is about to be trained."""
+        """Print the summary of the run."""
         self.records, self.writer = records, MetricsWriter(self.out / "metrics.jsonl")
         steps, done = trainer.args.steps, trainer.run.step
         if self.shows:
@@ -62,7 +62,7 @@ class Console:
             self.tell(f"nothing is left to train: {done} steps are done, --steps is {steps}")
 
     def bar(self, todo: range, steps: int) -> tqdm:
-        """The progress bar over the steps that are left."""
+        """Return the progress bar over the steps that are left."""
         shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not self.shows}
         return tqdm(todo, initial=todo.start, total=steps, **shown)
 
@@ -89,18 +89,18 @@ class Console:
         bar.set_postfix(shown)
 
     def record_merge(self, step: int, merge: Merge | None) -> None:
-        """Record a merge of the workers, where there was one."""
+        """Record a merge of the workers, if there was one."""
         if merge is not None:
             facts = {"fragment": merge.fragment, "norm": merge.norm, "agreement": merge.agreement}
             self.record({"step": step, "merge": {**facts, "norms": merge.norms}})
 
     def record_evaluation(self, step: int, value: float) -> None:
-        """Record a validation loss, and say it."""
+        """Record and print a validation loss."""
         self.record({"step": step, "val_loss": value})
         self.tell(f"step {step}: validation loss {value:.4f}")
 
     def end(self, trainer: Trainer, sample_text: Callable[[], str]) -> None:
-        """Draw the pictures, write a sample of text (on all ranks), and name the files."""
+        """Draw the plots, generate a sample of text, and print the names of all files. Call it on all ranks."""
         if self.lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(trainer.run.pipeline.plan, self.spans, self.out))
         if self.lead:
@@ -112,7 +112,7 @@ class Console:
 
 
 def summary(trainer: Trainer) -> str:
-    """The mesh, the parameters and the memory they take, for people."""
+    """Describe the mesh, the parameters, their memory and the samples."""
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     active = f" ({count_active_parameters(config):,} active)" if config.moe is not None else ""
     here = sum(local_tensor(p).numel() for p in model.parameters())
@@ -131,7 +131,7 @@ def summary(trainer: Trainer) -> str:
 
 
 def mfu(trainer: Trainer, tokens_per_second: float) -> float:
-    """Model FLOPs over the peak of all ranks' devices."""
+    """Return the share of the devices' peak FLOPs that the model uses."""
     name = torch.cuda.get_device_name()
     peak = next((v for k, v in PEAK_FLOPS.items() if k in name), math.nan)
     return flops_of_token(trainer.config) * tokens_per_second / (peak * trainer.mesh.job.size)

@@ -1,4 +1,4 @@
-"""What a step's record says of the experts' loads."""
+"""Summarize the loads of the experts for the record of a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FACTS = ("entropy", "dropped", "max_violation", "aux_loss", "z_loss")
 
 
 def summarize_experts(routers: Mapping[str, RouterStatistics], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
-    """For each layer with experts, lowest first, its facts and how many tokens each expert got: summed over stages.
+    """Return, for each layer with experts, its facts and how many tokens each expert got. A collective over pp.
 
     Args:
-        routers: of this rank's stages, by name.
-        config, mesh: of the run. All ranks of a pipeline call this.
+        routers: the statistics of this rank's routers, by name.
+        config, mesh: those of the run.
     """
     assert config.moe is not None
     rows = torch.zeros(config.layers, len(FACTS) + config.moe.experts, dtype=torch.float64, device=mesh.device)

@@ -1,4 +1,4 @@
-"""What a run of `examples.gpt.pretrain` looks at after each step: bad numbers, spikes, slow ranks, corrupt replicas."""
+"""Check each step of a run for bad numbers, spikes, slow ranks and corrupt replicas."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TIMED = 5  # steps before each check of speed
 
 
 class Faults:
-    """The detectors of a run.
+    """Runs the detectors of faults after each step.
 
     Args:
         args: the flags.
-        mesh: of this rank.
-        records: what an earlier run wrote before the step that this one begins with.
-        out: where skipped steps are written down.
+        mesh: the mesh.
+        records: the records of the steps before the one that this run begins with.
+        out: the folder for the list of skipped steps.
     """
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh, records: list[dict], out: Path) -> None:
@@ -36,16 +36,16 @@ class Faults:
                 self.spikes.score(entry["loss"])
 
     def after(self, entry: dict, sample: int, model: nn.Module, stragglers: Stragglers) -> list[str]:
-        """Look at a step.
+        """Check a step.
 
         Args:
-            entry: what is recorded of it.
-            sample: global index of its first sample, over all workers.
-            model: after it.
-            stragglers: what timed this rank's loading.
+            entry: the record of the step.
+            sample: the global index of its first sample, over all workers.
+            model: the model after the step.
+            stragglers: has timed how long this rank took to load the batch.
 
         Returns:
-            What there is to say, the same on all ranks of the worker.
+            The lines to print, the same on all ranks of the worker.
 
         Raises:
             ValueError: on every rank, if the run must not go on.
@@ -82,18 +82,18 @@ class Faults:
 
 
 def is_timed(args: argparse.Namespace, mesh: Mesh, step: int) -> bool:
-    """Whether this step is timed to find slow ranks: few before each check are, as timing waits for the device."""
+    """Return whether to time this step. Only the last steps before a check are timed: timing waits for the device."""
     every = args.check_speed
     return every > 0 and mesh.world.size > 1 and step % every >= every - TIMED
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started this process again, after one before it failed."""
+    """Return whether torchrun has restarted this process after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def check_writable(folder: Path, rank: int) -> None:
-    """Fail now, not at the first checkpoint, where this rank can't write.
+    """Fail now, and not at the first checkpoint, if this rank can't write.
 
     Raises:
         ValueError: naming the folder.

@@ -1,4 +1,4 @@
-"""Parameters of a GPT, and the floating-point operations of training it on one token."""
+"""Count the parameters of a GPT, and the floating-point operations of training it on one token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def count_parameters(config: GPTConfig) -> int:
 
 
 def count_active_parameters(config: GPTConfig) -> int:
-    """Count the logical parameters that one token goes through: of the experts, only those that it is sent to."""
+    """Count the logical parameters that one token uses. Of the experts it uses only those that it is routed to."""
     if config.moe is None:
         return count_parameters(config)
     held = owners(GPT(config, device="meta"))
@@ -21,10 +21,10 @@ def count_active_parameters(config: GPTConfig) -> int:
 
 
 def flops_of_token(config: GPTConfig) -> int:
-    """Count the FLOPs of one token's forward and backward: 6 for each parameter that multiplies, and attention's.
+    """Count the FLOPs of one token's forward and backward: 6 for each parameter of a matrix product, and attention's.
 
-    Embedding tables multiply nothing, except a tied table, which is the head too. Attention counts all tokens of the
-    window or the sequence, by convention also those that the causal mask hides.
+    Embedding tables take part in no product, except a tied table, which is the head too. Attention counts all tokens of
+    the window or the sequence. By convention this includes tokens that the causal mask hides.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """

@@ -1,4 +1,4 @@
-"""Text from the model, through any layout: every rank calls, every rank gets the same text.
+"""Generate text on any layout. Every rank calls, and every rank gets the same text.
 
 As a command, from a checkpoint of any layout in one process: `python -m examples.gpt.generate --checkpoint PATH`.
 """
@@ -42,13 +42,13 @@ def generate(
 
     Args:
         model: this rank's stage, in eval mode for the call.
-        pipeline: what runs the stages.
-        mesh: the mesh they lie on.
-        tokenizer: the one that the model was trained with; an id that it doesn't have is not drawn.
-        prompt: its beginning; an empty one begins a new document.
-        new_tokens: how many tokens to add at the most; the end of a document ends the text.
+        pipeline: runs the stages.
+        mesh: the mesh of the stages.
+        tokenizer: the tokenizer that the model was trained with. An id that it doesn't have is not drawn.
+        prompt: the beginning of the text; an empty prompt begins a new document.
+        new_tokens: how many tokens to add at most; the end of a document ends the text.
         temperature: divides the logits; 0 takes the likeliest token.
-        seed: of the draws.
+        seed: seeds the draws.
 
     Returns:
         The prompt and what follows, the same on every rank.
@@ -61,7 +61,7 @@ def generate(
         for _ in range(new_tokens):
             window = ids[-model.config.seq_len :]
             x = torch.tensor([window], device=mesh.device)
-            # Attention doesn't see what stands behind the last token; experts must not, for it would take their room.
+            # Attention ignores the padding behind the last token. The mask keeps it from the experts, too.
             more = -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))
             batch = {"x": F.pad(x, (0, more)), "mask": F.pad(torch.ones_like(x, dtype=torch.bool), (0, more))}
             batch = shard_sequence(batch, mesh.cp, model.context)
@@ -80,7 +80,7 @@ def _last_logits(y: Tensor, index: int, model: GPT, mesh: Mesh) -> Tensor:
     if not model.last:
         return torch.zeros(vocab, dtype=torch.float64, device=y.device)
     here = sequence_index(y.shape[1] * mesh.cp.size, mesh.cp, model.context, y.device) == index
-    logits = all_reduce(y[0, here].double().sum(0), mesh.cp)  # of the one rank that has the token
+    logits = all_reduce(y[0, here].double().sum(0), mesh.cp)  # one rank of cp has the token, the others add 0
     return gather(logits, mesh.tp, 0, vocab)
 
 
@@ -91,7 +91,7 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command.
+    """Run the command.
 
     Returns:
         0: done; 2: the checkpoint or the tokenizer can't be read.

@@ -29,7 +29,7 @@ def describe(config: GPTConfig) -> dict[str, Any]:
             "aux_coefficient": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
             "bias": c.moe.bias or (c.moe.bias is None and c.moe.bias_rate > 0),
         }
-    del values["bias"]  # the three above say it
+    del values["bias"]  # the three biases above replace it
     return values
 
 
@@ -65,10 +65,10 @@ def tokenizer_of_hf(folder: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
-    """Find the tokenizer.json that goes along with a checkpoint; "byte" if the model was trained on bytes.
+    """Find the tokenizer.json that is saved beside a checkpoint; "byte" if the model was trained on bytes.
 
     Raises:
-        ValueError: if the checkpoint can't be read, or says nothing of its tokenizer and has no vocabulary of bytes.
+        ValueError: if the checkpoint can't be read, or names no tokenizer and its vocabulary isn't that of bytes.
     """
     manifest, files, config = open_checkpoint(path)
     if "tokenizer.json" in carried_by_checkpoint(path).files:

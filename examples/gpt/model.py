@@ -1,4 +1,7 @@
-"""A GPT on any mesh: embedding, blocks, head. In one process it is the model that every layout equals."""
+"""A GPT on any mesh: embedding, blocks, head. On every layout it computes what it computes in one process.
+
+It has every option of the example. `examples/own_model.py` is a transformer without options: read it first.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class GPT(nn.Module):
         self.first, self.last = blocks.start == 0, blocks.stop == c.layers
         tp, init = mesh.tp, normal(c.init_std)
 
-        if self.first or (self.last and c.tie_embeddings):  # tied: the last stage has a copy of the same name
+        if self.first or (self.last and c.tie_embeddings):  # if tied, the last stage has a copy of the same name
             self.embedding = VocabParallelEmbedding(
                 c.vocab_size, c.d_model, tp=tp, sequence_parallel=sequence_parallel, init=init, device=device,
                 dtype=dtype,
@@ -136,27 +139,27 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         samples: Tensor | None = None,
-        loss_scale: Tensor | None = None,
+        loss_factor: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """[B, T/cp] token ids -> [B, T/cp, V/tp] logits; between stages [B, T/cp, D], with sequence parallel 1/tp of T.
 
         Args:
             samples: [B] global sample index of each row, for dropout in training.
-            loss_scale: [B], equal numbers: the factor of the loss's sum over tokens, for the balance losses of experts
-                in training.
+            loss_factor: [B], `Run.loss_factor` in each row, for the balance losses of experts in training.
             mask: [B, T] bool, False for padding, which goes to no expert; None: no padding.
         """
+        # x has T / shards tokens: cp shards every sequence, and sequence parallel the hidden states between stages
         shards = self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
         length = x.shape[1] * shards
-        tokens = self.tokens(length, x.device)
+        positions = self.positions(length, x.device)
         if self.first:
             if length > self.config.seq_len:
                 raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
             x = self.embedding(x)
-            x = self.position(x, tokens) if self.config.positions == "learned" else x
-            x = self.dropout(x, samples, tokens)
-        for block, arguments in self.calls(length, tokens, x.dtype, x.device, samples, loss_scale, mask):
+            x = self.position(x, positions) if self.config.positions == "learned" else x
+            x = self.dropout(x, samples, positions)
+        for block, arguments in self.calls(length, positions, x.dtype, x.device, samples, loss_factor, mask):
             x = block(x, **arguments)
         return self.head(self.norm(x)) if self.last else x
 
@@ -168,22 +171,22 @@ class GPT(nn.Module):
     def calls(
         self,
         length: int,
-        tokens: Tensor | None,
+        positions: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
         samples: Tensor | None = None,
-        loss_scale: Tensor | None = None,
+        loss_factor: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-        """Each block of this stage, with its keyword arguments for `tokens` of sequences of this length."""
-        arguments: dict[str, Any] = {"samples": samples, "tokens": tokens}
+        """Yield each block of this stage with its keyword arguments, for tokens at `positions` of the sequence."""
+        arguments: dict[str, Any] = {"samples": samples, "tokens": positions}
         if self.rope is not None:
-            where = torch.arange(length, device=device) if tokens is None else tokens
+            where = torch.arange(length, device=device) if positions is None else positions
             arguments["rotary"] = self.rope(where, torch.promote_types(dtype, torch.float32))
-        routing = {"samples": samples, "loss_scale": loss_scale, "mask": mask, "positions": tokens}
+        routing = {"samples": samples, "loss_scale": loss_factor, "mask": mask, "positions": positions}
         for i, block in self.blocks.items():
             yield block, arguments | {"mlp_arguments": routing if self.config.has_experts(int(i)) else None}
 
-    def tokens(self, length: int, device: torch.device) -> Tensor | None:
-        """Positions of this rank's tokens in sequences of this length; None: all of them."""
+    def positions(self, length: int, device: torch.device) -> Tensor | None:
+        """Return the positions of this rank's tokens in sequences of this length; None: the rank has all of them."""
         return None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, device)

@@ -1,4 +1,4 @@
-"""What one rank of a pretraining run would hold and send, for the planners of mpcore.
+"""Tell the planners of mpcore what one rank of a pretraining run would hold and send.
 
 python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
 python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
@@ -31,12 +31,11 @@ from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
 from mpcore.analysis.dry_run import Work
 from mpcore.parallel.local_updates import OUTER_SLOTS
-from mpcore.pipeline.partition import join_stages
 from mpcore.training import lay_out
 
 
 def build(mesh: Mesh, arguments: list[str]) -> Work:
-    """This rank's part of a run with these flags of `examples.gpt.pretrain`; the vocabulary is the preset's."""
+    """Build this rank's part of a run with these flags of `examples.gpt.pretrain`. The preset gives the vocabulary."""
     args = parse(arguments)
     levels = mesh.cp.levels
     there = {name: getattr(mesh, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
@@ -64,8 +63,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     stages = build_stages(config, mesh, blocks, ranks, **options)
     layers = [block for stage in stages for block in stage.blocks.values()]
     told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "local_updates")}
-    whole = stages[0] if len(stages) == 1 else join_stages(stages)
-    lay_out(stages, mesh, whole=whole, blocks=layers, seed=args.seed, initialize=False, **told)
+    lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
     ids = (args.micro_batch, config.seq_len // mesh.cp.size)
 
     def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
@@ -96,7 +94,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         loss,
         optimizer,
         autocast=half,
-        # none for blocks that differ, nor for full recomputation once for each group of weights of a split backward
+        # no formula covers blocks that differ, nor full recomputation with a split backward
         theory={} if unknown else theory(stages, config, mesh, args, micro_batches),
     )
 
@@ -104,13 +102,13 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
 def theory(
     stages: list[GPT], config: GPTConfig, mesh: Mesh, args: argparse.Namespace, micro_batches: int
 ) -> dict[tuple[str, str], int]:
-    """Bytes over tp of a dense model: the blocks', the embedding's, the head's of its input's gradient, the loss's."""
+    """Return the bytes that a dense model sends over tp: blocks, embedding, the head's input gradient, and loss."""
     if mesh.tp.size == 1 or config.moe is not None:
         return {}
     width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
     tokens = args.micro_batch * config.seq_len // mesh.cp.size
     size = tokens * config.d_model * width
-    stats = tokens * 4 * max(width, 4)  # four numbers of each token in the loss
+    stats = tokens * 4 * max(width, 4)  # the loss gathers four numbers a token
     about: dict[str, Any] = {"recompute": args.recompute if args.recompute == "full" else "none"}
     about["dropout"] = config.dropout > 0
     if config.latent is not None:

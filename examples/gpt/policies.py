@@ -15,10 +15,10 @@ from mpcore import Compile, LocalUpdates, Offload, Precision, Recompute, Zero
 
 
 def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
-    """What `prepare` is told beside the model, the loss and the optimizer."""
+    """Return the policies of `prepare` that the flags ask for."""
     kind, budget = recompute_kind(args.recompute)
     if budget is None:
-        recompute = Recompute(kind, preserve_rng_state=False)  # the layers' dropout needs no generator
+        recompute = Recompute(kind, preserve_rng_state=False)  # the layers' dropout draws from no generator of torch
     else:
         calls = {block: call for stage in stages for block, call in block_calls(stage, args).items()}
         recompute = Recompute(budget=budget, example=calls.__getitem__, preserve_rng_state=False)
@@ -33,22 +33,22 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
 
 
 def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[tuple[Tensor], dict[str, Any]]]:
-    """What each block of a stage is called with, on "meta"."""
+    """Return the arguments of each block of a stage, on "meta"."""
     x = hidden(stage, args, "meta").requires_grad_()
-    tokens = stage.tokens(stage.config.seq_len, x.device)
-    calls = stage.calls(stage.config.seq_len, tokens, x.dtype, x.device, **keywords(stage, args, "meta"))
+    positions = stage.positions(stage.config.seq_len, x.device)
+    calls = stage.calls(stage.config.seq_len, positions, x.dtype, x.device, **keywords(stage, args, "meta"))
     return {block: ((x,), arguments) for block, arguments in calls}
 
 
 def hidden(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> Tensor:
-    """The hidden states of a micro-batch on this rank, which a block takes and returns."""
+    """Return empty hidden states of a micro-batch on this rank, as a block takes and returns them."""
     length = stage.config.seq_len // stage.cp.size // (stage.tp.size if stage.sequence_parallel else 1)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     return torch.empty(args.micro_batch, length, stage.config.d_model, dtype=dtype, device=device)
 
 
 def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[str, Tensor]:
-    """The arguments of a stage beside its first one."""
+    """Return the keyword arguments of a stage."""
     samples = torch.empty(args.micro_batch, dtype=torch.int64, device=device)
-    scale = {"loss_scale": torch.empty_like(samples, dtype=torch.float64)}
-    return {"samples": samples} | (scale if stage.config.moe is not None else {})
+    factor = {"loss_factor": torch.empty_like(samples, dtype=torch.float64)}
+    return {"samples": samples} | (factor if stage.config.moe is not None else {})

@@ -22,13 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 when all is done, 75 after a signal made it save; else it exits."""
     args = parse(argv)
     if not dist.is_initialized():
-        record()  # what a watchdog explains hangs with
+        record()  # collectives, so that a watchdog can explain a hang
     stopped = False
     try:
         if not 0 < args.timeout < math.inf:
             raise ValueError(f"--timeout {args.timeout} s is no number above 0")
         sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
-        limit = args.timeout + 15  # the watchdog comes first: it knows more
+        limit = args.timeout + 15  # the watchdog comes first, because it can say more
         on = {"device_type": args.device, "workers": args.workers}
         mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
         with ExitStack() as stack:
@@ -49,5 +49,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # to look through all that was imported held a rank up for 0.2 s, and all that wait for it
+    gc.freeze()  # a collection over all imported modules would hold up a rank for 0.2 s, and the ranks that wait for it
     leave(main())

@@ -1,4 +1,4 @@
-"""What a run of `examples.gpt.pretrain` leaves in its folder: metrics, the loss curve, the trace of a step."""
+"""Write the files in a run's folder: metrics, the loss curve, the trace of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 
 def plot_losses(records: list[dict], path: Path) -> None:
-    """Training and validation loss over the tokens seen."""
+    """Plot the training and validation loss over the tokens seen."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -38,7 +38,7 @@ def plot_losses(records: list[dict], path: Path) -> None:
 
 
 def read_records(path: Path, steps: int) -> list[dict]:
-    """What an earlier run wrote of its first `steps` steps."""
+    """Read the records that an earlier run wrote of its first `steps` steps."""
     if steps == 0 or not path.is_file():
         return []
     records = []
@@ -51,7 +51,7 @@ def read_records(path: Path, steps: int) -> list[dict]:
 
 
 def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
-    """The plan and the run of a step side by side, in the same colours, and the run as a Chrome trace."""
+    """Draw the plan and the run of a step in the same colours, and write the run as a Chrome trace."""
     proof = prove(plan)
     with whole(out / "plan.png") as part:
         draw(proof.spans, part, title=plan_title(plan, proof))
@@ -66,7 +66,7 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a run's folder against a second run, which would mix its files with ours.
+    """Lock a run's folder, so that no second run mixes its files with ours.
 
     Raises:
         ValueError: if another process holds it.
@@ -76,20 +76,20 @@ def locked(out: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out {out} is in use by another run: wait for its end, or take another") from None
-        except OSError:  # a file system without locks: nobody is held off
+        except OSError:  # the file system has no locks: a second run isn't refused
             pass
         yield
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one piece: never half of it."""
+    """Write a file whole or not at all."""
     with whole(path) as part:
         part.write_text(text)
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Write to what this gives: it becomes `path` where that ends well, and is gone where it doesn't."""
+    """Give a temporary path to write to. It becomes `path` if the block succeeds, and is removed if it fails."""
     part = path.with_name(f"{path.stem}.tmp{path.suffix}")
     try:
         yield part

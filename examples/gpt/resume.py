@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, and the first weights where it doesn't."""
+"""Refuse checkpoints of other runs, and load the weights of a checkpoint into a new run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 
 
 def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun_elsewhere: bool) -> ValueError | None:
-    """Why a run can't go on from a checkpoint; None too where it can't be read, of which `load` tells.
+    """Return why a run can't resume from a checkpoint, or None. `load` refuses a checkpoint that can't be read.
 
     Args:
         path: the checkpoint.
-        about: what must be the same there.
-        seed, dtype: of the run.
+        about: the facts of this run that must be the same in the checkpoint.
+        seed, dtype: those of this run.
         begun_elsewhere: whether the flags name a model to begin with.
     """
     try:
@@ -47,11 +47,11 @@ def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun
 
 
 def left_behind(path: Path, newest: Path | None) -> ValueError | None:
-    """Why a run can't go on here from a checkpoint: `auto` and restarts would go on from a later one instead."""
+    """Return why a run can't resume from a checkpoint that isn't the newest: `auto` and restarts would take another."""
     try:
         if newest is None or read_manifest(newest).step <= read_manifest(path).step:
             return None
-    except (ValueError, OSError):  # of which `load` tells
+    except (ValueError, OSError):  # which `load` reports
         return None
     return ValueError(
         f"--resume {path} leaves behind what was trained after it, up to {newest}, from which restarts and "
@@ -60,7 +60,7 @@ def left_behind(path: Path, newest: Path | None) -> ValueError | None:
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
-    """The fields in which two configs differ, each with both values."""
+    """List the fields in which two configs differ, each with both values."""
     found = []
     for name in dict.fromkeys([*here, *there]):
         a, b = there.get(name), here.get(name)
@@ -73,7 +73,7 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "
 
 
 def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
-    """Load the weights of a checkpoint; a router's bias and statistics begin anew where the checkpoint has none.
+    """Load the weights of a checkpoint. If it has no bias or statistics of routers, these keep their first values.
 
     Raises:
         ValueError: as `load`.
@@ -85,7 +85,7 @@ def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
 
 
 def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:
-    """Why weights of a checkpoint can't be those of a run: they are float64 for --dtype float64, else float32."""
+    """Return why a checkpoint's dtype doesn't fit: weights are float64 with --dtype float64, else float32."""
     found = {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("model/")}
     if dtype == "float64" and "F64" not in found and "F32" in found:
         return ValueError(f"{path} has float32 weights: --dtype float32 goes on from it, not float64")

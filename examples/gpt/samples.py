@@ -37,7 +37,7 @@ class Samples:
         raise NotImplementedError
 
     def sample(self, index: int) -> np.ndarray:
-        """int64 [seq_len + 1], of any index from 0 on."""
+        """Read the tokens of a sample, int64 [seq_len + 1], for any index from 0."""
         raise NotImplementedError
 
     def batch(self, indices: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +185,7 @@ def _mix(x: Any) -> Any:
 
 
 def split_documents(num_documents: int, held_out: float = 0.05, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Split documents into training and validation by a hash of each id: a corpus that grows moves none across.
+    """Split documents into training and validation by a hash of each id. When a corpus grows, no document changes side.
 
     Args:
         num_documents: number of documents, at least 1.
@@ -233,8 +233,8 @@ def split_samples(
 ) -> tuple[TokenSamples, TokenSamples | None]:
     """Make training and held-out samples, with no token in both; `split_documents` chooses the documents of each.
 
-    The seed draws only the order, so a run with another seed holds out the same documents. Of a single document the
-    end is held out: a twentieth of it, and at least one sample.
+    The seed draws only the order, so a run with another seed holds out the same documents. If there is one document,
+    its end is held out: a twentieth of it, and at least one sample.
 
     Args:
         dataset: the documents.

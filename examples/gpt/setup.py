@@ -1,4 +1,4 @@
-"""What a run knows before its model is built: data, tokenizer, configuration, schedule. All is checked here."""
+"""Read and check the data, the tokenizer, the configuration and the schedule, before the model is built."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpcore import Mesh
 from mpcore.checkpoint import inspect
 from mpcore.fault_tolerance.versions import code_versions
 from mpcore.interop.hugging_face import Carried
-from mpcore.mesh import check_same, raise_together
+from mpcore.mesh import check_same, raising_together
 from mpcore.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of.
+    """The parts of a run that exist before its model.
 
     Attributes:
-        tokenizer, carried: the tokenizer, and the files that go along with checkpoints.
-        config: the model.
-        corpus: what the data is, by flag.
-        train, held_out: the samples; none is held out where nothing is evaluated.
-        micro_batches: of a step, on each rank.
+        tokenizer, carried: the tokenizer, and the files that are saved beside each checkpoint.
+        config: the model's configuration.
+        corpus: the facts of the data, by flag.
+        train, held_out: the samples; without evaluation `held_out` is None.
+        micro_batches: their number in a step, on each rank.
         plan, blocks: the pipeline schedule, and the blocks of each stage.
     """
 
@@ -48,14 +48,13 @@ class Setup:
 
 
 def set_up(args: argparse.Namespace, mesh: Mesh) -> Setup:
-    """Read and check what the flags name.
+    """Read and check the files and sizes that the flags name.
 
     Raises:
         ValueError: on every rank, if something can't be read, doesn't fit, or differs between ranks.
     """
     check_same("code", code_versions(Path(__file__).parent))
-    made, data, error = None, None, None
-    try:
+    with raising_together((ValueError, OSError)):
         tokenizer = find_tokenizer(args)
         carried = find_carried(args, tokenizer)
         prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
@@ -69,18 +68,13 @@ def set_up(args: argparse.Namespace, mesh: Mesh) -> Setup:
         data.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
         train, held_out = data.split(config.seq_len, seed=args.seed, evaluate=args.eval_every > 0)
         made = Setup(tokenizer, carried, config, data.about, train, held_out, micro_batches, plan, blocks)
-    except (ValueError, OSError) as problem:
-        error = problem
-    raise_together(error)
-    assert made is not None
-    assert data is not None
     check_same("configuration", {**{flag(name): value for name, value in vars(args).items()}, **made.corpus})
     check_same("data", data.files)
     return made
 
 
 def about(setup: Setup, optimizer: str) -> dict[str, Any]:
-    """What must not change between a checkpoint and the run that goes on from it."""
+    """Return what must not change between a checkpoint and the run that resumes from it."""
     return {
         "model": dataclasses.asdict(setup.config),
         "corpus": setup.corpus,

@@ -11,7 +11,7 @@ from mpcore import Axis, Mesh
 
 
 def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: Sequence[int], **options) -> list[GPT]:
-    """Build this rank's pipeline stages of a GPT, lowest first; a rank may hold several.
+    """Build this rank's pipeline stages of a GPT, lowest first. A rank may hold several.
 
     Args:
         config, mesh, options: as in `GPT`.
@@ -19,7 +19,7 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
         ranks: the pipeline rank of each stage.
 
     Returns:
-        The stages; `mpcore.pipeline.partition.join_stages` makes one module of them to materialize.
+        The stages, for `mpcore.prepare`.
 
     Raises:
         ValueError: if embeddings are tied between ranks other than the first and the last.
@@ -29,7 +29,7 @@ def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: 
         raise ValueError(
             f"tied embeddings on the pipeline ranks {ranks[0]} and {ranks[-1]}: only 0 and {mesh.pp.size - 1} sum them"
         )
-    if one_rank:  # the first and the last stage share one table: no gradient is summed between ranks
+    if one_rank:  # the first and the last stage share one table, so no gradient is summed between ranks
         mesh = dataclasses.replace(mesh, ends=Axis(role="ends"))
     mine = [held for held, rank in zip(blocks, ranks, strict=True) if rank == mesh.pp.rank]
     stages = [GPT(config, mesh, blocks=held, **options) for held in mine]

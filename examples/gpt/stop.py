@@ -1,4 +1,4 @@
-"""When a run stops before its end: on a signal to any rank, agreed on by all."""
+"""Stop a run before its end, on all ranks alike, after a signal to any rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpcore.fault_tolerance.signals import StopSignals
 
 
 class Stop:
-    """Whether to stop after a step.
+    """Decides whether to stop after a step.
 
     Attributes:
-        signals: what catches signals, once somebody has begun to.
-        stopped: whether a stop was agreed on.
+        signals: catches signals; None before somebody sets it.
+        stopped: whether the ranks have agreed to stop.
     """
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
@@ -30,12 +30,12 @@ class Stop:
         self.asked = True
 
     def after_step(self) -> bool:
-        """Whether any rank was asked to stop; tells of a save in the background that failed on any.
+        """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
 
-        Workers hear of each other at the last step before a merge, which would wait for one that has left.
+        Workers ask each other in the last step before a merge, because a merge waits for every worker.
         """
         asked = self.asked or (self.signals is not None and self.signals.asked)
-        flags = torch.tensor([int(asked), int(self.checkpoints.failed)])  # on the host, which needn't wait then
+        flags = torch.tensor([int(asked), int(self.checkpoints.failed)])  # on the host: nothing waits for the device
         stop, failed = (bool(flag) for flag in all_reduce(flags, self.run.mesh.world, "max").tolist())
         if failed:
             self.checkpoints.tell_failed()
@@ -43,15 +43,15 @@ class Stop:
         return self.stopped
 
     def tell_workers(self) -> None:
-        """Tell the other workers of a stop before they wait for this one in a merge."""
+        """Tell the other workers that this one stops, before they wait for it in a merge."""
         if self.stopped and self.run.workers is not None and not self._before_merge():
-            with suppress(RuntimeError):  # of workers that have reached their end
+            with suppress(RuntimeError):  # other workers may have reached their end
                 self._any_worker(True)
 
     def _before_merge(self) -> bool:
         return self.run.workers is not None and self.run.workers.due(self.run.step + 1) is not None
 
     def _any_worker(self, stop: bool) -> bool:
-        """Whether any worker stops: each asks once between two merges."""
+        """Return whether any worker stops. Each worker asks once between two merges."""
         mesh = self.run.mesh
         return bool(all_reduce(torch.tensor(int(stop), device=mesh.device), mesh.workers, "max"))

@@ -1,4 +1,4 @@
-"""The training loop of the example, in the order in which it happens."""
+"""The training loop of the example. `examples/own_model.py` is the same in a hundred lines: read it first."""
 
 from __future__ import annotations
 
@@ -52,33 +52,33 @@ class Trainer:
         self.model = self.run.model
         self.console = Console(mesh, self.out)
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
-        self.checkpoints.begin()  # from a checkpoint, from other weights, or from the first values
+        self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
     def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, Tensor]:
-        """These samples' tokens, targets and global indices; of each sequence this rank's part over cp."""
+        """Return tokens, targets and global indices of these samples: this rank's part of each sequence over cp."""
         tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in samples.batch(indices))
         return tuple(self.to_device(t) for t in (tokens, targets, torch.tensor(list(indices))))  # type: ignore[return-value]
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Copy to this rank's device; the host doesn't wait for it."""
+        """Copy to this rank's device. The host doesn't wait for the copy."""
         return x.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device_type == "cuda" else x
 
     def share(self, step: int) -> range:
-        """Global indices of this rank's samples of a step: they depend on the step alone."""
+        """Return the global indices of this rank's samples of a step. They depend on the step alone."""
         first, mine = self.checkpoints.sample(step), self.run.share(self.args.global_batch)
         return range(first + mine.start, first + mine.stop)
 
     def step(self) -> dict[str, Any]:
-        """Train one step. Returns the loss before it, the gradient norm, the learning rate, the experts' loads."""
+        """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
         step, lr = self.run.step, learning_rate(self.args, self.run.step)
         with self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext():
             tokens, targets, samples = self.batch(self.train_samples, self.share(step))
         arguments = {"samples": samples}
         count = self.run.count_tokens(targets)
-        if self.config.moe is not None:  # for the balance loss, which the layers add themselves
-            arguments["loss_scale"] = self.run.loss_factor(count).repeat(len(samples))
+        if self.config.moe is not None:  # the layers add the balance loss of the experts themselves
+            arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(samples))
         self.run.forward_backward(tokens, targets, tokens=count, **arguments)
         self.run.clip_gradients(self.args.clip)
         result = self.run.optimizer_step(lr=lr)
@@ -90,7 +90,7 @@ class Trainer:
         return entry
 
     def evaluate(self) -> float:
-        """Mean loss over the first held-out samples, the same for every layout."""
+        """Return the mean loss over the first held-out samples, the same for every layout."""
         if self.held_out is None:
             raise ValueError("the held-out part has no sample: --eval-every above 0 says why")
         samples, dp = max(min(self.args.eval_samples, len(self.held_out)), 1), self.mesh.dp
@@ -101,7 +101,7 @@ class Trainer:
         return self.run.evaluate(batches)
 
     def train(self) -> bool:
-        """Train all steps that are left. Returns whether a signal stopped the run."""
+        """Train all steps that are left. Return whether a signal stopped the run."""
         args, console, checkpoints = self.args, self.console, self.checkpoints
         with checkpoints.folder() as records:
             console.begin(self, records)
@@ -135,12 +135,12 @@ class Trainer:
         return False
 
     def sample_text(self) -> str:
-        """A sample for people; a tokenizer that fails at it, on all ranks alike, ends no run that is done."""
+        """Generate a sample of text. A tokenizer that fails, on all ranks alike, doesn't fail the finished run."""
         tokenizer = self.setup.tokenizer
         try:
             with self.run.evaluating():
                 return generate(self.stages[-1], self.run.pipeline, self.mesh, tokenizer, "def ", seed=self.args.seed)
-        except RuntimeError:  # of this rank alone perhaps: the others wait for it
+        except RuntimeError:  # perhaps on this rank alone, and the others wait for it
             raise
-        except Exception as error:  # the tokenizers' library has no narrower class
+        except Exception as error:  # the tokenizers library raises no narrower class
             return f"none: {error}"

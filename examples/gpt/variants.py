@@ -1,4 +1,4 @@
-"""What a block may have in place of plain attention and a dense MLP: latent attention, and a mixture of experts."""
+"""Layers that replace attention and the dense MLP of a block: latent attention, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def latent_attention(
 
 
 def mixture_of_experts(c: GPTConfig, moe: MoEConfig, layout: Layout) -> ParallelMoE:
-    """Build a mixture of experts, which lie on the axes ep and etp of the mesh."""
+    """Build a mixture of experts, sharded over the axes ep and etp of the mesh."""
     own = ("experts", "d_ff", "every", "dense")
     routing = {name: value for name, value in dataclasses.asdict(moe).items() if name not in own}
     mesh = layout.mesh

@@ -152,7 +152,7 @@ def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
         over = " and ".join(f"{axis.name} ({axis.size} ranks)" for axis in axes)
         raise ValueError(
             f"the gradient of {name} is this rank's term of a sum over {over}: call mpcore.reduce_gradients(model) "
-            f"after the last backward"
+            f"after the last backward; with mpcore.prepare call run.optimizer_step(), which does it"
         )
 
 

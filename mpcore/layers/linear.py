@@ -74,10 +74,13 @@ class ParallelLinear(ParallelModule):
         for shard in sharding.shards:
             for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
                 if edge % BLOCK and edge != sharding.shape[shard.dim]:
-                    axis = shard.axis
+                    axis, step = shard.axis, BLOCK * shard.axis.size
+                    parts = (shard.dim == 0 and sharding.blocks) or (sharding.shape[shard.dim],)
+                    found, wanted = (" + ".join(map(str, w)) for w in (parts, [-(-n // step) * step for n in parts]))
                     raise ValueError(
                         f"{name} is cut over {axis.name} {axis.size} at feature {edge}, which is no multiple of "
-                        f"{BLOCK}, the block of FP8: take a smaller {axis.name}, or don't convert this layer"
+                        f"{BLOCK}, the block of FP8: take {wanted} features instead of {found}, a smaller {axis.name}, "
+                        f"or don't convert this layer"
                     )
 
 

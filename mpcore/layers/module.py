@@ -16,7 +16,7 @@ from mpcore.sharding.declare import Shard, Sharding
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""
-Blocks = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
+Blocks = Iterable[nn.Module] | Mapping[Any, nn.Module] | nn.ModuleDict
 """Submodules that a caller names, such as the transformer blocks of a model."""
 
 
@@ -75,9 +75,11 @@ def listed(blocks: Blocks) -> list[nn.Module]:
         ValueError: for anything else.
     """
     held: Any = blocks.values() if isinstance(blocks, Mapping | nn.ModuleDict) else blocks
-    found: list[Any] = list(held) if isinstance(held, Iterable) else [None]
-    if not all(isinstance(block, nn.Module) for block in found):
-        raise ValueError(f"blocks is a {type(blocks).__name__}: give a list of the model's submodules, as model.layers")
+    found: list[Any] = list(held) if isinstance(held, Iterable) else []
+    other = next((f"holds a {type(block).__name__}" for block in found if not isinstance(block, nn.Module)), None)
+    if other or not isinstance(held, Iterable):
+        is_ = other or f"is a {type(blocks).__name__}"
+        raise ValueError(f"blocks {is_}: give a list of the model's submodules, as model.layers")
     return found
 
 

@@ -4,7 +4,7 @@
 Stands on torch.distributed alone. Open `axis.py` first: `Axis` and `Mesh` are what all other packages pass around.
 """
 
-from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.agreement import check_same, raise_together, raising_together
 from mpcore.mesh.axis import Axis, Mesh, check_axis, check_mesh
 from mpcore.mesh.build import build_mesh, choose_device
 from mpcore.mesh.layout import divisors, layout_table, mesh_ranks, mesh_shape
@@ -24,4 +24,5 @@ __all__ = [
     "mesh_ranks",
     "mesh_shape",
     "raise_together",
+    "raising_together",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -50,6 +51,24 @@ def raise_together(error: Exception | None) -> None:
         ValueError: on every rank, with the message of the first rank that failed.
     """
     exchange(error, None, dist.group.WORLD if dist.is_initialized() and dist.get_backend() != "fake" else None)
+
+
+@contextmanager
+def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Run a block on every rank of the job. What it raises on one rank is raised on all of them, at its end.
+
+    Args:
+        kinds: the exceptions to hold until then. Others are raised on their rank at once.
+
+    Raises:
+        ValueError: as `raise_together`.
+    """
+    error = None
+    try:
+        yield
+    except kinds as problem:
+        error = problem
+    raise_together(error)
 
 
 def exchange(error: Exception | None, value: T, group: dist.ProcessGroup | None) -> list[T]:

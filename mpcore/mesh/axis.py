@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mpcore.mesh.layout import layout_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Axis:
     """One axis of the mesh, as one rank sees it. `Axis()` is the axis of size 1: no group, no communication.
 
@@ -48,6 +48,9 @@ class Axis:
             # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
             object.__setattr__(self, "group_name", self.group.group_name)
 
+    def __repr__(self) -> str:
+        return f"Axis({self.name}: rank {self.rank} of {self.size})"
+
     @property
     def key(self) -> tuple[object, ...]:
         """What tells this axis from others: its group; without one its role, size and rank."""
@@ -73,7 +76,7 @@ class Axis:
         return vars(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mesh:
     """The axes of one rank. Make it with `build_mesh`; several may live in one process.
 
@@ -108,6 +111,9 @@ class Mesh:
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
     made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={axis.size}' for name, axis in self.axes.items() if axis.size > 1)})"
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}

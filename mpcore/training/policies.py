@@ -1,4 +1,4 @@
-"""What `prepare` is told about a run: frozen policies, one for each concern, checked when they are made."""
+"""The policies of `prepare`: frozen objects, one for each concern, checked when they are made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.layout import divisors
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES |= {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECOMPUTE_KINDS = ("none", "selective", "full")
 
 
@@ -51,10 +51,10 @@ class Precision:
     """Compute in a dtype: autocast for half precision, a loss scale for float16, FP8 products in the blocks.
 
     Args:
-        dtype: "float64", "float32", "bfloat16" or "float16", or torch's. Parameters keep the dtype that they are built
-            in; with half precision they are float32, and so are their gradients.
+        dtype: "float64", "float32", "bfloat16" or "float16", as "bf16", or torch's. Parameters keep the dtype that
+            they are built in. With half precision build them in float32, which their gradients get, too.
         fp8: the linear layers of the blocks multiply in FP8 (e4m3, a scale for each 128 elements).
-        first_loss_scale: of float16, which halves it at an overflow and doubles it after 2,000 good steps.
+        first_loss_scale: the first loss scale of float16: halved at an overflow, doubled after 2,000 good steps.
 
     Raises:
         ValueError: for another dtype.
@@ -70,7 +70,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in (*DTYPES, *DTYPES.values()):
-            raise ValueError(f"precision {self.dtype!r} is none of {', '.join(DTYPES)}")
+            known = f"{', '.join(DTYPES)}; for FP8 write Precision('bfloat16', fp8=True)"
+            raise ValueError(f"precision {self.dtype!r} is none of {known}")
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -84,11 +85,11 @@ class Recompute:
     """Compute activations of the blocks again in backward instead of keeping them.
 
     Args:
-        kind: "none"; "selective" keeps the products of matrices; "full" keeps each block's input alone.
-        every: only each n-th block.
-        budget: instead of a kind: the share of their activations' bytes that the blocks may keep, in (0, 1].
+        kind: "none"; "selective" keeps the results of matrix products; "full" keeps each block's input alone.
+        every: recompute only every n-th block.
+        budget: replaces `kind`: the share of their activations' bytes that the blocks may keep, in (0, 1].
         example: with `budget`, `example(block)` returns `(args, kwargs)` of its call; tensors may be on "meta".
-        preserve_rng_state: of torch's generators, for blocks that draw from them. mpcore's layers don't.
+        preserve_rng_state: rewind torch's generators, for blocks that draw from them. mpcore's layers don't.
 
     Raises:
         ValueError: if the kind is unknown, the budget is outside (0, 1], or comes without an example.
@@ -115,7 +116,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Offload:
-    """Keep in the host's memory until it is needed.
+    """Keep state, activations or parameters in the host's memory until they are needed.
 
     Args:
         optimizer: the optimizer's state; its step runs on the host.
@@ -134,13 +135,13 @@ class Offload:
 
 @dataclass(frozen=True)
 class Compile:
-    """Run each block as torch.compile makes it.
+    """Compile each block with torch.compile.
 
     Args:
         backend: one of `torch.compiler.list_backends(())`.
 
     Raises:
-        ValueError: for another.
+        ValueError: for another backend.
 
     Example:
         >>> Compile("aot_eager").backend
@@ -157,12 +158,12 @@ class Compile:
 
 @dataclass(frozen=True)
 class LocalUpdates:
-    """Train the workers of `build_mesh(workers=...)` on their own, and merge them every so many steps (DiLoCo).
+    """Train the workers of `build_mesh(workers=...)` separately, and merge their parameters from time to time (DiLoCo).
 
     Args:
         every: steps between two merges of a parameter.
-        lr, momentum, nesterov: of the outer step; lr 1 and momentum 0 average the parameters (Local SGD).
-        fragments: merge so many parts of the model in turn.
+        lr, momentum, nesterov: of the outer optimizer, which merges; lr 1 and momentum 0 average (Local SGD).
+        fragments: split the model in so many parts, and merge them in turn.
 
     Raises:
         ValueError: if a number is out of range.
@@ -185,12 +186,20 @@ class LocalUpdates:
             raise ValueError(f"the outer lr {self.lr} is not above 0, or its momentum {self.momentum} not in [0, 1)")
 
 
-def check_policies(mesh: Mesh, zero: Zero, offload: Offload, local: LocalUpdates | None, splits_backward: bool) -> None:
-    """Refuse policies that don't go together, or not with the mesh.
+POLICIES: dict[str, tuple[type, str]] = {
+    "data": (Zero, "Zero(3)"),
+    "offload": (Offload, "Offload(optimizer=True)"),
+    "compile": (Compile, "Compile()"),
+    "local_updates": (LocalUpdates, "LocalUpdates(every=100)"),
+}
 
-    Raises:
-        ValueError: with both and the way out.
-    """
+
+def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
+    """Refuse what is no policy, and policies that don't go together, or not with the mesh or its schedule."""
+    for name, (kind, example) in POLICIES.items():
+        if not isinstance(given[name], kind) and (given[name] is not None or name in ("data", "offload")):
+            raise ValueError(f"{name} is {given[name]!r}, which is no {kind.__name__}: write {name}={example}")
+    zero, offload, local = given["data"], given["offload"], given["local_updates"]
     data = mesh.data.size
     if zero.replicate > 1 and (zero.stage == 0 or data % zero.replicate or zero.replicate == data):
         raise ValueError(
@@ -207,8 +216,8 @@ def check_policies(mesh: Mesh, zero: Zero, offload: Offload, local: LocalUpdates
             "Offload(parameters=True) with a schedule that splits backward, whose second half doesn't say which block "
             "it is at: take 1f1b or interleaved"
         )
-    if mesh.workers.size > 1 and local is None:
+    if (mesh.workers.size > 1) != (local is not None):
         raise ValueError(
-            f"the mesh has {mesh.workers.size} workers, and nothing says when they merge: give "
-            f"local_updates=LocalUpdates(every=100), or build_mesh(workers=1)"
+            f"build_mesh(workers={mesh.workers.size}) with local_updates={local}: several workers need "
+            f"LocalUpdates(every=100), which says when they merge; one worker has nobody to merge with"
         )

@@ -2,11 +2,11 @@
 
 The order, and why each step comes where it does:
 
- 1. initialize     draws each parameter by (seed, full name); sharding over data must find the values there
+ 1. initialize     draws each parameter by (seed, full name); data parallelism then shards the values
  2. FP8            changes how linear layers multiply, which recompute counts and compile sees
  3. recompute      wraps the forward of blocks, inside the hooks of data parallelism
  4. data parallel  replaces parameters by shards; whatever holds parameters comes afterwards
- 5. compile        makes the forward of blocks, with recompute inside and the hooks of data parallelism outside
+ 5. compile        compiles the forward of blocks, with recompute inside and the hooks of data parallelism outside
  6. optimizer      holds the parameters that are stepped
  7. main gradients accumulate in float32 where data parallelism doesn't, for optimizers that read them
  8. guard, offload of its state, local updates: each wraps the optimizer
@@ -18,41 +18,29 @@ The order, and why each step comes where it does:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpcore.gradients.accumulate import main_gradients
-from mpcore.gradients.guard import guard_optimizer
+from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
-from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.agreement import check_same, exchange, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
+from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
+from mpcore.parallel import recompute as recompute_blocks
 from mpcore.parallel.compile import compile_blocks
-from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.local_updates import DiLoCo
-from mpcore.parallel.offload import offload_optimizer, offload_parameters
-from mpcore.parallel.precision import convert_to_fp8
-from mpcore.parallel.recompute import recompute as recompute_blocks
 from mpcore.pipeline.engine import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.local import is_dtensor
-from mpcore.training.policies import (
-    Compile,
-    LocalUpdates,
-    Offload,
-    Precision,
-    Recompute,
-    Zero,
-    check_policies,
-)
+from mpcore.training.loss_check import Loss
+from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
-
-Loss = Callable[[Any, Tensor], Tensor]
 
 
 def prepare(
@@ -63,7 +51,7 @@ def prepare(
     loss: Loss,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     seed: int = 0,
-    initialize: bool = True,
+    initialize: bool | None = None,
     micro_batches: int = 1,
     schedule: str | Schedule = "1f1b",
     data: Zero = Zero(),
@@ -76,26 +64,23 @@ def prepare(
 ) -> Run:
     """Lay a model out on a mesh, make its optimizer, and return what a training loop calls.
 
-    It has more than ten parameters because it is the one place that knows the order of all that they ask for; each
-    policy is one frozen object, and every one but `blocks`, `loss` and `optimizer` has a default.
-
     Args:
-        model: the model, on "meta" or not; with pp > 1 this rank's stage of it, or its stages, lowest first.
-        mesh: of `build_mesh`, the one that the model's layers were made with.
+        model: the model; with pp > 1 this rank's stage of it, or its stages, lowest first.
+        mesh: the mesh of `build_mesh` whose axes the model's layers were built with.
         blocks: the transformer blocks in the order of forward: the units of ZeRO, recompute, FP8, offload and compile.
             With pp > 1 and fragments of local updates, `{number in the whole model: block}`.
         loss: `loss(output, target)`, the SUM over the tokens of a micro-batch. Never divide it: the run divides once,
-            by the tokens of the whole step on all ranks.
-        optimizer: makes the optimizer of the prepared model, such as `lambda model: AdamW(model, lr=3e-4)` or
+            by the tokens of the whole step on all ranks. The first step calls it once more, to refuse a mean.
+        optimizer: called with the prepared model, returns its optimizer: `lambda model: AdamW(model, lr=3e-4)` or
             `lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)`.
-        seed: of parameters and dropout.
-        initialize: draw the parameters anew. False keeps the values that they have, as of a pretrained model.
+        seed: seeds parameters and dropout.
+        initialize: None draws a model on "meta", and refuses one that has values: say True to draw them anew, by
+            (seed, full name) and so alike on every layout, or False to keep them, as of a pretrained model.
         micro_batches: how many a step has on each rank. Gradients accumulate over them.
-        schedule: of the pipeline: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
+        schedule: the pipeline's: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
         data: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
-        precision: a `Precision`, or its dtype.
-        recompute: a `Recompute`, or its kind.
-        offload, compile, local_updates: see the policies.
+        precision, recompute, offload, compile, local_updates: policies; or the dtype of `Precision` alone, and the kind
+            of `Recompute`.
         trace: record when each action of the pipeline runs.
 
     Returns:
@@ -109,7 +94,8 @@ def prepare(
         >>> import torch
         >>> from mpcore import ColumnParallelLinear, build_mesh, prepare
         >>> mesh = build_mesh(device_type="cpu")
-        >>> model = torch.nn.Sequential(ColumnParallelLinear(4, 4, tp=mesh.tp))
+        >>> with torch.device("meta"):  # `prepare` draws the values
+        ...     model = torch.nn.Sequential(ColumnParallelLinear(4, 4, tp=mesh.tp))
         >>> run = prepare(
         ...     model, mesh, blocks=model, loss=lambda y, target: (y - target).square().sum(),
         ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -120,37 +106,39 @@ def prepare(
     """
     check_mesh(mesh)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    is_numbered = isinstance(blocks, Mapping)
-    numbered: Any = blocks if is_numbered else dict(enumerate(listed(blocks)))
-    blocks = list(numbered.values())
+    is_numbered, held = isinstance(blocks, Mapping), listed(blocks)
+    numbered: Any = blocks if is_numbered else dict(enumerate(held))
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer is a {kind} that exists already, and sharding replaces its parameters: give what makes it, "
-            f"lambda model: {kind}(...)"
-        )
-    asked = {"data": data, "precision": precision, "micro_batches": micro_batches, "seed": seed}
-    asked |= {"offload": offload, "compile": compile, "local_updates": local_updates}
-    asked |= {"recompute": (recompute.kind, recompute.every, recompute.budget)}
+    policies = {"data": data, "offload": offload, "compile": compile, "local_updates": local_updates}
+    told = (recompute.kind, recompute.every, recompute.budget)
+    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
     check_same("arguments of prepare", asked)
-    error = None
-    try:
-        check_policies(mesh, data, offload, local_updates, _splits_backward(schedule))
+    splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
+    with raising_together():
+        check_policies(mesh, splits, **policies)
+        _check_optimizer(optimizer)
+        _check_values(stages, initialize)
+        modules = {module for stage in stages for module in stage.modules()}
+        outside = [type(block).__name__ for block in held if block not in modules]
+        if outside:
+            raise ValueError(f"blocks holds a {outside[0]} that is no submodule of the model: give model.blocks")
         if local_updates is not None and local_updates.fragments > 1 and mesh.pp.size > 1 and not is_numbered:
             raise ValueError(
                 f"{local_updates.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
                 f"whole model: blocks={{number: block}}"
             )
-    except ValueError as problem:
-        error = problem
-    raise_together(error)
+    on_blocks = {"recompute": recompute.kind != "none" or recompute.budget, "precision with fp8": precision.fp8}
+    on_blocks |= {"offload of parameters": offload.parameters, "compile": compile}
+    idle = [name for name, wanted in on_blocks.items() if wanted]
+    if idle and not sum(exchange(None, len(held), mesh.pp.group)):
+        raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
-    whole = stages[0] if len(stages) == 1 else join_stages(stages)
-    lay_out(stages, mesh, whole=whole, blocks=blocks, seed=seed, initialize=initialize, data=data,
-            precision=precision, recompute=recompute, compile=compile)  # fmt: skip
+    whole = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
+                    precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
     if precision.autocast is not None and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
         main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
     if not isinstance(made, AdamW):  # mpcore's optimizers guard themselves
@@ -158,46 +146,37 @@ def prepare(
     if offload.optimizer:
         offload_optimizer(made)
     if local_updates is not None:
-        options = {"every": local_updates.every, "lr": local_updates.lr, "momentum": local_updates.momentum}
-        options |= {"nesterov": local_updates.nesterov, "fragments": local_updates.fragments}
-        made = DiLoCo(made, whole, mesh, blocks=numbered, **options)
+        made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(loss), schedule, trace=trace)
     if offload.parameters:
-        run.offloaded = offload_parameters(blocks, made)
+        run.offloaded = offload_parameters(held, made)
     return run
 
 
 def lay_out(
-    stages: Sequence[nn.Module],
-    mesh: Mesh,
-    *,
-    whole: nn.Module,
-    blocks: Sequence[nn.Module],
-    seed: int,
-    initialize: bool,
-    data: Zero,
-    precision: Precision,
-    recompute: Recompute,
-    compile: Compile | None,
-) -> None:
+    stages: Sequence[nn.Module], mesh: Mesh, blocks: Sequence[nn.Module], *, seed: int, initialize: bool, data: Zero,
+    precision: Precision, recompute: Recompute, compile: Compile | None,
+) -> nn.Module:  # fmt: skip
     """Take the steps of the order that change the model: `prepare`'s first five, and all that a dry run takes.
 
     Args:
         stages: this rank's stages.
-        whole: the stages as one module (`join_stages`), or the only one.
-        blocks, mesh, seed, initialize, data, precision, recompute, compile: as of `prepare`. Without `initialize`
-            parameters may stay on "meta".
+        initialize: draw all parameters. Without it they may stay on "meta".
+        mesh, blocks, seed, data, precision, recompute, compile: as of `prepare`.
+
+    Returns:
+        The only stage, or all stages as one module.
 
     Raises:
         ValueError: on every rank, as the steps do.
     """
+    whole = stages[0] if len(stages) == 1 else join_stages(stages)
     if initialize:
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
-    error = None
-    try:
+    with raising_together():  # blocks of one rank alone may be refused, as for a budget that they can't keep
         if precision.fp8:
             convert_to_fp8(blocks)
         options: dict[str, Any] = {"preserve_rng_state": recompute.preserve_rng_state}
@@ -205,14 +184,35 @@ def lay_out(
             options |= {"budget": recompute.budget, "example": recompute.example, "axes": (mesh.tp, mesh.data)}
         with torch.autocast("cpu", precision.autocast, enabled=precision.autocast is not None):
             recompute_blocks(blocks, recompute.kind, every=recompute.every, **options)
-    except ValueError as problem:  # of these blocks alone, such as a budget that is out of their reach
-        error = problem
-    raise_together(error)
     shard_data_parallel(stages, mesh, blocks, zero=data.stage, replicate=data.replicate,
                         param_dtype=data.param_dtype, reduce_dtype=data.reduce_dtype)  # fmt: skip
     if compile is not None:
         compile_blocks(blocks, compile.backend)
+    return whole
 
 
-def _splits_backward(schedule: str | Schedule) -> bool:
-    return schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
+def _check_optimizer(optimizer: object) -> None:
+    """Refuse what doesn't make an optimizer when it is called with the model."""
+    is_made = isinstance(optimizer, torch.optim.Optimizer)
+    kind: Any = type(optimizer) if is_made else getattr(optimizer, "func", optimizer)  # the class within a partial
+    name = kind.__name__ if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else ""
+    takes_model = name and issubclass(kind, ReadsMainGradients)
+    if is_made or not callable(optimizer) or (name and not takes_model):
+        what = f"a {name} that exists already" if is_made else repr(optimizer)[:60]
+        raise ValueError(
+            f"optimizer is {what}, and prepare calls optimizer(model) when the parameters are sharded: give "
+            f"optimizer=lambda model: {name or 'AdamW'}({'model' if takes_model else 'model.parameters()'}, lr=...)"
+        )
+
+
+def _check_values(stages: Sequence[nn.Module], initialize: bool | None) -> None:
+    """Refuse to guess whether a model's values are to be kept, and to train parameters without values."""
+    named = [(name, p.is_meta) for stage in stages for name, p in stage.named_parameters()]
+    real, meta = ([name for name, is_meta in named if is_meta == wanted] for wanted in (False, True))
+    if initialize is None and real:
+        raise ValueError(
+            f"{real[0]} has a value already: initialize=False keeps the model's values, initialize=True draws them "
+            f'anew; or build the model under torch.device("meta")'
+        )
+    if initialize is False and meta:
+        raise ValueError(f'initialize=False keeps values, and {meta[0]} is on "meta", without one: load before prepare')

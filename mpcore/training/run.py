@@ -1,4 +1,4 @@
-"""A prepared model in training: `Run` has the calls of a training loop, and refuses a wrong order of them."""
+"""`Run`: the calls of a training loop on a prepared model. It refuses calls in a wrong order."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.compile import eagerly
-from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
+from mpcore.checkpoint import Loaded, Saving, latest, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
-from mpcore.gradients.drop import drop_gradients
-from mpcore.gradients.norm import clip_gradients, grad_norm
-from mpcore.gradients.reduce import reduce_gradients
+from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
 from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
-from mpcore.parallel.local_updates import OUTER_SLOTS, DiLoCo, Merge
-from mpcore.parallel.offload import ParameterOffload, offload_activations
-from mpcore.parallel.precision import autocast
+from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
+from mpcore.parallel.local_updates import OUTER_SLOTS
+from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.local import reshard
+from mpcore.training.loss_check import LossCheck
 from mpcore.training.policies import Offload, Precision
-
-IGNORED = -100  # a target that no loss counts, as of torch's cross_entropy
 
 
 class StepResult(NamedTuple):
-    """What a step did, the same on every rank.
+    """What a step did: the same on every rank, with local updates on every rank of a worker.
 
     Attributes:
-        loss: the mean over the step's tokens, before the step.
-        grad_norm: of the whole model's gradient, before clipping.
-        taken: whether the optimizer stepped; False where the loss or a gradient was not finite.
-        merge: what the workers' merge after this step did; None: none was due.
-        routers: by name of each router of this rank what its experts' loads were.
+        loss: the mean over the step's tokens, before the step; with local updates over the worker's tokens.
+        grad_norm: the norm of the whole model's gradient, before clipping.
+        taken: whether the optimizer stepped; False if the loss or a gradient was not finite.
+        merge: what the merge of the workers after this step did; None if none was due.
+        routers: the loads of the experts, by the name of each router of this rank.
     """
 
     loss: float
@@ -59,62 +56,52 @@ class Run:
             result = run.optimizer_step()
 
     Attributes:
-        model: the prepared model; of several stages all of this rank's as one module, to be saved and not called.
+        model: the prepared model. Several stages are joined in one module, which can be saved and not called.
         stages: this rank's stages, lowest first.
-        optimizer: as `prepare` made it.
+        optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
         scaler: the loss scale of float16; else None.
-        step: optimizer steps that are done, skipped ones too.
+        step: the number of optimizer steps that are done, skipped ones included.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        stages: list[nn.Module],
-        mesh: Mesh,
-        optimizer: torch.optim.Optimizer,
-        *,
-        precision: Precision,
-        offload: Offload = Offload(),
-        seed: int = 0,
-    ) -> None:
+        self, model: nn.Module, stages: list[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer, *,
+        precision: Precision, offload: Offload, seed: int,
+    ) -> None:  # fmt: skip
         self.model, self.stages, self.mesh, self.optimizer, self.seed = model, stages, mesh, optimizer, seed
         self.precision, self.offload = precision, offload
-        half = precision.autocast == torch.float16
-        self.scaler = LossScaler(mesh, precision.first_loss_scale) if half else None
+        self.scaler = LossScaler(mesh, precision.first_loss_scale) if precision.autocast == torch.float16 else None
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self._routed = any(isinstance(module, Router) for module in model.modules())
-        self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # of the loss, in the step at work
-        self._begun = False  # the workers have agreed on what they begin with
+        self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
+        self._begun = False  # the workers have compared the parameters that they begin with
+        self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
         self._next = "forward_backward"  # the call that may come; "clip_gradients", "optimizer_step" follow
         self._loss = self._norm = self._factor
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-        """A loss that sums over tokens as one that is divided by the step's tokens, and scaled for float16."""
+        """Make of a loss that sums over tokens one that is divided by the step's tokens, and scaled for float16."""
 
         def scaled_loss(output: Any, target: Tensor) -> Tensor:
-            total = loss(output, target)
+            total = self._check.call(loss, output, target) if self._check else loss(output, target)
             return total * self._factor.to(total.dtype) if isinstance(total, Tensor) else total
 
         return scaled_loss
 
     def loss_factor(self, tokens: Tensor | int) -> Tensor:
-        """What each token's loss is multiplied by in a step of so many tokens on all ranks: a scalar in float64.
-
-        A loss that a layer makes itself, such as the balance loss of experts, needs it as an argument.
-        """
+        """Return the factor of each token's loss, for layers that add a loss of their own, such as experts."""
         scale = self.scaler.scale if self.scaler else 1.0
         count = torch.as_tensor(tokens, dtype=torch.float64, device=self.mesh.device)
         return scale / torch.where(count == 0, 1.0, count)  # a batch without tokens has loss 0 and gradients 0
 
     def count_tokens(self, target: Tensor | Sequence[Tensor]) -> Tensor:
-        """The tokens that count in the step, over all data-parallel ranks: targets that are not -100."""
+        """Count the targets that are not -100, as torch's cross_entropy does, over all data-parallel ranks."""
         targets = [target] if isinstance(target, Tensor) else target
-        count = sum((t != IGNORED).sum() for t in targets)
+        count = sum((t != -100).sum() for t in targets)
         return all_reduce(torch.as_tensor(count, device=self.mesh.device), self.mesh.data).double()
 
     def forward_backward(
@@ -131,23 +118,30 @@ class Run:
             x: [B, ...] the model's input, on every rank of the pipeline. A tensor is cut in micro-batches along
                 dimension 0; a list of tensors has one for each micro-batch, whose shapes may differ.
             target: [B, ...] what the loss takes; a list if x is one.
-            tokens: what the summed loss is divided by, over all ranks; None: the targets that are not -100.
+            tokens: divides the summed loss: the number of tokens over all ranks; None: the targets that are not -100.
             arguments: [B, ...] tensors that the model takes by name; lists if x is one.
 
         Returns:
-            The mean loss over the step's tokens in float64, the same on every rank. Nothing waits for the device.
+            The mean loss over the step's tokens in float64, the same on every rank; with local updates on every rank
+            of a worker. After the first step nothing waits for the device.
 
         Raises:
-            ValueError: if gradients of the call before are still there, or the batch doesn't fit the micro-batches.
+            ValueError: if gradients of the call before are still there, or the batch doesn't fit the micro-batches; in
+                the first step, if the loss is a mean, or differs over the ranks of tp.
         """
         self._may("forward_backward")
         self.begin_merges()
         tokens = self.count_tokens(target) if tokens is None else tokens
         self._factor = self.loss_factor(tokens)
-        self._next = "drop_gradients"  # where what follows raises
+        self._next = "drop_gradients"  # if the lines below raise
+        if self._check:
+            self._check.begin(tokens, self.pipeline.micro_batches)
         moved = offload_activations() if self.offload.activations else nullcontext()
         with self._autocast(), moved:
             total = self.pipeline.forward_backward(x, target, **arguments)
+        if self._check:
+            self._check.end(total / self._factor)
+            self._check = None
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self._next = "clip_gradients"
         return self._loss
@@ -176,7 +170,7 @@ class Run:
             The norm before clipping, in float64, the same on every rank.
 
         Raises:
-            ValueError: where no gradients are there, or they are clipped already.
+            ValueError: if there are no gradients, or they are clipped already.
         """
         self._may("clip_gradients")
         norm = self.finish_gradients()
@@ -184,13 +178,13 @@ class Run:
         return norm
 
     def optimizer_step(self, lr: float | None = None) -> StepResult:
-        """Step the optimizer, or skip the step on every rank alike where the loss or a gradient is not finite.
+        """Step the optimizer, or skip the step on every rank alike if the loss or a gradient is not finite.
 
-        Then forget the gradients, move the biases of routers, and merge workers where that is due. The host waits for
-        the device once.
+        Then forget the gradients, update the biases of routers, and merge the workers if a merge is due. The host waits
+        for the device once.
 
         Args:
-            lr: the learning rate, set in every parameter group; None: as the groups have it.
+            lr: the learning rate, set in every parameter group; None leaves each group its own.
 
         Raises:
             ValueError: before `forward_backward`.
@@ -209,13 +203,16 @@ class Run:
         self.step += 1
         self._next = "forward_backward"
         self._loss = self._norm = self._factor
-        return StepResult(loss, length, taken, self._merge(), routers)
+        merge = None
+        if self.workers is not None and self.workers.due(self.step) is not None:
+            with self.parameters():
+                merge = self.workers.merge(self.step)
+        return StepResult(loss, length, taken, merge, routers)
 
     def drop_gradients(self) -> None:
-        """Give up a step, on every rank: also after a `forward_backward` that raised."""
-        for stage in self.stages:
-            drop_gradients(stage)
-        drop_gradients(self.model)
+        """Give up a step, also after a `forward_backward` that raised. Call it on every rank."""
+        for module in (*self.stages, self.model):
+            drop_gradients(module)
         self._next = "forward_backward"
 
     def _may(self, call: str) -> None:
@@ -237,15 +234,13 @@ class Run:
         dtype = self.precision.autocast
         return nullcontext() if dtype is None else autocast(dtype, self.mesh.device_type, self.scaler)
 
-    # --- local updates ------------------------------------------------------------------------------------------------
-
     @property
     def workers(self) -> DiLoCo | None:
-        """What merges the workers, where there are local updates."""
+        """The optimizer that merges the workers; None without local updates."""
         return self.optimizer if isinstance(self.optimizer, DiLoCo) else None
 
     def begin_merges(self) -> None:
-        """Agree with the other workers on the parameters that all begin with; the first step does it, if nobody has.
+        """Compare with the other workers the parameters that all begin with. The first step does it for you.
 
         Raises:
             ValueError: on every rank, if workers begin from different merges.
@@ -255,17 +250,11 @@ class Run:
                 self.workers.begin()
         self._begun = True
 
-    def _merge(self) -> Merge | None:
-        if self.workers is None or self.workers.due(self.step) is None:
-            return None
-        with self.parameters():
-            return self.workers.merge(self.step)
-
     # --- without gradients --------------------------------------------------------------------------------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Dropout off, no gradients, nothing compiled: for what is not a training step, such as generating text."""
+        """Turn off dropout, gradients and torch.compile, as for generating text."""
         modes = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
@@ -277,7 +266,9 @@ class Run:
                 stage.train(mode)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor) -> float:
-        """The mean loss over the tokens of all batches on all ranks, without gradients; the same on every rank.
+        """Return the mean loss over the tokens of all batches on all ranks, without gradients.
+
+        It is the same on every rank. With local updates each worker has the loss of its own model and batches.
 
         Args:
             batches: `(x, target)` of this rank; every rank has as many.
@@ -301,17 +292,19 @@ class Run:
 
     @contextmanager
     def parameters(self) -> Iterator[nn.Module]:
-        """The model with its parameters here to read and write: this rank's shards, and none offloaded."""
+        """Give the model, to read and write this rank's shards of its parameters; offloaded ones are on the device."""
         for stage in self.stages:
-            reshard(stage)  # a forward without gradients leaves them gathered
+            reshard(stage)  # after a forward without gradients they are still gathered
         with self.offloaded.here() if self.offloaded else nullcontext():
             yield self.model
 
     def share(self, count: int) -> range:
-        """Which of a step's `count` samples are this rank's: the same for every rank of its tp, cp and pp groups.
+        """Return the indices of this rank's samples among the `count` samples of a step.
+
+        All ranks of a tp, cp or pp group have the same samples.
 
         Raises:
-            ValueError: if they can't be shared evenly by workers, data-parallel ranks and micro-batches.
+            ValueError: if `count` is no multiple of workers x data-parallel ranks x micro-batches.
         """
         workers, dp, each = self.mesh.workers, self.mesh.dp, self.pipeline.micro_batches
         parts = workers.size * dp.size * each
@@ -330,16 +323,16 @@ class Run:
         """Write a checkpoint that any layout reads, `folder`/step-N: a collective on all ranks.
 
         Args:
-            folder: of all the run's checkpoints.
-            background: copy the state and write it while training goes on.
-            after: a save in the background to wait for.
-            about: as of `mpcore.checkpoint.save`: `sample`, `config`, `extra`, `keep`, `beside`.
+            folder: holds all checkpoints of the run.
+            background: copy the state, and write it while training goes on.
+            after: an earlier save in the background, which must end first.
+            about: arguments of `mpcore.checkpoint.save`: `sample`, `config`, `extra`, `keep`, `beside`.
 
         Returns:
             The path; in the background the `Saving`, whose `wait` returns it.
 
         Raises:
-            ValueError: between `forward_backward` and `optimizer_step`, or if it can't be written.
+            ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written.
         """
         self._may("forward_backward")
         self.begin_merges()
@@ -353,17 +346,23 @@ class Run:
             return path
 
     def load(self, path: str | os.PathLike[str]) -> Loaded:
-        """Go on from a checkpoint of any layout: parameters, optimizer state, loss scale and step.
+        """Resume from a checkpoint of any layout: load parameters, optimizer state, loss scale and step.
 
-        Options of the optimizer's groups, such as the learning rate, stay as they are here.
+        Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints, of which the newest is taken.
 
         Returns:
-            What the checkpoint says of itself, such as `sample` and `config`.
+            The checkpoint's facts, such as `sample` and `config`.
 
         Raises:
             ValueError: on every rank and before anything changes, as `mpcore.checkpoint.load`.
         """
         self._may("forward_backward")
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
+        path = latest(path, self.mesh) or path
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if self.workers is not None:
             self.workers.outer.clear()

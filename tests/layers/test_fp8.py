@@ -14,6 +14,7 @@ from mpcore import (
     ColumnParallelLinear,
     ParallelAttention,
     ParallelMLP,
+    QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
@@ -330,10 +331,11 @@ def test_plain_linears_are_refused_and_parallelized_ones_not():
 def check_refused():
     tp = mesh(tp=2).tp
     model = nn.ModuleDict({"down": RowParallelLinear(200, 6, tp=tp), "up": ColumnParallelLinear(4, 256, tp=tp)})
-    with pytest.raises(
-        ValueError, match=re.escape("blocks[0] down is cut over tp 2 at feature 100, which is no multiple of 128")
-    ):
+    refused = "blocks[0] down is cut over tp 2 at feature 100, which is no multiple of 128, the block of FP8: "
+    with pytest.raises(ValueError, match=re.escape(refused + "take 256 features instead of 200, a smaller tp, or")):
         convert_to_fp8([model])
+    with pytest.raises(ValueError, match=r"take 512 \+ 256 \+ 256 features instead of 288 \+ 96 \+ 96, "):
+        convert_to_fp8([QKVParallelLinear(4, 6, 2, 48, tp=tp)])
     assert not any(layer.mode.fp8 for layer in model.values())
     convert_to_fp8([model.up])
     convert_to_fp8(nn.ModuleList([ColumnParallelLinear(4, 384 - 56, tp=mesh(tp=1).tp)]))

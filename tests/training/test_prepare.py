@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.checkpoint import latest
-from mpcore.pipeline.partition import partition
 from mpcore.sharding import full_state_dict
 from tests.pool import mesh
 
@@ -38,11 +35,11 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The blocks of one pipeline rank, with the embedding and the head at the ends; "meta" until it is prepared."""
+    """The blocks of one pipeline rank, with the embedding and the head at the ends."""
 
     def __init__(self, on: mp.Mesh, sequence_parallel: bool = False) -> None:
         super().__init__()
-        mine = partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]
+        mine = mp.partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]
         sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
         self.first, self.last = mine.start == 0, mine.stop == LAYERS
         if self.first:
@@ -61,13 +58,14 @@ class Stage(nn.Module):
 
 def start(sizes: dict, *, dtype: torch.dtype = torch.float64, sequence_parallel: bool = False, **told: Any) -> mp.Run:
     on = mesh(**sizes)
-    model = Stage(on, sequence_parallel).to(dtype)
+    with torch.device("meta"):
+        model = Stage(on, sequence_parallel).to(dtype)
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return mp.vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=V, reduction="sum")
 
     given = {"seed": 3, "micro_batches": 2, "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)}
-    return mp.prepare(model, on, blocks=model.blocks, loss=loss, **{**given, **told})
+    return mp.prepare(model, on, **{"blocks": model.blocks, "loss": loss, **given, **told})
 
 
 def batch(step: int, share: range) -> tuple[Tensor, Tensor]:
@@ -222,6 +220,7 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
     [
         (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
         (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
+        (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
         (partial(mp.Recompute, "some"), "recompute kind 'some' is none of none, selective, full"),
         (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
         (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
@@ -256,7 +255,45 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
             r"Zero\(stage=3, replicate=2\) on 2 data-parallel ranks leaves",
         ),
         (2, {"pp": 2}, {"offload": mp.Offload(parameters=True), "schedule": "zb"}, "schedule that splits backward"),
-        (2, {"workers": 2}, {}, "the mesh has 2 workers, and nothing says when they merge"),
+        (2, {"workers": 2}, {}, r"build_mesh\(workers=2\) with local_updates=None: several workers need LocalUpdates"),
+        (
+            1,
+            {},
+            {"local_updates": mp.LocalUpdates()},
+            r"workers=1\) with local_updates=Local.*one worker has nobody to merge with",
+        ),
+        (1, {}, {"data": 3}, r"data is 3, which is no Zero: write data=Zero\(3\)"),
+        (1, {}, {"data": None}, "data is None, which is no Zero"),
+        (1, {}, {"local_updates": 2}, r"local_updates is 2, .*: write local_updates=LocalUpdates\(every=100\)"),
+        (1, {}, {"compile": True}, r"write compile=Compile\(\)"),
+        (
+            1,
+            {},
+            {"optimizer": torch.optim.AdamW},
+            r"give optimizer=lambda model: AdamW\(model.parameters\(\), lr=...\)",
+        ),
+        (1, {}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, r"optimizer=lambda model: SGD\(model.parameters"),
+        (
+            1,
+            {},
+            {"optimizer": callable},
+            r"optimizer\(model\) returned True: return the torch.optim.Optimizer",
+        ),
+        (
+            1,
+            {},
+            {"blocks": [nn.Linear(2, 2)]},
+            "blocks holds a Linear that is no submodule of the model: give model.blocks",
+        ),
+        (1, {}, {"blocks": ["0"]}, "blocks holds a str: give a list of the model's submodules"),
+        (1, {}, {"blocks": [], "recompute": "full"}, "blocks is empty, and recompute would do nothing: give"),
+        (
+            2,
+            {"pp": 2},
+            {"blocks": [], "compile": mp.Compile("eager"), "offload": mp.Offload(parameters=True), "data": mp.Zero(0)},
+            "blocks is empty, and offload of parameters and compile would do nothing",
+        ),
+        (1, {}, {"initialize": False}, r'initialize=False keeps values, and .* is on "meta", without one'),
     ],
 )
 def test_policies_that_do_not_go_together_are_refused_on_every_rank(ranks, size, sizes, told, words):
@@ -273,10 +310,20 @@ def test_ranks_that_ask_for_different_things_are_refused(ranks):
     ranks(2, check_disagree, timeout=30)
 
 
+def test_a_precision_has_its_usual_names():
+    for name, dtype in {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": None,
+        torch.bfloat16: torch.bfloat16,
+    }.items():
+        assert mp.Precision(name).autocast == dtype
+
+
 def test_an_optimizer_that_exists_already_is_refused():
     model = nn.Linear(2, 2)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer is a SGD that exists already, .* lambda model: SGD"):
+    with pytest.raises(ValueError, match=r"optimizer is a SGD that exists already, .*=lambda model: SGD"):
         mp.prepare(model, mp.build_mesh(device_type="cpu"), blocks=[], loss=lambda y, t: y.sum(), optimizer=made)  # type: ignore[arg-type]
 
 
@@ -313,7 +360,7 @@ def test_a_batch_without_a_token_has_no_loss_and_moves_nothing():
 def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
     """Go on from the newest checkpoint there, train until so many steps are done, and save."""
     run, losses = start(sizes, **told), []
-    found = latest(folder, run.mesh)
+    found = mp.latest(folder, run.mesh)
     if found is not None:
         assert run.load(found).step == run.step > 0
     while run.step < steps:
@@ -367,13 +414,120 @@ def test_workers_merge_when_it_is_due(ranks):
     assert math.isclose(sum_one, sum_two, rel_tol=1e-12)
 
 
-def test_weights_that_are_there_can_be_kept():
-    model = nn.Sequential(mp.ColumnParallelLinear(4, 4))
-    nn.init.constant_(model[0].weight, 0.5)
-    run = mp.prepare(
-        model, mp.build_mesh(device_type="cpu"), blocks=model, initialize=False, loss=lambda y, t: (y - t).sum(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    )  # fmt: skip
-    with run.parameters() as held:
-        assert torch.equal(held[0].weight, torch.full((4, 4), 0.5))
-    assert Path("nowhere").exists() is False
+def small(value: float | None, **told: Any) -> mp.Run:
+    """A run of one linear layer, of one value, or on "meta"."""
+    layer = mp.ColumnParallelLinear(4, 4, device=None if value else "meta")
+    if value:
+        nn.init.constant_(layer.get_parameter("weight"), value)
+    model = nn.Sequential(layer)
+    given = {"loss": lambda y, t: (y - t).square().sum(), "optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1)}
+    return mp.prepare(model, mp.build_mesh(device_type="cpu"), **{"blocks": model, **given, **told})
+
+
+def test_weights_that_are_there_are_never_drawn_anew_in_silence():
+    with small(0.5, initialize=False).parameters() as held:
+        assert torch.equal(held.get_parameter("0.weight"), torch.full((4, 4), 0.5))
+    with pytest.raises(
+        ValueError, match=r"0.weight has a value already: initialize=False keeps .*, initialize=True draws"
+    ):
+        small(0.5)
+    for again, drawn in itertools.pairwise((small(None), small(0.5, initialize=True), small(None, initialize=True))):
+        assert torch.equal(*(run.model.get_parameter("0.weight") for run in (again, drawn)))
+
+
+# --- the loss, in the first step ------------------------------------------------------------------------------------
+
+MEAN = r"the loss is a mean, .*: return the sum over tokens \(reduction='sum'\), .* by the 32 tokens of the step"
+LOSSES: dict[str, tuple[Any, str | None]] = {
+    "sum of squares": (lambda y, t: (y - t).square().sum(), None),
+    "mean": (nn.functional.mse_loss, MEAN),
+    "mean in half precision": (lambda y, t: (y - t).square().mean().bfloat16(), MEAN),
+    "mean over samples": (lambda y, t: (y - t).square().sum(1).mean(), MEAN),
+    "sum and a constant": (lambda y, t: (y - t).square().sum() + 1000, None),
+    "contrast of samples": (lambda y, t: nn.functional.cross_entropy(y @ t.T, torch.arange(len(t))), None),
+    "fixed size": (lambda y, t: (y.view(4, 4) - t).square().mean(), None),
+    "zero": (lambda y, t: (y * 0).mean(), None),
+    "random": (lambda y, t: (y * torch.rand(4) - t).square().sum(), None),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_is_refused_in_the_first_step(name):
+    loss, words = LOSSES[name]
+    run = small(None, loss=loss, micro_batches=2)
+    x, target = torch.arange(32.0).view(8, 4).sin(), torch.ones(8, 4)
+    if words is None:
+        torch.manual_seed(0)
+        run.forward_backward(x, target)
+        after = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        for _ in range(2 * (name == "random")):  # a draw for each micro-batch, and none for the check
+            torch.rand(4)
+        assert torch.equal(after, torch.random.get_rng_state())
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            run.forward_backward(x, target)
+        run.drop_gradients()
+    run.forward_backward(x, target, tokens=2)  # the mean over micro-batches
+
+
+def wrong_loss(sizes: dict, loss: Any, words: str) -> None:
+    run = start(sizes, loss=loss)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            run.forward_backward(*batch(0, run.share(SAMPLES)))
+        run.drop_gradients()
+
+
+def as_whole(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten() % 6, reduction="sum")
+
+
+def as_mean(logits: Tensor, target: Tensor) -> Tensor:
+    return mp.vocab_parallel_cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "loss", "words"),
+    [
+        (2, {"tp": 2}, as_whole, "the ranks of tp have different losses, .* need mpcore.vocab_parallel_cross_entropy"),
+        (2, {"pp": 2}, as_mean, "the loss is a mean"),
+        (2, {"dp": 2}, as_mean, "the loss is a mean"),
+    ],
+)
+def test_a_wrong_loss_is_refused_on_every_rank(ranks, size, sizes, loss, words):
+    ranks(size, wrong_loss, sizes, loss, words, timeout=30)
+
+
+# --- the optimizer and checkpoints, called past the run ---------------------------------------------------------------
+
+
+def step_past_the_run() -> None:
+    run = start({"tp": 2}, sequence_parallel=True)
+    run.forward_backward(*batch(0, run.share(SAMPLES)))
+    with pytest.raises(ValueError, match=r"with mpcore.prepare call run.optimizer_step\(\), which does it"):
+        run.optimizer.step()
+
+
+def test_a_step_of_the_optimizer_itself_is_pointed_to_the_run(ranks):
+    ranks(2, step_past_the_run, timeout=30)
+
+
+def test_a_folder_of_checkpoints_gives_its_newest(tmp_path):
+    run = small(None)
+    for _ in range(2):
+        run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+        run.optimizer_step()
+        run.save(tmp_path)
+    assert small(None).load(tmp_path).step == 2
+    assert small(None).load(tmp_path / "step-00000001").step == 1
+    with pytest.raises(ValueError, match=r"load got None and no path: mpcore.latest gives None where there is no"):
+        run.load(mp.latest(tmp_path / "empty"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="empty"):
+        run.load(tmp_path / "empty")
+
+
+def test_the_library_says_in_short_what_it_has():
+    assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(mp))
+    assert (repr(mp.Axis(2, 1, role="tp")), repr(mp.Mesh(tp=mp.Axis(2, 1)))) == ("Axis(tp: rank 1 of 2)", "Mesh(tp=2)")

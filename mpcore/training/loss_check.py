@@ -1,0 +1,66 @@
+"""Check the loss in a run's first step. A mean, and a shard of logits taken for all of them, would train in silence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcore._torch import pytree
+from mpcore._torch.compile import eagerly
+from mpcore.collectives import all_reduce
+from mpcore.mesh.agreement import exchange
+from mpcore.mesh.axis import Mesh
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class LossCheck:
+    """Whether a loss is a sum over tokens, and the same on every rank of tp. A loss that can't be judged passes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.tokens, self.is_due, self.is_mean = mesh, 0, False, False
+
+    def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
+        """Begin a step. With one token in each micro-batch a mean is a sum: then nothing is checked."""
+        self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
+        self.is_due, self.is_mean = self.tokens > 0, False
+
+    def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
+        """Return the loss. In the first micro-batch compare it with the loss of the same samples, each one twice."""
+        if not self.is_due:
+            return loss(output, target)
+        self.is_due = False
+        devices = [self.mesh.device] if self.mesh.device_type == "cuda" else []
+        try:
+            with torch.no_grad(), eagerly(), torch.random.fork_rng(devices):
+                samples = pytree.map_tensors(lambda x: torch.cat([x, x]) if x.dim() else x, (output, target))
+                twice = float(loss(*samples))
+        except Exception:  # as of a loss that takes batches of one size alone
+            twice = math.nan
+        once = loss(output, target)
+        if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
+            value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
+            self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
+        return once
+
+    def end(self, total: Tensor) -> None:
+        """Raise on every rank, after the backward, if the loss is wrong; `total` is the sum of this rank's losses."""
+        if not self.tokens:
+            return
+        high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
+        error = None
+        if high - low > 1e-4 * abs(high):
+            error = ValueError(
+                f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: sharded logits need "
+                f"mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
+            )
+        elif self.is_mean:
+            error = ValueError(
+                f"the loss is a mean, as it stays the same when each sample comes twice: return the sum over tokens "
+                f"(reduction='sum'), which the run divides by the {self.tokens} tokens of the step"
+            )
+        exchange(error, None, self.mesh.world.group)
