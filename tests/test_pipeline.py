@@ -14,6 +14,7 @@ from mpcore import Axis, Mesh, grad_norm, materialize, reduce_gradients, shardin
 from mpcore.collectives import all_reduce
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
+from mpcore.pipeline.runtime import undone
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
 from tests.pool import mesh
@@ -130,6 +131,29 @@ def check_too_few() -> None:
 
 def test_too_few_micro_batches_or_layers_are_refused(ranks):
     ranks(2, check_too_few)
+
+
+class Remembers(torch.nn.Module):
+    """Adds a buffer in its first forward, and counts in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.register_buffer("last", x)
+        self.seen = True
+        return x
+
+
+def test_a_dry_run_leaves_no_buffer_and_no_attribute_that_a_forward_adds():
+    model = torch.nn.Sequential(Remembers())
+    with undone(model):
+        model(torch.ones(2))
+        assert set(dict(model.named_buffers())) == {"0.calls", "0.last"}
+    assert {name: x.item() for name, x in model.named_buffers()} == {"0.calls": 0.0}
+    assert not hasattr(model[0], "seen")
 
 
 def check_names() -> list[str]:

@@ -9,16 +9,6 @@ from mpcore.analysis.memory import layer_activation_bytes
 from mpcore.analysis.plan import Estimate, Machine, estimate, plan
 
 __all__ = [
-    "Estimate",
-    "Ledger",
-    "Machine",
-    "Work",
-    "block_bytes",
-    "dry_run",
-    "estimate",
-    "layer_activation_bytes",
-    "peak",
-    "plan",
-    "volume",
-    "zero_bytes",
-]
+    "Estimate", "Ledger", "Machine", "Work", "block_bytes", "dry_run", "estimate", "layer_activation_bytes", "peak",
+    "plan", "volume", "zero_bytes",
+]  # fmt: skip

@@ -1,10 +1,9 @@
-"""How much memory a rank of any layout takes, counted on fake tensors, without allocating it.
+"""Count how much memory a rank of any layout takes, on fake tensors: nothing is allocated.
 
     python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
-prints a table. Parameters, buffers, gradients and optimizer states are summed over what there is; activations are what
-is alive between a micro-batch's forward and its backward, times what the schedule holds at once. What only lives inside
-of one operator or one block's backward, and the allocator's own loss, come on top.
+Activations are the bytes that live between a micro-batch's forward and backward, times the micro-batches that the
+schedule holds at once. Temporary tensors of one operator or one block's backward, and the allocator's loss, are extra.
 
 Source of the formulas: Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2.
 """
@@ -19,7 +18,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def table(found: Found) -> str:
-    """What a dry run counted, a line for each kind, in the largest unit of which there is a tenth in all."""
+    """What a dry run counted, a line for each kind, in the largest unit of which the total has a tenth."""
     name = next((name for name, unit in UNITS.items() if found.total >= unit / 10), "KiB")
     unit = UNITS[name]
     rows = {
@@ -53,13 +52,11 @@ def layer_activation_bytes(
     Args:
         sequence, batch, width, heads: s, b, h, a.
         tp: t.
-        sequence_parallel: norms and dropouts are cut along the sequence, and column-parallel linears keep their shard.
-        recompute: "none"; "core", the paper's selective one: of the attention core alone; "full".
+        sequence_parallel: the layer is sequence parallel, and column-parallel linears keep their shard.
+        recompute: "none"; "core", the paper's selective one, of the attention core alone; "full".
 
     Raises:
         ValueError: for another `recompute`, such as the library's "selective", which keeps more.
-
-    Source: equations 1, 2, 4 and 6, and table 2.
     """
     if recompute not in ("none", "core", "full"):
         raise ValueError(

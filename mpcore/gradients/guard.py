@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import ModelTree, declarations
 from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
@@ -25,14 +25,16 @@ class ReadsMainGradients:
 def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]) -> Optimizer:
     """Have an optimizer raise an error instead of a step that would be silently wrong.
 
-    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard torch's optimizers and your own, once, after they are made.
-    Nothing else is touched: other optimizers have no hook. Each step then refuses
+    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard others once, after they are made. Each step then refuses
 
     - gradients that `reduce_gradients` has not summed since the last backward;
     - parameters that the model no longer has, because `shard_data_parallel` put shards in their place;
     - gradients in `main_grad`, where the optimizer reads `.grad` alone (all but those of `ReadsMainGradients`);
     - sharded tensors, where the optimizer needs whole ones (Adafactor, LBFGS, torch's Muon);
     - groups of sharded and whole parameters that torch would step at once.
+
+    Between steps, set gradients to None (the default of `zero_grad`): with `set_to_none=False` a forgotten
+    `reduce_gradients` is found in the first step alone.
 
     Args:
         optimizer: changed in place: it gets a step pre-hook.
@@ -43,10 +45,6 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
 
     Raises:
         ValueError: if the optimizer has a parameter that is none of the model's.
-
-    Note:
-        Between steps, set gradients to None (the default of `zero_grad`). With `set_to_none=False` a forgotten
-        `reduce_gradients` is found in the first step alone, for the gradient stays the same tensor.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 6)
@@ -156,15 +154,7 @@ def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
         )
 
 
-def check_all_reduced(model: nn.Module) -> None:
-    """Refuse gradients of a model whose pending sums are not done.
-
-    Raises:
-        ValueError: naming the first parameter, the axes and their sizes.
-    """
-    for module in model.modules():
-        for leaf, sharding in vars(module).get("shardings", {}).items():
-            parameter = module._parameters.get(leaf)
-            if sharding.pending and parameter is not None and not is_reduced(parameter):
-                for name, p, declared in declarations(model):
-                    check_reduced(name, p, declared.pending)
+def check_all_reduced(model: nn.Module | ModelTree) -> None:
+    """Refuse gradients of a model whose pending sums are not done."""
+    for name, parameter, sharding in declarations(model):
+        check_reduced(name, parameter, sharding.pending)

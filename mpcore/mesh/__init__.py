@@ -4,24 +4,13 @@
 Stands on torch.distributed alone. Open `axis.py` first: `Axis` and `Mesh` are what all other packages pass around.
 """
 
-from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.agreement import check_same, failing_together, raise_together
 from mpcore.mesh.axis import Axis, Mesh, check_axis, check_mesh
 from mpcore.mesh.build import build_mesh, choose_device
 from mpcore.mesh.layout import divisors, layout_table, mesh_ranks, mesh_shape
 from mpcore.mesh.rendezvous import is_launched
 
 __all__ = [
-    "Axis",
-    "Mesh",
-    "build_mesh",
-    "check_axis",
-    "check_mesh",
-    "check_same",
-    "choose_device",
-    "divisors",
-    "is_launched",
-    "layout_table",
-    "mesh_ranks",
-    "mesh_shape",
-    "raise_together",
-]
+    "Axis", "Mesh", "build_mesh", "check_axis", "check_mesh", "check_same", "choose_device", "divisors",
+    "failing_together", "is_launched", "layout_table", "mesh_ranks", "mesh_shape", "raise_together",
+]  # fmt: skip

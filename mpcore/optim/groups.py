@@ -13,11 +13,10 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Two parameter groups for any optimizer: matrices decay, vectors (biases, gains of norms) and scalars don't.
 
-    Both are there even if empty, so that all pipeline stages have the same groups.
+    Both exist even if empty, so that all pipeline stages have the same groups. Frozen parameters are in neither.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before. Frozen parameters are in neither group:
-            thaw them before, or give them to `add_param_group` when they are.
+        model: the model, or this rank's stage of it; sharded over data before.
         weight_decay: of the matrices.
         exclude: parameters, or modules with all of theirs, that belong to other groups.
 

@@ -12,18 +12,6 @@ from mpcore.parallel.recompute import recompute
 from mpcore.parallel.sync import finish_gradients, gathered, sync_gradients
 
 __all__ = [
-    "DiLoCo",
-    "Merge",
-    "Placement",
-    "autocast",
-    "convert_to_fp8",
-    "finish_gradients",
-    "gathered",
-    "offload_activations",
-    "offload_optimizer",
-    "offload_parameters",
-    "placements",
-    "recompute",
-    "shard_data_parallel",
-    "sync_gradients",
-]
+    "DiLoCo", "Merge", "Placement", "autocast", "convert_to_fp8", "finish_gradients", "gathered", "offload_activations",
+    "offload_optimizer", "offload_parameters", "placements", "recompute", "shard_data_parallel", "sync_gradients",
+]  # fmt: skip

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Sharding
 
 if TYPE_CHECKING:
-    pass
-from mpcore.sharding.declare import Sharding
+    from torch.distributed.fsdp import FSDPModule
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
 
 
 class Place(NamedTuple):
@@ -22,6 +26,41 @@ class Place(NamedTuple):
     module: nn.Module
     leaf: str
     declared: Sharding | None
+
+
+@dataclass(frozen=True)
+class ModelTree:
+    """What walks over a model find, each kept after the first: `Run` has one, so that a step walks over no modules.
+
+    Make it when the model is laid out. A model whose modules or parameters are replaced needs a new one.
+    """
+
+    model: nn.Module
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """As `named_modules`."""
+        return tuple(named_modules(self.model))
+
+    @cached_property
+    def declared(self) -> tuple[tuple[str, nn.Parameter, Sharding], ...]:
+        """As `declarations`."""
+        return tuple(declarations(self.model))
+
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Each parameter once."""
+        return tuple(self.model.parameters())
+
+    @cached_property
+    def units(self) -> list[FSDPModule]:
+        """The modules that `fully_shard` was called on."""
+        return fsdp.units(self.model)
+
+
+def tree_of(model: nn.Module | ModelTree) -> ModelTree:
+    """The tree that was given, or one of a model as it is now."""
+    return model if isinstance(model, ModelTree) else ModelTree(model)
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -37,22 +76,25 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
         yield places[0].name, owner.module, owner.leaf, parameter
 
 
-def declarations(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
     """For each parameter, tied ones once: its first full name, itself, what all modules that hold it declare of it.
 
     Raises:
         ValueError: as `owners`, and if two modules declare one parameter differently.
     """
+    if isinstance(model, ModelTree):
+        yield from model.declared
+        return
     for parameter, places in _places(model):
         said = [place for place in places if place.declared is not None]
         yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module]]:
     """Each module once under its full name without wrappers, which are left out: none has anything of its own."""
+    if isinstance(model, ModelTree):
+        yield from model.modules
+        return
     for name, module in model.named_modules():
         if not any(wrapper in module._modules for wrapper in WRAPPERS):
             yield plain_name(name), module
@@ -67,7 +109,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
     """Each parameter with all places that hold it, the first one first."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     for prefix, module in named_modules(model):
-        declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+        declared = declared_by(module)
         for leaf in declared:
             if leaf not in module._parameters:
                 raise ValueError(
@@ -132,16 +174,23 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
     return {name: sharding for name, _, sharding in declarations(model)}
 
 
+def declared_by(module: nn.Module) -> Mapping[str, Sharding]:
+    """What a module declares of its own parameters, by their names in it: its attribute `shardings`."""
+    return getattr(module, "shardings", {})
+
+
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
     """What `module` declares of its parameter `leaf`."""
-    declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
-    return declared.get(leaf) or Sharding(tuple(parameter.shape))
+    return declared_by(module).get(leaf) or Sharding(tuple(parameter.shape))
+
+
+def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
+    """Have a module, also one that declares nothing, declare something else of its parameter `leaf`."""
+    module.shardings = {**declared_by(module), leaf: sharding}  # pyright: ignore[reportArgumentType]
 
 
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`."""
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
-        declared = {**getattr(module, "shardings", {})}
-        declared[leaf] = replace(old, partial=(*old.partial, axis), added=(*old.added, axis))
-        module.shardings = declared  # type: ignore[assignment]
+        declare_anew(module, leaf, replace(old, partial=(*old.partial, axis), added=(*old.added, axis)))

@@ -14,11 +14,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 # Changes that a test could see, and none does.
 NOTES: dict[tuple[str, str, str], str] = {
     (
-        "_undone",
-        "each._buffers.clear()",
-        "pass",
-    ): "A buffer that a forward adds would outlive the dry run; no test has such a model",
-    (
         "_reference",
         "tokens = torch.arange(x.shape[sequence_dim], device=x.device)",
         "tokens = torch.arange(x.shape[sequence_dim])",
