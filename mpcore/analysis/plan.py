@@ -163,27 +163,22 @@ def estimate(
     memory = max(f.total for here in found for f in here)
     if memory > machine.memory:
         return Estimate(sizes, own, memory)
-    slowest = [max(here, key=lambda f: _busy(machine, f)) for here in found]
+    slowest = [max(here, key=lambda f: sum(_rank(machine, f))) for here in found]
     return Estimate(sizes, own, memory, *_times(machine, slowest))
 
 
-def _inside(machine: Machine, found: Found, kept: Kept) -> float:
-    """Seconds of a step that collectives of a stage's micro-batches take."""
-    each = ((axis, size) for axis, size in kept.sent.items() if axis in INSIDE)
-    return sum(machine.seconds(found.ledger.ranks(axis), size) for axis, size in each)
-
-
-def _compute(machine: Machine, found: Found, kept: Kept) -> float:
+def _stage(machine: Machine, found: Found, kept: Kept) -> tuple[float, float]:
+    """Seconds of a step that a stage's products take, and the collectives that its micro-batches wait for."""
     assert found.plan is not None
-    return found.plan.micro_batches * (kept.forward_flops + kept.backward_flops) / machine.flops
+    sent = ((found.ledger.ranks(axis), size) for axis, size in kept.sent.items() if axis in INSIDE)
+    compute = found.plan.micro_batches * (kept.forward_flops + kept.backward_flops) / machine.flops
+    return compute, sum(machine.seconds(ranks, size) for ranks, size in sent)
 
 
-def _stage(machine: Machine, found: Found, kept: Kept) -> float:
-    return _compute(machine, found, kept) + _inside(machine, found, kept)
-
-
-def _busy(machine: Machine, found: Found) -> float:
-    return sum(_stage(machine, found, kept) for kept in found.stages)
+def _rank(machine: Machine, found: Found) -> tuple[float, float]:
+    """As `_stage`, of all stages of a rank."""
+    each = [_stage(machine, found, kept) for kept in found.stages]
+    return sum(compute for compute, _ in each), sum(inside for _, inside in each)
 
 
 def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, float, float]:
@@ -195,7 +190,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
         for r, found in enumerate(ranks)
         for i, kept in zip(plan.stages_of(r), found.stages, strict=True)
     }
-    each = [_stage(machine, *stages[i]) / plan.micro_batches for i in range(plan.stages)]
+    each = [sum(_stage(machine, *stages[i])) / plan.micro_batches for i in range(plan.stages)]
     forward = sum(kept.forward_flops for _, kept in stages.values())
     backward = sum(kept.backward_flops for _, kept in stages.values())
     share = forward / max(forward + backward, 1)
@@ -203,9 +198,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
     ends = [r * machine.world // len(ranks) for r in range(min(len(ranks), 2))]
     message = 2 * machine.seconds(ends, widest)  # a ring of two sends half
     times = Times(share, (1 - share) / 2, (1 - share) / 2, message=message, stages=tuple(each))
-    busiest = max(ranks, key=lambda found: _busy(machine, found))
-    compute = sum(_compute(machine, busiest, kept) for kept in busiest.stages)
-    inside = sum(_inside(machine, busiest, kept) for kept in busiest.stages)
+    compute, inside = max((_rank(machine, found) for found in ranks), key=sum)
     data = max(
         sum(
             machine.seconds(f.ledger.ranks(axis), size)

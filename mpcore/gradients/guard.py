@@ -98,30 +98,24 @@ class _Guard:
             self.seen = count
         for name, p, axes in self.pending:
             check_reduced(name, p, axes)
-        kind, reads_main = type(optimizer).__name__, isinstance(optimizer, ReadsMainGradients)
-        for group in optimizer.param_groups:
-            if not reads_main:
-                _check_main(kind, group["params"])
-                _check_mixed(kind, group)
-            if isinstance(optimizer, OF_WHOLE_TENSORS):
-                for p in group["params"]:
-                    self._check_whole(kind, p)
+        if not isinstance(optimizer, ReadsMainGradients):
+            for group in optimizer.param_groups:
+                self._check_torchs(optimizer, group)
 
-    def _check_whole(self, kind: str, p: Tensor) -> None:
-        if p in self.cut:
-            raise ValueError(
-                f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
-                f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
-            )
-
-
-def _check_main(kind: str, parameters: list[Tensor]) -> None:
-    for p in parameters:
-        if p.grad is None and holds_main_grad(p):
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad alone, "
-                f"which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
-            )
+    def _check_torchs(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        kind = type(optimizer).__name__
+        for p in group["params"]:
+            if p.grad is None and holds_main_grad(p):
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad "
+                    f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
+                )
+            if isinstance(optimizer, OF_WHOLE_TENSORS) and p in self.cut:
+                raise ValueError(
+                    f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
+                    f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
+                )
+        _check_mixed(kind, group)
 
 
 def _check_mixed(kind: str, group: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ def decay_groups(
     Raises:
         TypeError: if something else is excluded, such as a name.
     """
-    left = parameter_ids(exclude)
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left]
+    left = parameters_of(exclude)
+    parameters = [p for p in model.parameters() if p.requires_grad and p not in left]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -32,14 +32,16 @@ def decay_groups(
 
 
 def check_model(model: object) -> None:
+    """Refuse parameters in the place of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
 
 
-def parameter_ids(exclude: Iterable[nn.Parameter | nn.Module]) -> set[int]:
-    found = set()
+def parameters_of(exclude: Iterable[nn.Parameter | nn.Module]) -> set[Tensor]:
+    """All parameters of some modules, and those given."""
+    found: set[Tensor] = set()
     for each in exclude:
         if not isinstance(each, Tensor | nn.Module):
             raise TypeError(f"exclude holds {each!r}, neither a parameter nor a module: model.get_submodule finds it")
-        found |= {id(p) for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+        found.update(each.parameters() if isinstance(each, nn.Module) else (each,))
     return found

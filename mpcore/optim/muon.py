@@ -14,7 +14,7 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
-from mpcore.optim.groups import check_model, decay_groups, parameter_ids
+from mpcore.optim.groups import check_model, decay_groups, parameters_of
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
@@ -73,8 +73,8 @@ class Muon(AdamW):
         check_mesh(mesh)
         check_model(model)
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-        named = parameter_ids([*(m for m in model.modules() if isinstance(m, (*TABLES, *convolutions))), *exclude])
-        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
+        named = parameters_of([*(m for m in model.modules() if isinstance(m, (*TABLES, *convolutions))), *exclude])
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and p not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = [

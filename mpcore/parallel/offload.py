@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore._torch import optim
 from mpcore._torch.autograd import keeps_version
+from mpcore._torch.compile import uncompiled
 from mpcore._torch.fsdp_wrap import trained_tensors
 from mpcore._torch.storage import address
 from mpcore.gradients.accumulate import gradient_of
@@ -42,7 +43,6 @@ from mpcore.parallel.shared import router_statistics
 from mpcore.parallel.sync import hides_tensors
 from mpcore.sharding.local import is_dtensor, local_tensor
 
-_uncompiled: Any = torch.compiler.disable  # a function that it decorates runs between graphs
 _Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
 
@@ -256,7 +256,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
     sources: dict[int, Any] = {}
     saved: list[weakref.ref[_Moved]] = []  # in the order of forward
 
-    @_uncompiled
+    @uncompiled
     def pack(x: Tensor) -> Any:
         stays = type(x) is not Tensor or x.layout != torch.strided or isinstance(x._base, nn.Parameter)
         if stays or x.nbytes < min_bytes:
@@ -270,7 +270,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         saved.append(weakref.ref(held))
         return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
 
-    @_uncompiled
+    @uncompiled
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -431,11 +431,11 @@ def offload_parameters(
 
     for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
 
-        @_uncompiled
+        @uncompiled
         def before(module: nn.Module, args: tuple, place: int = place) -> None:
             offload.use(place, -1 if recomputing() else 1)
 
-        @_uncompiled
+        @uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
             trained = trained_tensors(out)
             if not trained and torch.is_grad_enabled() and hides_tensors(out):
@@ -450,14 +450,12 @@ def offload_parameters(
         block.register_forward_hook(after)
         swap.drop()
     if optimizer is not None:
-        contexts: list[Any] = []
+        step = ExitStack()
 
         def enter(*_: Any) -> None:
-            while contexts:  # of a step that an exception ended
-                contexts.pop().__exit__(None, None, None)
-            contexts.append(offload.here())
-            contexts[-1].__enter__()
+            step.close()  # of a step that an exception ended
+            step.enter_context(offload.here())
 
         optimizer.register_step_pre_hook(enter)
-        optimizer.register_step_post_hook(lambda *_: contexts.pop().__exit__(None, None, None))
+        optimizer.register_step_post_hook(lambda *_: step.close())
     return offload

@@ -228,7 +228,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _remember(kept: list) -> Iterator[None]:
-    """Run a block's forward, and put into `kept` what its products and collectives give to recomputation."""
+    """Run a block's forward, and put into `kept` the results of its products and collectives for recomputation."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
 
@@ -267,13 +267,15 @@ class _Log(TorchDispatchMode):
         self.end = len(self.entries)
 
     def kept(self) -> list:
-        """For each product and collective: its result, where recomputation needs it; a shell of it, where it doesn't;
-        None where the result was written to since, so that it must be computed again."""
+        """For each product and collective: its result, or a shell without memory where recomputation needs only its
+        shape; None where the result was written to since, so that it must be computed again."""
         needed: set[int] = set()
         values = []
         for i, (reads, makes, result, looks) in reversed([*enumerate(self.entries)]):
             if result is not None and not makes & self.written:
-                values.append(result if makes & needed else map_tensors(_shell, result))
+                values.append(
+                    result if makes & needed else map_tensors(lambda x: x.new_empty(()).expand(x.shape), result)
+                )
                 continue
             if result is not None:
                 values.append(None)
@@ -288,11 +290,6 @@ class _Log(TorchDispatchMode):
             self.weak.setdefault(address(storage), StorageWeakRef(storage))
             ids.append(address(storage))
         return frozenset(ids)
-
-
-def _shell(x: Tensor) -> Tensor:
-    """Of the same shape and no memory."""
-    return x.new_empty(()).expand(x.shape)
 
 
 class _Replay(TorchDispatchMode):

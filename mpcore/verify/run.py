@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
@@ -101,8 +101,7 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the builder returned a {type(model).__name__}, no nn.Module")
     if mesh.pp.size > 1:
-        stages: list = [None] * mesh.pp.size
-        dist.all_gather_object(stages, sorted(dict(model.named_parameters())), group=mesh.pp.group)
+        stages = gather_objects(sorted(dict(model.named_parameters())), mesh.pp.group)
         if stages[0] and all(names == stages[0] for names in stages):
             raise ValueError(
                 f"each of {mesh.pp.size} stages holds the same {len(stages[0])} parameters, such as {stages[0][0]}: "
