@@ -47,7 +47,6 @@ from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.placement import placements
 from mpcore.parallel.sync import gathered, sync_gradients
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
@@ -56,6 +55,7 @@ from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
+from tests.placement import placements
 from tests.pool import BEFORE_2_13, mesh
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}

@@ -15,7 +15,6 @@ from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.groups import check_model, decay_groups, parameters_of
-from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
 
@@ -139,7 +138,8 @@ class Muon(AdamW):
             sharding = self._declared[p][1]
             whole = full_tensor(self._momentum(group, p, scale), sharding)
             if i == rank:
-                adjusted = [self._direction(block, group) for block in _matrices(whole, sharding)]
+                matrices = whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+                adjusted = [self._direction(matrix, group) for matrix in matrices]
                 mine[: whole.numel()] = torch.cat(adjusted, sharding.block_dim).flatten()
         for axis in reversed(axes):
             mine = wait(start_all_gather(mine, axis))
@@ -166,15 +166,11 @@ class Muon(AdamW):
         local_tensor(placed).copy_(g.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer)
         return placed
 
-    def _direction(self, block: Tensor, group: dict[str, Any]) -> Tensor:
-        *_, m, n = block.shape
-        direction = orthogonalize(block.to(self.ns_dtype or block.dtype), group["ns_coefficients"], group["ns_steps"])
+    def _direction(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        *_, m, n = matrix.shape
+        direction = orthogonalize(matrix.to(self.ns_dtype or matrix.dtype), group["ns_coefficients"], group["ns_steps"])
         factor = 0.2 * math.sqrt(max(m, n)) if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, m / n))
-        return direction.to(block.dtype) * factor
-
-
-def _matrices(whole: Tensor, sharding: Sharding) -> Sequence[Tensor]:
-    return whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+        return direction.to(matrix.dtype) * factor
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

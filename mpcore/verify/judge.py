@@ -126,20 +126,20 @@ class Judge:
             held = [seen for seen in ranks if name in seen.initial]
             tensors = [getattr(seen, which).get(name) for seen in held]
             there = [t for t in tensors if t is not None]
+            shape = next((tuple(t.shape) for t in there if t.shape != tensor.shape), None)
+            cause = ""
             if not held:
-                first = first or Departure(stage, name, math.inf, "no rank has a parameter of this name")
+                cause = "no rank has a parameter of this name"
             elif not there:
                 cause = "it has none: the parameter is frozen, or its use was detached, under this layout"
-                first = first or Departure(stage, name, math.inf, cause)
             elif len(there) < len(held) and tensor.any():
                 cause = (
                     f"{len(held) - len(there)} of the {len(held)} ranks that hold it have none: let all use it, or, if "
                     f"their gradients are terms of one sum, declare it pending with add_partial(module, name, axis)"
                 )
-                first = first or Departure(stage, name, math.inf, cause)
-            elif any(t.shape != tensor.shape for t in there):
-                shape = next(tuple(t.shape) for t in there if t.shape != tensor.shape)
+            elif shape is not None:
                 cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
+            if cause:
                 first = first or Departure(stage, name, math.inf, cause)
             else:
                 own = self._own(which, name)
