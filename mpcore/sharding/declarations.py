@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,12 +45,13 @@ class ModelTree:
     @cached_property
     def declared(self) -> tuple[tuple[str, nn.Parameter, Sharding], ...]:
         """As `declarations`."""
-        return tuple(declarations(self.model))
+        return tuple(_declarations(self.modules))
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Each parameter once."""
-        return tuple(self.model.parameters())
+        held = (p for _, module in self.modules for p in module._parameters.values() if p is not None)
+        return tuple(dict.fromkeys(held))
 
     @cached_property
     def units(self) -> list[FSDPModule]:
@@ -71,7 +72,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
     Raises:
         ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
     """
-    for parameter, places in _places(model):
+    for parameter, places in _places(named_modules(model)):
         owner = next((place for place in places if place.declared is not None), places[0])
         yield places[0].name, owner.module, owner.leaf, parameter
 
@@ -82,10 +83,11 @@ def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Paramet
     Raises:
         ValueError: as `owners`, and if two modules declare one parameter differently.
     """
-    if isinstance(model, ModelTree):
-        yield from model.declared
-        return
-    for parameter, places in _places(model):
+    yield from model.declared if isinstance(model, ModelTree) else _declarations(named_modules(model))
+
+
+def _declarations(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    for parameter, places in _places(modules):
         said = [place for place in places if place.declared is not None]
         yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
 
@@ -105,10 +107,10 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Parameter, list[Place]]]:
     """Each parameter with all places that hold it, the first one first."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
-    for prefix, module in named_modules(model):
+    for prefix, module in modules:
         declared = declared_by(module)
         for leaf in declared:
             if leaf not in module._parameters:
