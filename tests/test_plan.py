@@ -246,6 +246,14 @@ def test_a_function_that_is_not_there_is_named():
         main(["nowhere:build", "--world", "4"])
 
 
+def test_one_command_line_runs_all_three_commands():
+    for words in (["plan", "nowhere:build", "--world", "4"], ["memory", "nowhere:build"], ["ledger", "nowhere:build"]):
+        with pytest.raises(SystemExit, match="names no function"):
+            analysis(words)
+    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.analysis {memory,ledger,plan}"):
+        analysis(["sums"])
+
+
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([], Machine(1), tmp_path / "plan.png")

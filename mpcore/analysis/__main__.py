@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from mpcore.analysis import counts, memory, plan
+from mpcore.analysis import counts, memory
 from mpcore.analysis.dry_run import dry_run, parse, sizes_of, target
+from mpcore.analysis.plan import main as plan
 
 COMMANDS = ("memory", "ledger", "plan")
 
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
     if name == "plan":
-        return plan.main(rest)
+        return plan(rest)
     args = parse(f"python -m mpcore.analysis {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
     try:
         found = dry_run(target(args.target), args.arguments, args.rank, **sizes_of(args))
