@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
-from mpcore.gradients.drop import UNSUMMED, check_summed
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, tree_of
@@ -25,6 +25,11 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 BUCKET = 2**26
 _Entry: TypeAlias = "tuple[str, nn.Parameter, Shard | None]"  # None: all of the parameter's gradient is pending
 T = TypeVar("T")
+UNSUMMED = (
+    "the last micro-batch had no backward or one that raised, sync_gradients(model, last=True) wasn't said before its "
+    "forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the step "
+    "up: mpcore.drop_gradients(model)"
+)
 
 
 @torch.no_grad()
@@ -55,7 +60,9 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
             check_axis(on)
     if not over:
         check_replicas(tree)
-    check_summed(tree)
+    unsummed = fsdp.unreduced_parameter(tree.units)
+    if unsummed is not None:
+        raise ValueError(f"the gradient of {unsummed} is not summed over data: {UNSUMMED}")
     pending: dict[object, tuple[Axis, list[_Entry]]] = {}
     laid = {x.data.group: x.data for _, _, x in tree.declared if x.data is not None and x.data.size > 1}
     for name, parameter, sharding in tree.declared:

@@ -285,7 +285,7 @@ class DiLoCo(torch.optim.Optimizer):
         """Average each tensor over workers, each element in one order: replicas on several ranks keep the same bits."""
         axis, size = self.mesh.workers, self.mesh.workers.size
         alike = itertools.groupby(map(local_tensor, tensors), lambda x: x.dtype)
-        for bucket in (bucket for _, group in alike for bucket in buckets(group, Tensor.numel, _BUCKET)):
+        for bucket in itertools.chain.from_iterable(buckets(group, Tensor.numel, _BUCKET) for _, group in alike):
             flat = torch.cat([x.reshape(-1) for x in bucket])
             length, wide = flat.numel(), torch.promote_types(flat.dtype, torch.float32)
             flat = torch.nn.functional.pad(flat, (0, -length % size)).view(size, -1)

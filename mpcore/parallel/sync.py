@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpcore._torch import fsdp, pytree
 from mpcore._torch.compile import uncompiled
 from mpcore._torch.fsdp_wrap import looks_into, trained_tensors
-from mpcore.gradients.drop import check_backward, drop_gradients
+from mpcore.gradients.drop import drop_gradients
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.parallel.shared import DataParallel, set_state, shared_units, state_of
 from mpcore.sharding.local import reshard
@@ -52,8 +52,11 @@ def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
 def before_forward(stage: Any, unit: Any, args: Any) -> None:
     """Check that a unit's parameters may be gathered now."""
     fsdp.make_root(stage)  # a block that is called before its model is not a model of its own
-    if unit is stage and torch.is_grad_enabled():
-        check_backward(stage)
+    if unit is stage and torch.is_grad_enabled() and fsdp.backward_failed(stage):
+        raise ValueError(
+            "a backward raised, so gradients are neither whole nor summed: give the step up with "
+            "mpcore.drop_gradients(model), on every rank, before the next forward"
+        )
     if torch.is_inference_mode_enabled() and not fsdp.was_gathered(unit):
         raise ValueError(
             f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters are gathered "
