@@ -1,4 +1,4 @@
-"""What a run would hold, send and take, counted before it runs: `python -m mpcore.analysis {memory,ledger,plan}`.
+"""Count what a run holds, sends and takes before it runs: `python -m mpcore.analysis {memory,ledger,plan}`.
 
 Stands on all that a training step stands on. Open `dry_run.py` first: it runs one rank's step on fake tensors.
 """

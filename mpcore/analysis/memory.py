@@ -14,7 +14,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def table(found: Found) -> str:
-    """What a dry run counted, a line for each kind, in the largest unit of which the total has a tenth."""
+    """Print a line for each kind of memory, in the largest unit of which the total is a tenth at least."""
     name = next((name for name, unit in UNITS.items() if found.total >= unit / 10), "KiB")
     unit = UNITS[name]
     rows = {

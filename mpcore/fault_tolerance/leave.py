@@ -99,7 +99,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         return 1, f"failed first: {type(error).__name__}: {error}"
 
     def _ask(self) -> str:
-        """Who failed first: it says so itself, or is the one that says nothing."""
+        """Find the rank that failed first: it says so itself, or gives no answer."""
         self.store.set(f"mpcore/left/{self.rank}", "")
         found = self._wait(self.grace)
         if found is None and self.store.add("mpcore/asked", 1) == 1:  # one rank looks, not all at all

@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """What a rank reports of itself.
+    """The report of a rank.
 
     Attributes:
         rank: of the job.

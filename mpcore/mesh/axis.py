@@ -50,7 +50,7 @@ class Axis:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells this axis from others: its group; without one its role, size and rank."""
+        """Identifies the axis: its group; without one its role, size and rank."""
         return (self.group_name,) if self.group_name else (self.role, self.size, self.rank)
 
     @property

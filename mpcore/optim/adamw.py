@@ -188,7 +188,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 adamw(held, grad, m, v, row, master=master, scale=scale, **random, **options)
 
     def _random(self, p: nn.Parameter) -> dict[str, Any]:
-        """What the random bits of a parameter's elements depend on, besides the step."""
+        """The arguments of `adamw` that random bits depend on, besides the step."""
         name, sharding = self._declared[p]
         if p not in self._places:
             self._places[p] = logical_indices(p, sharding)

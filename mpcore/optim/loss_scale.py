@@ -79,7 +79,7 @@ class LossScaler:
         return good
 
     def state_dict(self) -> dict[str, float]:
-        """What must be kept to go on as before, as JSON takes it."""
+        """The state to resume from, as JSON takes it."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -114,7 +114,7 @@ class Muon(AdamW):
         return None
 
     def _with_gradient(self, parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[nn.Parameter]:
-        """Those that have a gradient on any rank: all of them take part in gathering it."""
+        """The parameters that have a gradient on any rank: all ranks take part in gathering it."""
         grads = [gradient_of(p) for p in parameters]
         if not axes or not parameters:
             return [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]

@@ -1,4 +1,4 @@
-"""What is laid over a whole model: data parallelism (ZeRO), recompute, offload, precision, local updates.
+"""Data parallelism (ZeRO), recompute, offload, precision and local updates of a whole model.
 
 Stands on `layers`, `gradients` and `optim`. Open `data.py` first.
 """

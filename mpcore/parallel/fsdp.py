@@ -20,7 +20,7 @@ from mpcore.sharding.local import is_dtensor
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """What `shard_data_parallel` was asked for; see its arguments."""
+    """The arguments of `shard_data_parallel`."""
 
     zero: int
     replicate: int

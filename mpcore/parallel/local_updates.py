@@ -164,7 +164,7 @@ class DiLoCo(torch.optim.Optimizer):
         return {"inner": self.optimizer.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.optimizer.load_state_dict(state_dict["inner"])
         places = list(self._grouped())
         self.outer = {
@@ -236,7 +236,7 @@ class DiLoCo(torch.optim.Optimizer):
         return itertools.chain(*(group["params"] for group in self.param_groups))
 
     def _differing(self, fragment: int) -> list[Tensor]:
-        """What isn't trained and differs between workers: what is the same keeps its bits."""
+        """The untrained tensors that differ between workers; equal ones keep their bits."""
         found = [p for p in self.names if not p.requires_grad and self._fragment(self.owner[p]) == fragment]
         found += [buffer for _, at, _, buffer in persistent_buffers(self.model) if self._fragment(at) == fragment]
         found = [x.detach() for x in found if x.is_floating_point()]
@@ -298,7 +298,7 @@ class DiLoCo(torch.optim.Optimizer):
                 x.copy_(part.view_as(x))
 
     def _hashes(self, tensors: list[Tensor]) -> list[list[int]]:
-        """Of each tensor a hash on every worker."""
+        """Every worker's hash of each tensor."""
         if not tensors:
             return []
         hashes = torch.stack([cross_replica_hash(local_tensor(x).detach()) for x in tensors])

@@ -338,7 +338,7 @@ class _Swap:
 
 
 class ParameterOffload:
-    """What `offload_parameters` returns. Within `offload.here()` all parameters are on the device."""
+    """The parameters that `offload_parameters` offloads. Within `offload.here()` all are on the device."""
 
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
         self.swaps, self.keep = swaps, keep

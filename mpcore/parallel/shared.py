@@ -1,4 +1,4 @@
-"""What data parallelism knows of a stage, and the parameters that several stages of a rank share."""
+"""The data-parallel state of a stage, and the parameters that several stages of a rank share."""
 
 from __future__ import annotations
 

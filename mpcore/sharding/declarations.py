@@ -1,4 +1,4 @@
-"""What the modules of a whole model declare of their parameters."""
+"""The declarations of a whole model's parameters."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTree:
-    """What walks over a model find, each kept after the first: `Run` has one, so that a step walks over no modules.
+    """The modules, parameters and declarations of a model. Each list is made when it is first read, and kept.
 
-    Make it when the model is laid out. A model whose modules or parameters are replaced needs a new one.
+    `Run` has one, so that a step walks over no modules. A model whose modules or parameters are replaced needs a new
+    tree.
     """
 
     model: nn.Module
@@ -127,7 +128,7 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Param
 
 
 def _joined(places: list[Place]) -> Sharding:
-    """One declaration of several of one parameter: it lies in one way, and its gradient is all pending sums of all."""
+    """Join the declarations of a tied parameter: all must shard it alike, and its pending sums are those of all."""
     first = places[0].declared
     assert first is not None
     if len(places) == 1:
@@ -177,12 +178,12 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Sharding]:
-    """What a module declares of its own parameters, by their names in it: its attribute `shardings`."""
+    """The declarations of a module's own parameters, by their names in it: its attribute `shardings`."""
     return getattr(module, "shardings", {})
 
 
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
-    """What `module` declares of its parameter `leaf`."""
+    """The declaration of `module`'s parameter `leaf`; replicated if there is none."""
     return declared_by(module).get(leaf) or Sharding(tuple(parameter.shape))
 
 

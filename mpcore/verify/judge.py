@@ -41,7 +41,7 @@ class Departure:
 
 @dataclass
 class Verdict:
-    """What was found under one layout.
+    """The result under one layout.
 
     Attributes:
         layout: its name.
@@ -382,10 +382,8 @@ class Judge:
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """What a rank may hold of a dense tensor: all of its rows, its declared features, or its shard of one dimension.
-
-    Of its rows those tokens that cp gives it, or else all.
-    """
+    """The parts of a dense tensor that a rank may hold: its rows and tokens, their declared features, or a shard of one
+    dimension."""
     rows = want.chunk(layout.dp)[seen.dp] if want.dim() and layout.dp > 1 else want
     runs = tuple(runs)
     parts = []

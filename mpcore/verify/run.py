@@ -1,4 +1,4 @@
-"""What one rank does: build the model, one step, and tell all that it saw."""
+"""Build the model on one rank, run one step, and record all tensors that are compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Call = tuple[str, int]  # of a module, by its name, and of its calls in one forw
 
 @dataclass(frozen=True)
 class Task:
-    """What is verified.
+    """The model to verify, and how.
 
     Attributes:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or this rank's stage of it.
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Seen:
-    """What a rank saw of the step.
+    """The tensors that a rank recorded in the step.
 
     Attributes:
         tp, cp, pp, dp: this rank's place on the axes.
