@@ -15,7 +15,7 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from mpcore import materialize, reduce_gradients, vocab_parallel_cross_entropy
-from mpcore.analysis.counts import Ledger, zero_bytes
+from mpcore.analysis.counts import Ledger
 from mpcore.analysis.dry_run import dry_run
 from mpcore.memory_footprint import StorageTracker, storage_bytes
 from mpcore.parallel.data import shard_data_parallel
@@ -24,6 +24,7 @@ from mpcore.pipeline import Pipeline
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.pool import Pool, mesh
 from tests.test_memory import FLAGS, LAYOUTS, measure, world
+from tests.theory import zero_bytes
 
 CONFIG = GPTConfig(vocab_size=64, seq_len=16, layers=4, d_model=32, heads=4, d_ff=48, dropout=0.1)
 MICRO_BATCHES = 3

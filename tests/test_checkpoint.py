@@ -67,11 +67,11 @@ from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
 from mpcore.layers.dropout import seed_dropout
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.placement import data_shards
 from mpcore.pipeline import Pipeline
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor, local_tensor
 from tests.examples.test_pretrain import TINY, trainer
+from tests.placement import data_shards
 from tests.pool import RankError, mesh
 
 # Odd on purpose: 53 words over 4 ranks, 6 heads over 4, 2 KV heads replicated over 4, 21 hidden features.

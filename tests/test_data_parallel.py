@@ -47,7 +47,6 @@ from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.placement import placements
 from mpcore.parallel.sync import gathered, sync_gradients
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
@@ -56,6 +55,7 @@ from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
+from tests.placement import placements
 from tests.pool import BEFORE_2_13, mesh
 from tests.quick import some
 

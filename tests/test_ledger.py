@@ -12,11 +12,12 @@ from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh
 from mpcore import collectives as c
-from mpcore.analysis.counts import Ledger, block_bytes, volume, zero_bytes
+from mpcore.analysis.__main__ import main
+from mpcore.analysis.counts import Ledger, block_bytes, volume
 from mpcore.analysis.dry_run import dry_run, pretend, target
-from mpcore.analysis.ledger import main
 from tests.pool import mesh
 from tests.quick import some
+from tests.theory import zero_bytes
 
 FLAGS = [
     "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
@@ -152,7 +153,7 @@ def test_every_kind_is_counted_once_whoever_calls_it(ranks):
 
 def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
     flags = ["--preset", "llama3-70b", "--layers", "4", "--seq-len", "1024", "--global-batch", "8192"]
-    main(["examples.gpt.plan:build", "--tp", "8", "--pp", "4", "--dp", "1024", "--rank", "9000", *flags])
+    main(["ledger", "examples.gpt.plan:build", "--tp", "8", "--pp", "4", "--dp", "1024", "--rank", "9000", *flags])
     out = capsys.readouterr().out
     assert "tp              8 all_reduce" in out
     assert "dp           1024 all_gather" in out
@@ -162,7 +163,7 @@ def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
         (["examples.gpt.plan:build", "--tp", "3", "--heads", "2"], "smaller than the tp size 3"),
     ]:
         with pytest.raises(SystemExit, match=message):
-            main(words)
+            main(["ledger", *words])
     assert target("examples.gpt.plan:build") is build
     with pretend(2), pytest.raises(ValueError, match=r"torch\.distributed is running"), pretend(2):
         pass

@@ -18,8 +18,8 @@ from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.stages import build_stages
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear, build_mesh, vocab_parallel_cross_entropy
+from mpcore.analysis.__main__ import main
 from mpcore.analysis.dry_run import Work, dry_run, pretend
-from mpcore.analysis.memory import layer_activation_bytes, main
 from mpcore.memory_footprint import StorageTracker, storage_bytes
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import kept_bytes, recompute
@@ -27,6 +27,7 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.sharding.local import local_tensor
 from tests.pool import BEFORE_2_13, mesh
 from tests.quick import some
+from tests.theory import layer_activation_bytes
 
 # --- real runs ----------------------------------------------------------------------------------------------------
 
@@ -300,18 +301,18 @@ def test_stages_may_hand_on_several_tensors(schedule):
 
 
 def test_the_command_prints_a_table_and_refuses(capsys):
-    main(["examples.gpt.plan:build", "--tp", "2", "--pp", "2", "--preset", "gpt2", "--global-batch", "8"])
+    main(["memory", "examples.gpt.plan:build", "--tp", "2", "--pp", "2", "--preset", "gpt2", "--global-batch", "8"])
     out = capsys.readouterr().out
     assert "activations" in out
     assert "total" in out
     with pytest.raises(SystemExit, match="smaller than the tp size 7"):
-        main(["examples.gpt.plan:build", "--tp", "7"])
+        main(["memory", "examples.gpt.plan:build", "--tp", "7"])
     with pytest.raises(SystemExit, match="error: dp 0 is smaller than 1"):
-        main(["examples.gpt.plan:build", "--dp", "0"])
+        main(["memory", "examples.gpt.plan:build", "--dp", "0"])
     with pytest.raises(SystemExit, match="rank 2 is not from 0 to 1, the ranks of the mesh"):
-        main(["examples.gpt.plan:build", "--tp", "2", "--rank", "2"])
+        main(["memory", "examples.gpt.plan:build", "--tp", "2", "--rank", "2"])
     with pytest.raises(SystemExit, match="--offload optimizer is not counted here: what fits without it fits with it"):
-        main(["examples.gpt.plan:build", "--offload", "optimizer"])
-    main(["examples.gpt.plan:build", "--layers", "1", "--d-model", "8", "--heads", "2"])
+        main(["memory", "examples.gpt.plan:build", "--offload", "optimizer"])
+    main(["memory", "examples.gpt.plan:build", "--layers", "1", "--d-model", "8", "--heads", "2"])
     assert "parameters   " in (out := capsys.readouterr().out)
     assert " 0.000 " not in out.partition("buffers")[0], out

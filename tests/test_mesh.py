@@ -264,7 +264,7 @@ def test_every_rank_refuses_what_does_not_fit_before_any_group_is_made(ranks):
     ranks(4, check_refused_before_any_group)
 
 
-def check_failing_together():
+def check_raising_together():
     raise_together(None)
     me = dist.get_rank()
     with pytest.raises(ValueError, match=r"^no file \(on rank 1, 3 of 4\)$"):
@@ -274,7 +274,7 @@ def check_failing_together():
 
 
 def test_when_one_rank_fails_all_fail(ranks):
-    ranks(4, check_failing_together)
+    ranks(4, check_raising_together)
     raise_together(None)
     with pytest.raises(ValueError, match=r"^no file$"):
         raise_together(OSError("no file"))

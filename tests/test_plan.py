@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from examples.gpt.plan import build as build_gpt
 from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
+from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
-from mpcore.analysis.memory import main as memory_main
 from mpcore.analysis.plan import Estimate, Machine, choices, draw, estimate, main, meshes, plan, table
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import build_schedule
@@ -246,6 +246,14 @@ def test_a_function_that_is_not_there_is_named():
         main(["nowhere:build", "--world", "4"])
 
 
+def test_one_command_line_runs_all_three_commands():
+    for words in (["plan", "nowhere:build", "--world", "4"], ["memory", "nowhere:build"], ["ledger", "nowhere:build"]):
+        with pytest.raises(SystemExit, match="names no function"):
+            analysis(words)
+    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.analysis {memory,ledger,plan}"):
+        analysis(["sums"])
+
+
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([], Machine(1), tmp_path / "plan.png")
@@ -268,7 +276,7 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
     for axis in ("cp_outer", "cp_inner", "ep"):
         assert found.ledger.volumes()[axis] > 0
         assert len(found.ledger.ranks(axis)) == 2, "also where another axis has the same ranks"
-    memory_main([*command[:1], "--tp", "2", "--cp", "4", "--ep", "2", "--etp", "1", "--cp-inner", "2", *flags])
+    analysis(["memory", *command[:1], "--tp", "2", "--cp", "4", "--ep", "2", "--etp", "1", "--cp-inner", "2", *flags])
     assert f"total        {found.total / 2**20:>12.3f} MiB" in capsys.readouterr().out
     for name, size in (("tp", 4), ("cp", 2), ("pp", 2), ("ep", 4), ("dp", 2), ("etp", 1), ("cp_inner", 4)):
         flag = f"--{name.replace('_', '-')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mpcore import (
     ParallelMLP,
     ParallelMoE,
     RMSNorm,
+    Zero,
     clip_gradients,
     convert_to_fp8,
     drop_gradients,
@@ -27,12 +29,14 @@ from mpcore import (
     guard_optimizer,
     main_gradients,
     materialize,
+    prepare,
     reduce_gradients,
     seed_dropout,
     shard_data_parallel,
 )
 from mpcore import collectives as c
 from mpcore.layers.module import ParallelModule, RandomModule, normal
+from mpcore.sharding.declarations import ModelTree, declarations, named_modules, tree_of
 from mpcore.sharding.declare import Sharding, cut
 from tests.equality import close
 from tests.pool import mesh
@@ -177,6 +181,58 @@ def check_unrelated() -> None:
 
 def test_optimizers_of_others_are_left_alone(ranks):
     ranks(2, check_unrelated)
+
+
+# --- the model's tree -----------------------------------------------------------------------------------------------
+
+
+def walks_in_steps(optimizer: str, zero: int, kind: str) -> list[int]:
+    """How often each of three steps calls `named_modules`, which all walks over modules and parameters call."""
+    m = mesh(dp=2)
+    blocks = [ParallelMLP(8, 16), ParallelMoE(8, 16, 4, 2, data=m.data)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 8))
+    makes = {"mpcore": AdamW, "torch": lambda model: torch.optim.AdamW(model.parameters())}
+    run = prepare(
+        model, m, blocks=blocks, loss=lambda y, target: (y - target).square().sum(), optimizer=makes[optimizer],
+        data=Zero(zero), recompute=kind, micro_batches=2,
+    )  # fmt: skip
+    counts = []
+    named_modules = nn.Module.named_modules
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return named_modules(self, *args, **kwargs)
+
+    nn.Module.named_modules = counted  # type: ignore[assignment]
+    try:
+        for _ in range(3):
+            counts.append(0)
+            run.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
+            run.clip_gradients(1.0)
+            assert run.optimizer_step().routers
+    finally:
+        nn.Module.named_modules = named_modules
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "kind"), [("mpcore", 0, "none"), ("torch", 1, "full"), ("mpcore", 3, "full")]
+)
+def test_only_the_first_step_of_a_run_walks_over_the_model(ranks, optimizer, zero, kind):
+    for first, *others in ranks(2, walks_in_steps, optimizer, zero, kind):
+        assert first > 0
+        assert others == [0, 0]
+
+
+def test_a_tree_finds_what_the_model_is_when_it_is_made():
+    model = nn.Sequential(ParallelMLP(4, 8), nn.Linear(4, 4))
+    tree = ModelTree(model)
+    assert tree_of(tree) is tree
+    assert tree.modules == tuple(named_modules(model))
+    assert tree.declared == tuple(declarations(model))
+    assert list(map(id, tree.parameters)) == list(map(id, model.parameters()))
+    model.append(nn.Linear(4, 4))
+    assert len(tree.parameters) < len(tree_of(model).parameters)
 
 
 # --- a forgotten reduction ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
+from mpcore import GroupedLinear
 from mpcore.sharding import owners
 
 
@@ -17,7 +18,8 @@ def count_active_parameters(config: GPTConfig) -> int:
     if config.moe is None:
         return count_parameters(config)
     held = owners(GPT(config, device="meta"))
-    return round(sum(p.numel() * getattr(module, "used_share", 1) for _, module, _, p in held if p.requires_grad))
+    trained = [(p.numel(), module) for _, module, _, p in held if p.requires_grad]
+    return round(sum(n * (m.used_share if isinstance(m, GroupedLinear) else 1) for n, m in trained))
 
 
 def flops_of_token(config: GPTConfig) -> int:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def default_store() -> dist.Store:
-    """Return the store that the ranks of the job met at."""
-    return dist.distributed_c10d._get_default_store()
+def clone_store() -> Any:
+    """Open another connection to the store that the ranks of the job met at: a thread may wait in the first one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ Nothing here imports FSDP, which takes half a second: where nobody imported it, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -57,9 +57,9 @@ def backward_failed(unit: FSDPModule) -> bool:
     return _has_failed(_state(unit)._state_ctx)
 
 
-def unreduced_parameter(model: nn.Module) -> str | None:
+def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
     """Return the name of a parameter with a gradient that is not reduced over data yet, or None."""
-    for context in _contexts(model):
+    for context in _contexts(units):
         for group in _groups_of(context):
             for p in group.fsdp_params:
                 whole = _whole(p)
@@ -73,14 +73,14 @@ def unreduced_parameter(model: nn.Module) -> str | None:
     return None
 
 
-def drop_gradients(model: nn.Module, which: Callable[[Tensor], bool]) -> None:
+def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool]) -> None:
     """Drop gradients that are reduced, and those that are not yet; end a backward that raised.
 
     Args:
-        model: the model.
+        units: of a model.
         which: of a sharded parameter: whether to drop its gradient.
     """
-    for context in _contexts(model):
+    for context in _contexts(units):
         groups = _groups_of(context)
         failed = _has_failed(context)
         if failed:
@@ -143,9 +143,9 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _contexts(model: nn.Module) -> Iterator[Any]:
-    """What the units below one root share, for each root whose forward ran."""
-    found = {id(context): context for unit in units(model) for context in (_state(unit)._state_ctx,)}
+def _contexts(units: Iterable[FSDPModule]) -> Iterator[Any]:
+    """The context that the units below one root share, for each root whose forward ran."""
+    found = {id(context): context for context in (_state(unit)._state_ctx for unit in units)}
     return (context for context in found.values() if context.all_states)
 
 

@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` can be told, and which tensors of an output it looks at.
+"""Options of torch's `fully_shard`, and the tensors of an output that it looks at.
 
 Read in torch 2.11 and 2.13. Before 2.13 all parameters of a unit lie on one mesh, and dataclasses are not looked into.
 Imports FSDP, which takes half a second.

@@ -1,10 +1,14 @@
 """`python -m mpcore.analysis {memory,ledger,plan} ...`: one command line for the three."""
 
+from __future__ import annotations
+
 import sys
 
-from mpcore.analysis import ledger, memory, plan
+from mpcore.analysis import counts, memory
+from mpcore.analysis.dry_run import dry_run, parse, sizes_of, target
+from mpcore.analysis.plan import main as plan
 
-COMMANDS = {"memory": memory.main, "ledger": ledger.main, "plan": plan.main}
+COMMANDS = ("memory", "ledger", "plan")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -12,7 +16,14 @@ def main(argv: list[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
-    COMMANDS[name](rest)
+    if name == "plan":
+        return plan(rest)
+    args = parse(f"python -m mpcore.analysis {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
+    try:
+        found = dry_run(target(args.target), args.arguments, args.rank, **sizes_of(args))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""What a step sends. Counts each collective and message: over which axis, of which kind, how many bytes.
+"""Count what a step sends: each collective and message, over which axis, of which kind, how many bytes.
 
 with Ledger(mesh) as ledger:
     pipeline.forward_backward(x, target)
 print(ledger)
 
-    python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
+`python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32` counts a step that can't run here.
 
-counts a step that can't run here, with the theory beside it.
-
-Bytes are those of the whole tensor: of what an all-gather gives and a reduce-scatter takes. The volume counts them
-once, those of an all-reduce twice, as it is a reduce-scatter and an all-gather; of it a ring sends (p - 1)/p.
+Bytes are those of the whole tensor, such as the result of an all-gather. The volume counts them once, for an all-reduce
+twice, as it is a reduce-scatter and an all-gather; a ring sends (p - 1)/p of it.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Shoeybi et al. 2019, arXiv:1909.08053, section 3;
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
@@ -50,10 +48,10 @@ class Count:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts collectives and messages while this context is entered, in forward and backward, whoever calls them.
+    """Count collectives and messages while this context is entered, in forward and backward, whoever calls them.
 
     Args:
-        mesh: names the axes. Groups of other ranks are called by their ranks.
+        mesh: names the axes. Other groups are called by their ranks.
         axes: further axes by name, such as the two of HSDP.
 
     Attributes:
@@ -113,7 +111,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def times(self, weight: int) -> Iterator[None]:
-        """Count what comes so many times, for planners that run one micro-batch for many."""
+        """Count each call `weight` times, as planners do that run one micro-batch for many."""
         before, self.weight = self.weight, weight
         try:
             yield
@@ -136,11 +134,7 @@ class Ledger(TorchDispatchMode):
         return self.table()
 
     def table(self, theory: dict[tuple[str, str], int] | None = None) -> str:
-        """The counts as lines of text, in the order of axes.
-
-        Args:
-            theory: by (axis, kind) the bytes that should be there; what isn't named has none.
-        """
+        """The counts as lines of text, in the order of axes, with the bytes of `theory` by (axis, kind) beside them."""
         theory = theory or {}
         head = f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"
         lines = [head + (f" {'theory, bytes':>20}" if theory else "")]
@@ -163,25 +157,6 @@ def _group_of(x: object) -> dist.ProcessGroup | None:
     return as_group(x)
 
 
-def zero_bytes(size: int, zero: int, micro_batches: int = 1) -> dict[str, int]:
-    """Bytes of each kind over the data axis in a step. Their volume is 2 psi for stages 0 and 1 and, with one
-    micro-batch, for 2; 3 psi for 3.
-
-    Args:
-        size: psi, the bytes of all parameters that are sharded together, padding included.
-        zero: the stage. 2 and 3 reduce the gradients of each micro-batch, 3 gathers parameters twice for each.
-        micro_batches: how many a step has.
-
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 7.1 and 7.2.
-    """
-    if zero not in range(4):
-        raise ValueError(f"ZeRO stage {zero} is none of 0, 1, 2, 3")
-    m = micro_batches
-    gathered, scattered = ((0, 0), (1, 1), (1, m), (2 * m, m))[zero]
-    each = {"all_reduce": 0 if zero else size, "all_gather": gathered * size, "reduce_scatter": scattered * size}
-    return {kind: total for kind, total in each.items() if total}
-
-
 def block_bytes(
     size: int,
     *,
@@ -197,12 +172,11 @@ def block_bytes(
 
     Args:
         size: bytes of the block's whole input, batch x sequence x width.
-        sequence_parallel: activations between are cut along the sequence.
+        sequence_parallel: the block is sequence parallel.
         regather: its linears gather their input again in backward.
-        recompute: "full" runs the forward's collectives again, but for the last sum where no dropout follows it;
-            "selective" none.
-        dropout: there is some.
-        latents: bytes of what latent attention sends in the place of its input; None: it is of another kind.
+        recompute: "full" repeats the forward's collectives, but the last sum where no dropout follows it.
+        dropout: the block has dropout.
+        latents: with latent attention the bytes that it sends in place of its input.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """

@@ -313,7 +313,8 @@ def _split_backward(
     hold_gradients(stage)
     inputs = [StorageWeakRef(x.untyped_storage()) for x in received]
     dxs, deferred = backward_inputs(edges, grads, received)
-    edges.clear(), grads.clear(), received.clear()
+    for held in (edges, grads, received):
+        held.clear()
     left = [storage for weak in inputs if (storage := alive(weak)) is not None]
     kept.between_inputs = sum(storage.nbytes() for storage in left)
     kept.between = max(_held(storages, stage, own, *dxs)[0] - empty, kept.between)

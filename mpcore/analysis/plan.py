@@ -1,12 +1,11 @@
-"""Which layouts of a model fit a machine, and how long a step of each would take there.
+"""Find the layouts of a model that fit a machine, and estimate how long a step of each takes there.
 
 `python -m mpcore.analysis plan examples.gpt.plan:build --world 64 --preset llama3-8b --global-batch 256
 --vary recompute=none,selective,full --vary zero=1,3` tries every mesh of 64 ranks with every choice of the flags.
 
-A dry run of every pipeline rank (`mpcore.analysis.dry_run`) counts memory, floating-point operations and messages, the
-bubble by running the schedule (`mpcore.pipeline.prove`). The rates are the machine's, as its owner knows them; none is
-measured here. So a time is an estimate: products at one rate, whatever their shape, nothing for what isn't a product, a
-ring for every collective, and no collective beside computation, which flatters no layout that sends much.
+A dry run of every pipeline rank counts memory, floating-point operations and messages; running the schedule counts the
+bubble (`mpcore.pipeline.prove`). You give the machine's rates; nothing is measured. So a time is an estimate: products
+at one rate, a ring for every collective, other operations free, and nothing overlaps.
 
 Source of a ring's cost: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
@@ -37,15 +36,14 @@ INSIDE = ("tp", "cp", "cp_outer", "cp_inner", "ep", "etp")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a planned run has.
+    """The machine of a planned run.
 
     Attributes:
         world: ranks, one a GPU.
         memory: bytes of a GPU that the run may hold.
         node: consecutive ranks that share a fast link.
-        flops: floating-point operations a second that products reach.
-        node_bandwidth, bandwidth: bytes a second that a rank sends while it receives as many: to a rank of its node, to
-            one of another node.
+        flops: floating-point operations a second of products.
+        node_bandwidth, bandwidth: bytes a second that a rank sends within its node, and to another.
     """
 
     world: int
@@ -68,12 +66,12 @@ class Estimate:
     Attributes:
         sizes: of the mesh's axes.
         arguments: of the build function.
-        memory: bytes; where they are more than there are, those of the first rank that was found to need more.
+        memory: bytes; if they don't fit, those of the first rank that was found to need too much.
         compute: seconds of products.
         inside: seconds of collectives that micro-batches wait for: over tp, cp, ep.
         bubble: seconds in which a pipeline rank waits for others.
         data: seconds of collectives over data ranks and between tied stages.
-        refused: why it can't be, or nothing.
+        refused: why the layout is refused, or "".
     """
 
     sizes: dict[str, int]
@@ -96,11 +94,11 @@ class Estimate:
 
 
 def meshes(machine: Machine, **sizes: Sequence[int] | None) -> Iterator[dict[str, int]]:
-    """Every mesh of a machine, tp within a node.
+    """List every mesh of a machine, tp within a node.
 
     Args:
         machine: the machine.
-        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1, etp that of tp, cp without sub-groups.
+        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1, etp that of tp, no `cp_inner`.
     """
     divisors = [n for n in range(1, machine.world + 1) if machine.world % n == 0]
     tps = sizes.get("tp") or [n for n in divisors if n <= machine.node]
@@ -142,7 +140,7 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
 def estimate(
     name: str, machine: Machine, given: Sequence[str], layout: tuple[dict[str, int], tuple[str, ...]]
 ) -> Estimate:
-    """What a step of one layout takes.
+    """Estimate a step of one layout.
 
     Args:
         name: `module:function` that builds a rank's `mpcore.analysis.dry_run.Work`.
@@ -165,27 +163,22 @@ def estimate(
     memory = max(f.total for here in found for f in here)
     if memory > machine.memory:
         return Estimate(sizes, own, memory)
-    slowest = [max(here, key=lambda f: _busy(machine, f)) for here in found]
+    slowest = [max(here, key=lambda f: sum(_rank(machine, f))) for here in found]
     return Estimate(sizes, own, memory, *_times(machine, slowest))
 
 
-def _inside(machine: Machine, found: Found, kept: Kept) -> float:
-    """Seconds of a step that collectives of a stage's micro-batches take."""
-    each = ((axis, size) for axis, size in kept.sent.items() if axis in INSIDE)
-    return sum(machine.seconds(found.ledger.ranks(axis), size) for axis, size in each)
-
-
-def _compute(machine: Machine, found: Found, kept: Kept) -> float:
+def _stage(machine: Machine, found: Found, kept: Kept) -> tuple[float, float]:
+    """Seconds of a step that a stage's products take, and the collectives that its micro-batches wait for."""
     assert found.plan is not None
-    return found.plan.micro_batches * (kept.forward_flops + kept.backward_flops) / machine.flops
+    sent = ((found.ledger.ranks(axis), size) for axis, size in kept.sent.items() if axis in INSIDE)
+    compute = found.plan.micro_batches * (kept.forward_flops + kept.backward_flops) / machine.flops
+    return compute, sum(machine.seconds(ranks, size) for ranks, size in sent)
 
 
-def _stage(machine: Machine, found: Found, kept: Kept) -> float:
-    return _compute(machine, found, kept) + _inside(machine, found, kept)
-
-
-def _busy(machine: Machine, found: Found) -> float:
-    return sum(_stage(machine, found, kept) for kept in found.stages)
+def _rank(machine: Machine, found: Found) -> tuple[float, float]:
+    """As `_stage`, of all stages of a rank."""
+    each = [_stage(machine, found, kept) for kept in found.stages]
+    return sum(compute for compute, _ in each), sum(inside for _, inside in each)
 
 
 def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, float, float]:
@@ -197,7 +190,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
         for r, found in enumerate(ranks)
         for i, kept in zip(plan.stages_of(r), found.stages, strict=True)
     }
-    each = [_stage(machine, *stages[i]) / plan.micro_batches for i in range(plan.stages)]
+    each = [sum(_stage(machine, *stages[i])) / plan.micro_batches for i in range(plan.stages)]
     forward = sum(kept.forward_flops for _, kept in stages.values())
     backward = sum(kept.backward_flops for _, kept in stages.values())
     share = forward / max(forward + backward, 1)
@@ -205,9 +198,7 @@ def _times(machine: Machine, ranks: Sequence[Found]) -> tuple[float, float, floa
     ends = [r * machine.world // len(ranks) for r in range(min(len(ranks), 2))]
     message = 2 * machine.seconds(ends, widest)  # a ring of two sends half
     times = Times(share, (1 - share) / 2, (1 - share) / 2, message=message, stages=tuple(each))
-    busiest = max(ranks, key=lambda found: _busy(machine, found))
-    compute = sum(_compute(machine, busiest, kept) for kept in busiest.stages)
-    inside = sum(_inside(machine, busiest, kept) for kept in busiest.stages)
+    compute, inside = max((_rank(machine, found) for found in ranks), key=sum)
     data = max(
         sum(
             machine.seconds(f.ledger.ranks(axis), size)
@@ -228,7 +219,7 @@ def plan(
     jobs: int = 1,
     each: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Estimate]:
-    """Estimate layouts, the fastest that fits first; then those that don't fit, the smallest first; then those refused.
+    """Estimate layouts. Those that fit come first, by time; then those too large, by memory; then those refused.
 
     Args:
         name: `module:function` that builds a rank's `mpcore.analysis.dry_run.Work`.
@@ -256,7 +247,7 @@ def plan(
 
 
 def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str:
-    """The layouts that fit, a line each, the fastest first; and what became of the others."""
+    """The layouts that fit, a line each, the fastest first; then how many don't fit or are refused, and why."""
     fits = [e for e in estimates if e.fits(machine)]
     large = [e for e in estimates if not e.fits(machine) and not e.refused]
     axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
@@ -286,7 +277,7 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
 
 
 def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
-    """A picture of the layouts that fit: a point each, seconds of a step over memory, the fastest five by name.
+    """Draw the layouts that fit: a point each, seconds of a step over memory, the fastest five by name.
 
     Raises:
         ValueError: if none fits.

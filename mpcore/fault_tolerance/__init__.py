@@ -14,22 +14,7 @@ from mpcore.fault_tolerance.versions import code_versions, file_versions
 from mpcore.fault_tolerance.watchdog import Watchdog
 
 __all__ = [
-    "EXIT_PEER",
-    "EXIT_STOPPED",
-    "MetricsWriter",
-    "Skips",
-    "SlowRank",
-    "Spikes",
-    "StopSignals",
-    "Stragglers",
-    "Watchdog",
-    "code_versions",
-    "compare_replicas",
-    "explain",
-    "file_versions",
-    "late_ranks",
-    "leave",
-    "leave_together",
-    "read_log",
-    "record",
-]
+    "EXIT_PEER", "EXIT_STOPPED", "MetricsWriter", "Skips", "SlowRank", "Spikes", "StopSignals", "Stragglers",
+    "Watchdog", "code_versions", "compare_replicas", "explain", "file_versions", "late_ranks", "leave",
+    "leave_together", "read_log", "record",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from mpcore.fault_tolerance.trace import Log, explain
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command: explain the logs that a watchdog left in a folder."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m mpcore.fault_tolerance", description="Say why a run hung.")
     parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
     folder = parser.parse_args(argv).folder

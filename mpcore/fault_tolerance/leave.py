@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpcore._torch.distributed import default_store
+from mpcore._torch.distributed import clone_store
 from mpcore.mesh.axis import Mesh
 
 EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
@@ -21,17 +22,15 @@ _PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gl
 
 
 class leave_together:  # noqa: N801  (a context manager, named as what it does)
-    """Every rank ends in failure within seconds when one fails, and says which rank was first and why.
+    """End every rank within seconds when one fails, and print which rank failed first and why.
 
-    The rank that fails prints its own traceback first. The others, whose next collective breaks, print one line that
-    names it. A rank that leaves with status 0 before the end of the block has failed too; another status is kept.
-    A thread asks the run's store twice each grace, and ends a rank whose main thread stands where nothing breaks, such
-    as in a wait for its GPU, where no signal is heard either.
+    The rank that fails prints its own traceback. The others, whose next collective breaks, print one line that names
+    it. A rank that leaves with status 0 before the end of the block has failed too; another status is kept. A thread
+    asks the run's store twice each grace. It ends a rank whose main thread hears of nothing, as in a wait for its GPU.
 
     Args:
-        mesh: of this rank. Alone in its world, errors pass as they are.
-        grace: seconds in which a rank that failed can say why; after that it is called silent. Another rank has twice
-            as many to leave.
+        mesh: of this rank. In a world of one rank errors pass as they are.
+        grace: seconds in which a rank that failed can say why. Other ranks have twice as many to leave.
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0) -> None:
@@ -40,8 +39,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
-            store: Any = default_store()
-            self.store = store.clone()  # the main thread's own connection may be waiting
+            self.store = clone_store()  # the main thread's own connection may be waiting
 
     def __enter__(self) -> leave_together:
         if self.size > 1:
@@ -101,15 +99,14 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         return 1, f"failed first: {type(error).__name__}: {error}"
 
     def _ask(self) -> str:
-        """Who failed first: it says so itself, or is the one that says nothing."""
+        """Find the rank that failed first: it says so itself, or gives no answer."""
         self.store.set(f"mpcore/left/{self.rank}", "")
         found = self._wait(self.grace)
         if found is None and self.store.add("mpcore/asked", 1) == 1:  # one rank looks, not all at all
             silent = [rank for rank in range(self.size) if not self.store.check([f"mpcore/left/{rank}"])]
-            one = len(silent) == 1
-            names = f"rank{'' if one else 's'} {', '.join(map(str, silent))}"
-            found = f"{names} {'gives' if one else 'give'} no answer: killed, or cut off"
-            found = found if silent else "the network between the ranks failed: all of them are there"
+            found = "the network between the ranks failed: all of them are there"
+            if silent:
+                found = f"{give_no_answer(silent)}: killed, or cut off"
             self.store.set("mpcore/cause", found)
         return found or self._wait(self.grace) or "a rank is gone"
 
@@ -123,22 +120,29 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit, once gloo's threads have let go of the last collective: one that needs Python's lock while Python is torn
-    down aborts the process, and its status would be that of a signal."""
+    """Exit once gloo's threads have freed the tensors of the last collective: see `leave`."""
     time.sleep(0.2)
     sys.exit(status)
 
 
 def leave(status: int) -> NoReturn:
-    """Exit after a run that went well, without tearing Python down: gloo's threads may still hold tensors, and one that
-    lets go of them then waits for Python's lock, which is gone, and aborts the process.
+    """Exit with a status after a run that went well, without tearing Python down.
 
-    Args:
-        status: the exit status.
+    A thread of gloo may still hold tensors. If it frees them while Python is torn down, it aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def give_no_answer(ranks: Sequence[int]) -> str:
+    """`rank 3 gives no answer`, or of several."""
+    return f"rank {ranks[0]} gives no answer" if len(ranks) == 1 else f"ranks {list_ranks(ranks)} give no answer"
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """`1, 2, 5`."""
+    return ", ".join(map(str, ranks))
 
 
 def _whole_text(error: BaseException | None) -> str:

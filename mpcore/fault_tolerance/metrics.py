@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 class MetricsWriter:
-    """Appends lines of JSON to a file, whole ones alone; what can't be written waits for the next line."""
+    """Append whole lines of JSON to a file. A line that can't be written waits for the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
 
     def add(self, entry: dict) -> None:
-        """Write it, and what waits.
+        """Write a line, and those that wait.
 
         Raises:
-            OSError: where they can't be written; the file is as it was.
+            OSError: if they can't be written; the file stays as it was.
         """
         self.waiting += (json.dumps(entry) + "\n").encode()
         with open(self.path, "ab", buffering=0) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
+from mpcore.fault_tolerance.leave import list_ranks
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Shard
@@ -18,19 +21,18 @@ from mpcore.sharding.local import is_dtensor, local_tensor
 
 @torch.no_grad()
 def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse to go on when ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
+    """Raise an error if ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
 
-    What is replicated follows from what layers declare: whole parameters over tp and data, replicated KV heads, tied
-    embeddings, and what `fully_shard` replicates. A hash of each is compared, one all-reduce an axis; only where some
-    differ is more sent.
+    Layers declare what is replicated: whole parameters over tp and data, replicated KV heads, tied embeddings; and
+    `fully_shard` replicates over nodes. One all-reduce an axis compares hashes; more is sent where some differ.
 
     Args:
         model: the model, or this rank's stage of it, between two steps.
         mesh: the mesh it lies on.
 
     Raises:
-        ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, those that differ from
-            most.
+        ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, the ranks that differ
+            from most.
     """
     found: list[str] = []
     for axis, entries in _replicas(model, mesh):
@@ -44,11 +46,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
             found += _name(axis, [name for name, _ in entries], differing.tolist(), hashes, held)
     count = torch.tensor(len(found), device=mesh.device)
     if int(all_reduce(count, mesh.world, "max")):
-        everywhere: list = [found]
-        if mesh.world.size > 1:
-            everywhere = [None] * mesh.world.size
-            dist.all_gather_object(everywhere, found, group=mesh.world.group)
-        messages = list(dict.fromkeys(message for part in everywhere for message in part))
+        messages = list(dict.fromkeys(itertools.chain(*gather_objects(found, mesh.world.group))))
         more = f"; and {len(messages) - 8} more" if len(messages) > 8 else ""
         raise ValueError(f"replicas differ, so a rank's memory is corrupt: {'; '.join(messages[:8])}{more}")
 
@@ -99,9 +97,7 @@ def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | No
 
 def _name(axis: Axis, names: Sequence[str], differing: Sequence[bool], hashes: Tensor, held: Tensor) -> list[str]:
     assert axis.group is not None
-    mine = (hashes.tolist(), held.tolist())
-    every: list = [None] * axis.size
-    dist.all_gather_object(every, mine, group=axis.group)
+    every = gather_objects((hashes.tolist(), held.tolist()), axis.group)
     world = dist.get_process_group_ranks(axis.group)
     found = []
     for i, name in enumerate(names):
@@ -113,12 +109,10 @@ def _name(axis: Axis, names: Sequence[str], differing: Sequence[bool], hashes: T
                 by_hash.setdefault(values[i], []).append(rank)
         sets = sorted(by_hash.values(), key=len)
         if len(sets[-1]) == len(sets[-2]):
-            found.append(f"{name} over {axis.name}, on ranks {' and '.join(_list(ranks) for ranks in sets)}")
+            found.append(f"{name} over {axis.name}, on ranks {' and '.join(map(list_ranks, sets))}")
         else:
             odd = sorted(rank for ranks in sets[:-1] for rank in ranks)
-            found.append(f"{name} over {axis.name}, on rank {_list(odd)}, while ranks {_list(sets[-1])} agree")
+            found.append(
+                f"{name} over {axis.name}, on rank {list_ranks(odd)}, while ranks {list_ranks(sets[-1])} agree"
+            )
     return found
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -12,12 +12,12 @@ from typing import Any
 
 
 class StopSignals:
-    """Within the block, SIGTERM, SIGUSR1 and ctrl-C ask for an orderly stop. A second ctrl-C leaves at once.
+    """Take SIGTERM, SIGUSR1 and ctrl-C in this block as a wish for an orderly stop. A second ctrl-C leaves at once.
 
     A supervisor passes on the ctrl-C that the terminal has sent already, so a second one counts after `apart` seconds.
 
     Attributes:
-        asked: whether any has come. The ranks may learn of it a step apart: agree before acting on it.
+        asked: whether a signal has come. Ranks may learn of it a step apart: agree before acting on it.
     """
 
     def __init__(self, apart: float = 1.0) -> None:

@@ -13,15 +13,14 @@ from mpcore.fault_tolerance.metrics import MetricsWriter
 
 
 class Spikes:
-    """Finds losses that lie far above those before them, by their z-score over a window.
+    """Find losses far above those before them, by their z-score over a window.
 
-    A spike enters the window only as far as the threshold, so that a second one is found too, while a new level is
-    accepted in the end.
+    A spike enters the window as a loss at the threshold: so a second spike is found, and a new level is accepted later.
 
     Args:
-        window: how many losses before are looked at.
-        threshold: standard deviations above their mean that are a spike; one counts as 1 % of the mean at least.
-        least: how many there must be before any is.
+        window: how many losses before count.
+        threshold: standard deviations above their mean that are a spike. A deviation is at least 1 % of the mean.
+        least: how many losses there must be before the first spike.
     """
 
     def __init__(self, window: int = 64, threshold: float = 6.0, least: int = 16) -> None:
@@ -31,9 +30,9 @@ class Spikes:
         self.before: deque[float] = deque(maxlen=window)
 
     def score(self, loss: float) -> float | None:
-        """Take the next loss; the standard deviations it lies above the window, if it is a spike.
+        """Take the next loss; if it is a spike, return the standard deviations by which it exceeds the mean.
 
-        One that isn't finite is none, and is left out: such a step is skipped.
+        A loss that isn't finite is left out: such a step is skipped.
         """
         if not math.isfinite(loss):
             return None
@@ -48,11 +47,11 @@ class Spikes:
 
 
 class Skips:
-    """Counts the steps in a row whose loss or gradient isn't finite, and writes down what they were fed.
+    """Count the steps in a row whose loss or gradient isn't finite, and record them.
 
     Args:
-        limit: how many in a row are skipped; the next one stops the run.
-        path: a file that gets a line of JSON for each; None: none. One rank writes.
+        limit: how many steps in a row may be skipped; the next one stops the run.
+        path: a file that gets a line of JSON for each, on one rank; None: none.
     """
 
     def __init__(self, limit: int, path: Path | None) -> None:
@@ -60,14 +59,14 @@ class Skips:
         self.lines = None if path is None else MetricsWriter(path)
 
     def step(self, finite: bool, **about: Any) -> None:
-        """Take note of a step. Ranks that hand in the same `finite` all decide alike.
+        """Count a step.
 
         Args:
-            finite: whether it was done.
-            about: what is written down: the step, its samples, the loss.
+            finite: whether its loss and gradients were finite; the same on every rank.
+            about: what is recorded: the step, its samples, the loss.
 
         Raises:
-            ValueError: if it is one too many.
+            ValueError: if more than `limit` steps in a row were skipped.
         """
         self.row = 0 if finite else self.row + 1
         if finite:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 
 
@@ -32,15 +32,15 @@ class SlowRank(NamedTuple):
 
 
 class Stragglers:
-    """Names the rank that all others wait for, by what each does without them: its own loading, and a fixed probe.
+    """Find slow ranks, by the times of work that each does alone: loading data, and a fixed probe.
 
-    In a synchronous step every rank takes as long as the slowest, so their step times say nothing. A rank is late when
-    it took more than `threshold` times the median of the other ranks in `patience` checks one after the other.
+    In a synchronous step every rank takes as long as the slowest, so step times say nothing. A rank is late when it
+    took more than `threshold` times the median of the other ranks in `patience` checks in a row.
 
     Args:
         mesh: of this rank.
         threshold: ratio from which a rank is late.
-        least: seconds a call that it must be slower besides, so that noise in short phases isn't one.
+        least: seconds a call by which it must be slower too, so that noise in short phases doesn't count.
         patience: checks in a row.
         size: of the square matrices that the probe multiplies.
     """
@@ -58,7 +58,7 @@ class Stragglers:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Time what this rank does without communication, on its GPU too, and nothing that was queued there before."""
+        """Time work without communication in this context, on the GPU too, without the work queued there before."""
         self._synchronize()
         began = time.perf_counter()
         yield
@@ -80,11 +80,8 @@ class Stragglers:
 
     def check(self) -> list[SlowRank]:
         """Compare the ranks since the last check: a collective on all of them, with the same result on each."""
-        every: list = [self.times]
-        if self.mesh.world.size > 1:
-            every = [None] * self.mesh.world.size
-            dist.all_gather_object(every, {phase: statistics.fmean(t) for phase, t in self.times.items()},
-                                   group=self.mesh.world.group)  # fmt: skip
+        mine = {phase: statistics.fmean(seconds) for phase, seconds in self.times.items()}
+        every = gather_objects(mine, self.mesh.world.group)
         self.times = {}
         late = late_ranks(every, self.threshold, self.least) if len(every) > 1 else []
         if self.mesh.workers.size > 1:  # people know ranks by their number in the job
@@ -94,7 +91,7 @@ class Stragglers:
 
 
 def late_ranks(times: Sequence[dict[str, float]], threshold: float, least: float) -> list[SlowRank]:
-    """The ranks whose seconds in a phase are more than `threshold` times the median of the other ranks'.
+    """List the ranks whose seconds in a phase are more than `threshold` times the median of the other ranks'.
 
     Args:
         times: of each rank, by phase.

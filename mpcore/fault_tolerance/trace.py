@@ -1,4 +1,4 @@
-"""Why ranks wait for each other. Their logs of collectives are matched, and the first mismatch is explained.
+"""Explain why ranks wait for each other: match their logs of collectives, and find the first mismatch.
 
     record()                              # before the first process group
     mesh = build_mesh(tp=2)
@@ -7,8 +7,8 @@
             train(step)
             watchdog.beat()
 
-The log is torch's flight recorder: a ring of the last collectives of each process with their call sites, one of gloo's
-and one of nccl's. It knows nothing of point-to-point messages on gloo; there the place where each rank stands tells.
+The logs are torch's flight recorders of gloo and of NCCL: rings of the last collectives of each process, with their
+call sites. They have no point-to-point messages on gloo; there the line where each rank stands must tell.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import nn
 
 from mpcore import _torch
 from mpcore._torch.distributed import flight_records
+from mpcore.fault_tolerance.leave import give_no_answer
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -46,14 +47,13 @@ class Call:
 
     Attributes:
         group: name of its process group.
-        number: how many collectives the group had before, and this one.
+        number: its place among the collectives of the group and backend, from 1.
         kind: such as "all_reduce".
-        shape: of its input.
-        dtype: of its input, as torch names scalar types.
+        shape, dtype: of its input.
         site: file and line that called it, outside of torch.
         done: whether it came back.
         time: when it began, in nanoseconds of the host's clock.
-        backend: which of the group's it went to; each counts for itself. On nccl it is the device that waits.
+        backend: such as "gloo". On "nccl" the device waits, not the host.
     """
 
     group: str
@@ -69,15 +69,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """What a rank tells of itself.
+    """The report of a rank.
 
     Attributes:
         rank: of the job.
-        groups: by name of a process group its axis and its ranks.
+        groups: the axis and the ranks of each process group, by its name.
         calls: the last collectives, oldest first.
         site: file and line where the main thread stands.
         doing: the innermost module of the model, or the pipeline's action, that the main thread is in.
-        waiting: whether it stands in a call of torch.distributed.
+        waiting: whether the main thread stands in a call of torch.distributed.
     """
 
     rank: int
@@ -88,12 +88,12 @@ class Log:
     waiting: bool = False
 
     def to_json(self) -> str:
-        """As text."""
+        """Write the log as text."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Log:
-        """What `to_json` wrote."""
+        """Read a log that `to_json` wrote."""
         entry = json.loads(text)
         entry["groups"] = {name: (axis, tuple(ranks)) for name, (axis, ranks) in entry["groups"].items()}
         entry["calls"] = [Call(**{**call, "shape": tuple(call["shape"])}) for call in entry["calls"]]
@@ -117,11 +117,11 @@ def record(entries: int = 512) -> None:
 
 
 def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = None) -> Log:
-    """This rank's log, and where its main thread stands now. No communication; any thread may call it.
+    """Return this rank's log, with the line where its main thread stands now. Any thread may call it.
 
     Args:
-        mesh: its axes give the process groups their names.
-        model: whose modules' names say where the rank is.
+        mesh: its axes name the process groups.
+        model: its modules' names say where the rank is.
         thread: the identifier of the thread to look at; None: the main thread.
     """
     groups = {}
@@ -130,18 +130,14 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
             groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     site, doing, waiting = _where(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
-    return Log(mesh.job.rank, groups, _recorded(mesh.made_ns), site, doing, waiting)
-
-
-def _recorded(since_ns: int) -> list[Call]:
-    # A process group that is gone leaves its calls in the ring, under a name that the next one may have too.
-    # Written by this very process a moment ago: nothing that came from outside is unpickled.
-    entries = [pickle.loads(record).get("entries", []) for record in flight_records()]
-    return calls_of([e for part in entries for e in part], since_ns)
+    # This process pickled the records a moment ago: nothing from outside is unpickled.
+    entries = [e for record in flight_records() for e in pickle.loads(record).get("entries", [])]
+    # A process group that has ended leaves its calls in the ring, under a name that the next one may have too.
+    return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting)
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
-    """The collectives among the entries of flight recorders from then on, oldest first: a pure function."""
+    """List the collectives among the entries of flight recorders from `since_ns` on, oldest first: a pure function."""
     calls = []
     for e in entries:
         if e["is_p2p"] or e["time_created_ns"] < since_ns:
@@ -180,7 +176,7 @@ def _where(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str,
 
 
 def explain(logs: Sequence[Log], size: int) -> str:
-    """Why the ranks don't go on: a pure function of their logs.
+    """Explain why the ranks don't go on: a pure function of their logs.
 
     Args:
         logs: of the ranks that answered.
@@ -206,13 +202,15 @@ def _mismatch(logs: dict[int, Log]) -> str | None:
     found: list[tuple[int, str]] = []
     for calls in entered.values():
         (first, one), *others = sorted(calls.items())
-        for rank, other in others:
-            if _form(one) != _form(other):
-                who = f"rank {first} entered {_called(one, logs[first])}"
-                text = f"{who} while rank {rank} entered {_called(other, logs[rank])}"
-                found.append((min(one.time, other.time), f"the ranks disagree about call {one.number}: {text}"))
-                break
+        rank, other = next((entry for entry in others if _form(entry[1]) != _form(one)), (first, one))
+        if rank != first:
+            text = f"{_entered(first, one, logs)} while {_entered(rank, other, logs)}"
+            found.append((min(one.time, other.time), f"the ranks disagree about call {one.number}: {text}"))
     return min(found)[1] if found else None
+
+
+def _entered(rank: int, call: Call, logs: dict[int, Log]) -> str:
+    return f"rank {rank} entered {_called(call, logs[rank])}"
 
 
 def _form(call: Call) -> tuple:
@@ -220,18 +218,12 @@ def _form(call: Call) -> tuple:
 
 
 def _pending(log: Log) -> Call | None:
-    """The collective that a rank stands in; one that was only started, and not waited for, stops nobody.
-
-    On nccl the device stands in the first that isn't done, wherever the host is: it runs ahead, and waits for a number.
-    """
+    """The collective that a rank stands in. On NCCL the device stands in the first one that isn't done; the host runs
+    ahead. Elsewhere a collective that was started and not waited for stops nobody."""
     open_calls = [call for call in log.calls if not call.done]
     on_host = [call for call in open_calls if call.backend != "nccl"][-1:] if log.waiting else []
     on_device = [call for call in open_calls if call.backend == "nccl"][:1]
     return min(on_host + on_device, key=lambda call: call.time, default=None)
-
-
-def _waits(log: Log) -> bool:
-    return log.waiting or _pending(log) is not None
 
 
 def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]:
@@ -239,20 +231,18 @@ def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]
     call = _pending(log)
     if call is None or call.group not in log.groups:
         return []
-    behind = []
-    for rank in log.groups[call.group][1]:
-        if rank in logs:
-            where = call.group, call.backend
-            last = max((c.number for c in logs[rank].calls if (c.group, c.backend) == where), default=0)
-            if last < call.number:
-                behind.append(rank)
-        elif rank in silent:
-            behind.append(rank)
-    return behind
+
+    def is_behind(rank: int) -> bool:
+        if rank not in logs:
+            return rank in silent
+        mine = (c.number for c in logs[rank].calls if (c.group, c.backend) == (call.group, call.backend))
+        return max(mine, default=0) < call.number
+
+    return [rank for rank in log.groups[call.group][1] if is_behind(rank)]
 
 
 def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
-    """From a rank that waits to the one it waits for, and on, until one waits for nobody or a circle closes."""
+    """Follow a waiting rank to the rank it waits for, and on, until one waits for nobody or a circle closes."""
     starts = [log for log in sorted(logs.values(), key=lambda log: log.rank) if _missing(log, logs, silent)]
     for log in starts:
         seen = [log.rank]
@@ -261,12 +251,9 @@ def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
             if not behind:
                 break
             if behind[0] in seen:
-                circle = [*seen[seen.index(behind[0]) :], behind[0]]
-                waits = (
-                    f"rank {a} waits in {_called(_pending(logs[a]), logs[a])} for rank {b}"
-                    for a, b in itertools.pairwise(circle)
-                )
-                return "the ranks wait in a circle: " + ", ".join(waits)
+                circle = itertools.pairwise([*seen[seen.index(behind[0]) :], behind[0]])
+                waits = (f"rank {a} waits in {_called(_pending(logs[a]), logs[a])} for rank {b}" for a, b in circle)
+                return f"the ranks wait in a circle: {', '.join(waits)}"
             seen.append(behind[0])
             if seen[-1] in silent:
                 break
@@ -280,9 +267,8 @@ def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
 
 def _idle(logs: dict[int, Log], silent: Sequence[int]) -> str:
     if silent:
-        who = f"rank {silent[0]} gives" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} give"
-        return f"{who} no answer: stopped, dead or cut off"
-    apart = [log for log in logs.values() if not _waits(log)]
+        return f"{give_no_answer(silent)}: stopped, dead or cut off"
+    apart = [log for log in logs.values() if not log.waiting and _pending(log) is None]
     if apart and len(apart) < len(logs):
         first = min(apart, key=lambda log: log.rank)
         return f"rank {first.rank} waits for nobody while others wait: it {_stands(first)}"

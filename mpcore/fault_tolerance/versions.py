@@ -11,7 +11,7 @@ import torch
 
 
 def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
-    """What this rank runs: a hash of each source file of mpcore and of `folders`, and the versions below them.
+    """Return a hash of each source file of mpcore and of `folders`, and the versions of Python and torch.
 
     For `check_same("code", code_versions(...))`, which names the files that differ.
 
@@ -33,14 +33,14 @@ def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def file_versions(*paths: str | os.PathLike[str], ends: int = 2**16) -> dict[str, str]:
-    """Size and hash of the first and last bytes of files, however large, for `check_same("data", ...)`.
+    """Return the size of each file and a hash of its first and last bytes, for `check_same("data", ...)`.
 
     Args:
         paths: the files.
         ends: how many bytes at either end are hashed: a change between them that keeps the size is not seen.
 
     Returns:
-        By path in the folder that all of them share: ranks may keep that folder at different places.
+        By path in the folder that all files share: ranks may keep that folder at different places.
     """
     found, folder = {}, os.path.commonpath([Path(path).absolute().parent for path in paths]) if paths else ""
     for path in map(Path, paths):

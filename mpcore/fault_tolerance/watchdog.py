@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mpcore._torch.distributed import default_store
+from mpcore._torch.distributed import clone_store
 from mpcore.fault_tolerance.trace import Log, explain, read_log
 from mpcore.mesh.axis import Mesh, check_mesh
 
@@ -19,14 +19,13 @@ EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure, and may start again
 
 
 class Watchdog:
-    """Explains a hang and ends the process. Each rank has one, in a thread of its own; it costs nothing until then.
+    """Explain a hang and end the process. Each rank has one, in a thread of its own.
 
     Args:
         mesh: of this rank.
-        model: whose modules' names say where a rank is.
+        model: its modules' names say where a rank is.
         timeout: seconds without `beat` that are a hang: several times the longest step, evaluation or save.
-        folder: where each rank leaves its log, `rank0.json` and on; None: nowhere.
-            `python -m mpcore.fault_tolerance FOLDER` explains them again.
+        folder: where each rank leaves its log, `rank0.json` and on, for `python -m mpcore.fault_tolerance FOLDER`.
         grace: seconds in which the other ranks answer.
 
     Raises:
@@ -47,10 +46,7 @@ class Watchdog:
         check_mesh(mesh)
         self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
         self.folder = None if folder is None else Path(folder)
-        self.store: Any = None
-        if mesh.job.size > 1:  # a connection of its own: the main thread may be stuck in the first one
-            store: Any = default_store()
-            self.store = store.clone()
+        self.store: Any = clone_store() if mesh.job.size > 1 else None
         self.last = time.monotonic()
         self.over = threading.Event()
         self.watched = threading.get_ident()
@@ -65,7 +61,7 @@ class Watchdog:
         self.over.set()
 
     def beat(self) -> None:
-        """Progress was made."""
+        """Say that progress was made."""
         self.last = time.monotonic()
 
     def _watch(self) -> None:

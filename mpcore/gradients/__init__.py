@@ -11,14 +11,6 @@ from mpcore.gradients.norm import clip_gradients, grad_norm
 from mpcore.gradients.reduce import reduce_gradients
 
 __all__ = [
-    "ReadsMainGradients",
-    "clip_gradients",
-    "drop_gradients",
-    "grad_norm",
-    "gradient_of",
-    "guard_optimizer",
-    "main_gradients",
-    "mark_reduced",
-    "reduce_gradients",
-    "zero_gradients",
-]
+    "ReadsMainGradients", "clip_gradients", "drop_gradients", "grad_norm", "gradient_of", "guard_optimizer",
+    "main_gradients", "mark_reduced", "reduce_gradients", "zero_gradients",
+]  # fmt: skip

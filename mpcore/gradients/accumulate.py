@@ -21,19 +21,15 @@ from mpcore.sharding.local import is_dtensor
 
 
 def main_gradients(model: nn.Module) -> nn.Module:
-    """Have gradients accumulated in float32, whatever the parameters and the products are computed in.
+    """Have gradients accumulated in float32 (float64 for float64), whatever the parameters are computed in.
 
-    Each parameter gets `main_grad`, float32 of its local shape (float64 for float64), and `.grad` stays None. The
-    weight gradient of the parallel linears is a product with a float32 result, added there in backward; all other
-    gradients are added as autograd finishes them. `reduce_gradients`, `grad_norm`, `clip_gradients` and the optimizers
-    of `mpcore.optim` read it by `gradient_of`; begin each step with `zero_gradients` (or their `zero_grad`). Torch's
-    optimizers read `.grad` alone: `guard_optimizer` has them refuse to step without it. Hooks of a parameter find
-    `main_grad`, and no `.grad`.
-    `DistributedDataParallel` sums `.grad` alone, so it can't be used with them: `reduce_gradients(model, mesh)` can.
+    Each parameter gets `main_grad`, and `.grad` stays None, also for hooks. `reduce_gradients`, `grad_norm`,
+    `clip_gradients` and the optimizers of `mpcore.optim` read it by `gradient_of`. Begin each step with
+    `zero_gradients`, or the `zero_grad` of those optimizers. Torch's optimizers read `.grad` alone: `guard_optimizer`
+    has them refuse to step. So does `DistributedDataParallel`: use `reduce_gradients(model, mesh)` instead.
 
     Args:
-        model: the model, or this rank's stage of it, not sharded over data: `fully_shard` has an accumulation of its
-            own, in its `reduce_dtype`.
+        model: the model, or this rank's stage of it, not sharded over data: `fully_shard` accumulates in its own dtype.
 
     Returns:
         The model.
@@ -55,10 +51,10 @@ def main_gradients(model: nn.Module) -> nn.Module:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter: its main gradient if it has one that was added to, else `.grad`.
+    """The gradient of a parameter: its main gradient if something was added to it, else `.grad`.
 
     Raises:
-        ValueError: for one that data parallelism replaced: it would never have one.
+        ValueError: for a parameter that data parallelism replaced: it would never have one.
     """
     if _REPLACED.data:  # not its length, which is computed
         check_current([parameter])

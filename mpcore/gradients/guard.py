@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import ModelTree, declarations, declared_by, tree_of
 from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
@@ -25,14 +25,16 @@ class ReadsMainGradients:
 def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]) -> Optimizer:
     """Have an optimizer raise an error instead of a step that would be silently wrong.
 
-    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard torch's optimizers and your own, once, after they are made.
-    Nothing else is touched: other optimizers have no hook. Each step then refuses
+    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard others once, after they are made. Each step then refuses
 
     - gradients that `reduce_gradients` has not summed since the last backward;
     - parameters that the model no longer has, because `shard_data_parallel` put shards in their place;
     - gradients in `main_grad`, where the optimizer reads `.grad` alone (all but those of `ReadsMainGradients`);
     - sharded tensors, where the optimizer needs whole ones (Adafactor, LBFGS, torch's Muon);
     - groups of sharded and whole parameters that torch would step at once.
+
+    Between steps, set gradients to None (the default of `zero_grad`): with `set_to_none=False` a forgotten
+    `reduce_gradients` is found in the first step alone.
 
     Args:
         optimizer: changed in place: it gets a step pre-hook.
@@ -43,10 +45,6 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
 
     Raises:
         ValueError: if the optimizer has a parameter that is none of the model's.
-
-    Note:
-        Between steps, set gradients to None (the default of `zero_grad`). With `set_to_none=False` a forgotten
-        `reduce_gradients` is found in the first step alone, for the gradient stays the same tensor.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 6)
@@ -100,30 +98,24 @@ class _Guard:
             self.seen = count
         for name, p, axes in self.pending:
             check_reduced(name, p, axes)
-        kind, reads_main = type(optimizer).__name__, isinstance(optimizer, ReadsMainGradients)
-        for group in optimizer.param_groups:
-            if not reads_main:
-                _check_main(kind, group["params"])
-                _check_mixed(kind, group)
-            if isinstance(optimizer, OF_WHOLE_TENSORS):
-                for p in group["params"]:
-                    self._check_whole(kind, p)
+        if not isinstance(optimizer, ReadsMainGradients):
+            for group in optimizer.param_groups:
+                self._check_torchs(optimizer, group)
 
-    def _check_whole(self, kind: str, p: Tensor) -> None:
-        if p in self.cut:
-            raise ValueError(
-                f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
-                f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
-            )
-
-
-def _check_main(kind: str, parameters: list[Tensor]) -> None:
-    for p in parameters:
-        if p.grad is None and holds_main_grad(p):
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad alone, "
-                f"which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
-            )
+    def _check_torchs(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        kind = type(optimizer).__name__
+        for p in group["params"]:
+            if p.grad is None and holds_main_grad(p):
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad "
+                    f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
+                )
+            if isinstance(optimizer, OF_WHOLE_TENSORS) and p in self.cut:
+                raise ValueError(
+                    f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
+                    f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
+                )
+        _check_mixed(kind, group)
 
 
 def _check_mixed(kind: str, group: dict[str, Any]) -> None:
@@ -156,15 +148,12 @@ def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
         )
 
 
-def check_all_reduced(model: nn.Module) -> None:
-    """Refuse gradients of a model whose pending sums are not done.
-
-    Raises:
-        ValueError: naming the first parameter, the axes and their sizes.
-    """
-    for module in model.modules():
-        for leaf, sharding in vars(module).get("shardings", {}).items():
+def check_all_reduced(model: nn.Module | ModelTree) -> None:
+    """Refuse gradients of a model whose pending sums are not done."""
+    tree = tree_of(model)
+    for _, module in tree.modules:  # takes less time than to join the declarations of tied parameters
+        for leaf, sharding in declared_by(module).items():
             parameter = module._parameters.get(leaf)
             if sharding.pending and parameter is not None and not is_reduced(parameter):
-                for name, p, declared in declarations(model):
+                for name, p, declared in tree.declared:
                     check_reduced(name, p, declared.pending)

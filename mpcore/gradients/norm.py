@@ -14,33 +14,30 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
 from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import ModelTree, declarations, tree_of
 from mpcore.sharding.declare import check_lies_on
 from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
 @torch.no_grad()
-def grad_norm(model: nn.Module, mesh: Mesh, p: float = 2.0) -> Tensor:
-    """The p-norm of the whole model's gradient, every logical element counted once, the same on every rank.
+def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tensor:
+    """Return the p-norm of the whole model's gradient, the same on every rank, as an fp64 scalar tensor.
 
     Args:
         model: the model, or this rank's stage of it, after `reduce_gradients`.
         mesh: the mesh it lies on.
         p: 1, 2, ... or `math.inf`.
 
-    Returns:
-        An fp64 scalar tensor.
-
     Raises:
-        ValueError: if p isn't above 0, `reduce_gradients` was forgotten, a parameter is cut over an axis of another
-            mesh, or one is a DTensor that isn't mpcore's.
+        ValueError: if p isn't above 0, `reduce_gradients` was forgotten, or a parameter lies on another mesh.
     """
-    check_all_reduced(model)
-    return norm_of(model, mesh, gradient_of, p)
+    tree = tree_of(model)
+    check_all_reduced(tree)
+    return norm_of(tree, mesh, gradient_of, p)
 
 
 @torch.no_grad()
-def norm_of(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
+def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
     """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
     check_mesh(mesh)
     if not p > 0:
@@ -60,7 +57,7 @@ def _norm(grad: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
 
 
-def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
+def _owned(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
     """This rank's tensors, without the elements that a lower rank holds as well."""
     for name, parameter, sharding in declarations(model):
         check_lies_on(name, parameter, sharding, mesh)
@@ -81,23 +78,24 @@ def _owned(model: nn.Module, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) 
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor | float) -> None:
+def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor | float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
 
     Args:
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.
-        norm: what `grad_norm` returned, or a float. Where it isn't finite gradients stay as they are: skip the step.
+        norm: what `grad_norm` returned, or a float. If it isn't finite gradients stay as they are: skip the step.
 
     Raises:
         ValueError: if `reduce_gradients` was forgotten.
     """
-    check_all_reduced(model)
+    tree = tree_of(model)
+    check_all_reduced(tree)
     if max_norm <= 0:
         return
     norm = torch.as_tensor(norm, dtype=torch.float64)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-    grads = [local_tensor(grad) for grad in map(gradient_of, model.parameters()) if grad is not None]
+    grads = [local_tensor(grad) for grad in map(gradient_of, tree.parameters) if grad is not None]
     for dtype in {grad.dtype for grad in grads}:  # a launch for many tensors
         alike = [grad for grad in grads if grad.dtype == dtype]
         scale_each(alike, scale.to(alike[0].device, dtype))

@@ -4,61 +4,68 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
-from mpcore.gradients.drop import UNSUMMED, check_summed
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import ModelTree, tree_of
 from mpcore.sharding.declare import Shard
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 
 # Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
 BUCKET = 2**26
+_Entry: TypeAlias = "tuple[str, nn.Parameter, Shard | None]"  # None: all of the parameter's gradient is pending
+T = TypeVar("T")
+UNSUMMED = (
+    "the last micro-batch had no backward or one that raised, sync_gradients(model, last=True) wasn't said before its "
+    "forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the step "
+    "up: mpcore.drop_gradients(model)"
+)
 
 
 @torch.no_grad()
-def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
-    """Finish the gradients: sum those that layers declare as pending. Call it once, after the last backward.
-
-    Once between two `zero_grad` of all trained parameters: a gradient kept from the step before would be summed again.
+def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
+    """Sum the gradients that layers declare as pending. Call it once a step, after the last backward.
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
     parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
-    axis and `BUCKET` elements, in fp32 (fp64 for fp64), however many parameters there are. A parameter that got no
-    gradient on some rank counts as zero there; one that got none on any rank keeps None.
+    axis and `BUCKET` elements, in fp32 (fp64 for fp64), however many parameters there are. A parameter without a
+    gradient on some rank counts as zero there; one without on all ranks keeps None.
 
     Args:
-        model: the model, or this rank's stage of it.
-        over: axes over which every parameter is replicated with other data on each rank, and which nothing else
-            reduces; a mesh stands for each parameter's own (`Sharding.data_axis`): plain data parallelism, where
-            `shard_data_parallel` didn't do it.
+        model: the model, or this rank's stage of it. Its gradients were zeroed since the last call.
+        over: for plain data parallelism without `shard_data_parallel`: the mesh, which stands for each parameter's
+            `Sharding.data_axis`, or axes over which every parameter is replicated with other data on each rank.
 
     Raises:
-        ValueError: before anything is sent, if `shard_data_parallel` sums gradients over one of them already, or a
-            trained parameter was added after it, is still gathered, or has a gradient that it didn't sum (the last
-            micro-batch had no backward, or one that raised: `drop_gradients`), or hooks that it never calls; or if
-            experts lie otherwise than the mesh says, or have replicas over tp that neither it nor a mesh speaks of.
+        ValueError: before anything is sent, if `shard_data_parallel` sums over one of these axes already, or has not
+            summed a gradient (the last micro-batch had no backward, or one that raised: `drop_gradients`); if a trained
+            parameter was added after it, is still gathered, or has hooks that it never calls; or if experts don't lie
+            as the mesh says, or have replicas over tp that nothing sums.
     """
+    tree = tree_of(model)
     for on in over:
         if isinstance(on, Mesh):
-            check_experts(model, on)
+            check_experts(tree, on)
         else:
             check_axis(on)
     if not over:
-        check_replicas(model)
-    check_summed(model)
-    pending: dict[object, tuple[Axis, list[tuple[str, nn.Parameter, Shard | None]]]] = {}
-    declared = list(declarations(model))
-    laid = {x.data.group: x.data for _, _, x in declared if x.data is not None and x.data.size > 1}
-    for name, parameter, sharding in declared:
+        check_replicas(tree)
+    unsummed = fsdp.unreduced_parameter(tree.units)
+    if unsummed is not None:
+        raise ValueError(f"the gradient of {unsummed} is not summed over data: {UNSUMMED}")
+    pending: dict[object, tuple[Axis, list[_Entry]]] = {}
+    laid = {x.data.group: x.data for _, _, x in tree.declared if x.data is not None and x.data.size > 1}
+    for name, parameter, sharding in tree.declared:
         if not parameter.requires_grad:
             continue
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
@@ -86,7 +93,7 @@ def reduce_gradients(model: nn.Module, *over: Axis | Mesh) -> None:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
     for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].order):
         wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
-        for bucket in _buckets(sorted(entries, key=lambda entry: entry[0])):
+        for bucket in buckets(sorted(entries, key=lambda entry: entry[0]), _sent_elements, BUCKET):
             _reduce_pending(axis, bucket, wide)
     for _, parameter, _ in itertools.chain.from_iterable(entries for _, entries in pending.values()):
         mark_reduced(parameter)
@@ -104,25 +111,30 @@ def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:
             )
 
 
-def _buckets(
-    entries: list[tuple[str, nn.Parameter, Shard | None]],
-) -> Iterator[list[tuple[str, nn.Parameter, Shard | None]]]:
-    """Of at most `BUCKET` elements, or of one parameter: cut by what is sent, which is the same on every rank."""
-    bucket, size = [], 0
-    for name, parameter, shard in entries:
-        length = local_tensor(parameter).numel()
-        if shard is not None:  # of which ranks hold more or less
-            others = (*parameter.shape[: shard.dim], *parameter.shape[shard.dim + 1 :])
-            length = len(shard.replicated) * math.prod(others)
-        if bucket and size + length > BUCKET:
+def buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Cut a sequence into lists whose sizes sum to at most `most`, or of one item."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        mine = size_of(item)
+        if bucket and size + mine > most:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, parameter, shard))
-        size += length
-    yield bucket
+        bucket.append(item)
+        size += mine
+    if bucket:
+        yield bucket
 
 
-def _reduce_pending(axis: Axis, entries: list[tuple[str, nn.Parameter, Shard | None]], wide: torch.dtype) -> None:
+def _sent_elements(entry: _Entry) -> int:
+    """How many elements an entry sends: the same on every rank, though ranks hold more or less of a shard."""
+    _, parameter, shard = entry
+    if shard is None:
+        return local_tensor(parameter).numel()
+    return len(shard.replicated) * math.prod((*parameter.shape[: shard.dim], *parameter.shape[shard.dim + 1 :]))
+
+
+def _reduce_pending(axis: Axis, entries: list[_Entry], wide: torch.dtype) -> None:
     here = [gradient_of(p) is not None for _, p, _ in entries]
     present, complete = torch.tensor(here, dtype=wide), all(here)
     for (_, parameter, _), there in zip(entries, here, strict=True):

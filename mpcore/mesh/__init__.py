@@ -11,18 +11,6 @@ from mpcore.mesh.layout import divisors, layout_table, mesh_ranks, mesh_shape
 from mpcore.mesh.rendezvous import is_launched
 
 __all__ = [
-    "Axis",
-    "Mesh",
-    "build_mesh",
-    "check_axis",
-    "check_mesh",
-    "check_same",
-    "choose_device",
-    "divisors",
-    "is_launched",
-    "layout_table",
-    "mesh_ranks",
-    "mesh_shape",
-    "raise_together",
-    "raising_together",
-]
+    "Axis", "Mesh", "build_mesh", "check_axis", "check_mesh", "check_same", "choose_device", "divisors",
+    "is_launched", "layout_table", "mesh_ranks", "mesh_shape", "raise_together", "raising_together",
+]  # fmt: skip

@@ -14,30 +14,33 @@ from mpcore.mesh.axis import Axis
 T = TypeVar("T")
 
 
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Give a Python value of each rank to all ranks of a group, in rank order; None: this process alone."""
+    if group is None or group.size() == 1 or dist.get_backend() == "fake":
+        return [value]
+    values: list = [None] * group.size()
+    with real_tensors():  # the values are real, also where the model is fake
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
-    """Refuse to go on when the ranks disagree about something that must be the same on all of them.
+    """Refuse to go on when ranks disagree about something that must be the same on all of them.
 
     Args:
-        what: the name of the thing, for the message.
-        value: it on this rank; a text, or a mapping of which only the entries that differ are named.
+        what: its name, for the message.
+        value: its value on this rank: a text, or a mapping, of which the message names only the entries that differ.
         axis: the ranks to ask; None asks the whole job.
 
     Raises:
         ValueError: on every rank, naming two ranks that differ and both values.
     """
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return
-    group = axis.group if axis is not None else dist.group.WORLD
-    if group is None or group.size() == 1:
-        return
     mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
-    values: list = [None] * group.size()
-    with real_tensors():  # what is compared is real, also of fake models
-        dist.all_gather_object(values, mine, group=group)
-    for rank, other in enumerate(values):
-        differing = sorted(key for key in values[0].keys() | other.keys() if values[0].get(key) != other.get(key))
+    first, *others = gather_objects(mine, dist.group.WORLD if axis is None else axis.group)
+    for rank, other in enumerate(others, 1):
+        differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differing:
-            entries = "; ".join(f"{key}: {values[0].get(key)} and {other.get(key)}" for key in differing)
+            entries = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in differing)
             raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({entries})")
 
 
@@ -50,7 +53,7 @@ def raise_together(error: Exception | None) -> None:
     Raises:
         ValueError: on every rank, with the message of the first rank that failed.
     """
-    exchange(error, None, dist.group.WORLD if dist.is_initialized() and dist.get_backend() != "fake" else None)
+    exchange(error, None, dist.group.WORLD)
 
 
 @contextmanager
@@ -72,23 +75,12 @@ def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iter
 
 
 def exchange(error: Exception | None, value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Give a value of each rank to all ranks of a group, or raise one rank's error on all of them.
-
-    Args:
-        error: what went wrong on this rank; None: nothing.
-        value: what this rank gives.
-        group: the ranks; None: this process alone.
-
-    Returns:
-        The values, in rank order.
+    """As `gather_objects`, or raise one rank's error on all ranks of the group.
 
     Raises:
         ValueError: on every rank, with the message of the first that failed; from its own error on one that did.
     """
-    answers: list = [(None if error is None else _say(error), value)]
-    if group is not None:
-        mine, answers = answers[0], [None] * group.size()
-        dist.all_gather_object(answers, mine, group=group)
+    answers = gather_objects((None if error is None else _say(error), value), group)
     failed = [rank for rank, (message, _) in enumerate(answers) if message is not None]
     if failed:
         where = "" if len(failed) == len(answers) else f" (on rank {', '.join(map(str, failed))} of {len(answers)})"

@@ -53,7 +53,7 @@ class Axis:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells this axis from others: its group; without one its role, size and rank."""
+        """Identifies the axis: its group; without one its role, size and rank."""
         return (self.group_name,) if self.group_name else (self.role, self.size, self.rank)
 
     @property
@@ -135,16 +135,15 @@ class Mesh:
 
 
 def check_axis(axis: Axis) -> None:
-    """Refuse what is no axis, such as torch's DeviceMesh, a process group or a whole mesh."""
+    """Refuse other objects than an axis, such as torch's DeviceMesh, a process group or a whole mesh."""
     if not isinstance(axis, Axis):
-        kind, given = type(axis).__name__, f"{axis!r:.40}"
         raise TypeError(
             f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), or Axis(group.size(), group.rank(), group) of a "
-            f"process group, not {kind} {given}"
+            f"process group, not {type(axis).__name__} {axis!r:.40}"
         )
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse what is no mesh of ours, such as torch's DeviceMesh or an axis."""
+    """Refuse other objects than a `Mesh`, such as torch's DeviceMesh or an axis."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")

@@ -41,18 +41,17 @@ def build_mesh(
             in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
-        workers: consecutive ranks of the job, in so many equal parts, are worlds of their own with a mesh as above, for
+        workers: cut the job into so many equal worlds of consecutive ranks, each with a mesh as above, for
             `mpcore.parallel.local_updates.DiLoCo`.
-        timeout: seconds that ranks may take to arrive, and then a collective of the default process group made here;
-            None: torch's default.
+        timeout: seconds that ranks may take to arrive, and a collective of the default process group made here; None:
+            torch's default.
 
     Returns:
         The mesh as this rank sees it.
 
     Raises:
-        ValueError: on every rank and before any group is made, if the sizes don't fit the world (all of them are
-            named), or if the ranks ask for different meshes; naming the ranks that didn't arrive in time; on a rank
-            that "cuda" leaves without a GPU.
+        ValueError: on every rank and before any group is made, if the sizes don't fit the world, the ranks ask for
+            different meshes, ranks don't arrive in time, or "cuda" leaves a rank without a GPU.
     """
     running = dist.is_initialized()
     launched = dist.is_torchelastic_launched() if running else is_launched()
@@ -87,9 +86,8 @@ def build_mesh(
     if problem:
         raise ValueError(problem)
     assert shape is not None
-    names = ("pp", "dp", "cp", "tp")
     sizes = {"workers": workers} if workers > 1 else {}
-    sizes |= {name: shape[name] for name in names}
+    sizes |= {name: shape[name] for name in ("pp", "dp", "cp", "tp")}
     device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     axes = {name: _torch_axis(device_mesh, name) for name in sizes}
     same_as = {
@@ -98,35 +96,25 @@ def build_mesh(
         "edp": "data" if (shape["ep"], shape["etp"]) == (1, shape["tp"]) else None,
     }
     for name in ("data", "ep", "etp", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
-        twin = same_as.get(name)
-        if twin is not None:
-            axes[name] = Axis(axes[twin].size, axes[twin].rank, axes[twin].group, role=name)
-        else:
-            axes[name] = _new_axis(name, ranks[name])
+        twin = axes.get(same_as.get(name) or "")
+        axes[name] = Axis(twin.size, twin.rank, twin.group, role=name) if twin else _new_axis(name, ranks[name])
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
     world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
     saves = Axis(role="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
-    return Mesh(
-        **axes,
-        world=world,
-        job=job,
-        saves=saves,
-        device_type=device_type,
-        device_mesh=device_mesh,
-    )
+    return Mesh(**axes, world=world, job=job, saves=saves, device_type=device_type, device_mesh=device_mesh)
 
 
 def choose_device(
     asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
 ) -> str:
-    """The type of device that a rank computes on: a pure function.
+    """Choose the type of device that a rank computes on: a pure function.
 
     Args:
         asked: "cuda" or "cpu"; None: as the machine and the world are.
-        gpus: that this process sees.
+        gpus: how many this process sees.
         local_rank, local_size: among the launcher's processes on this machine.
         backends: by type of device, of a world that runs already.
 

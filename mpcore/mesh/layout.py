@@ -25,10 +25,7 @@ def mesh_shape(
     dp: int | None = None,
     etp: int | None = None,
 ) -> dict:
-    """Sizes of all axes; `dp` is inferred from the world size where it isn't given, and `etp` is tp.
-
-    Returns:
-        `{"tp": ..., "cp": ..., "pp": ..., "ep": ..., "dp": ..., "etp": ...}`.
+    """Return the size of each axis by name; `dp` is inferred from the world size by default, and `etp` is tp.
 
     Raises:
         ValueError: if a size isn't a positive integer, the product isn't the world size, or etp x ep doesn't divide
@@ -70,11 +67,9 @@ def mesh_shape(
 def mesh_ranks(
     *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """Ranks of every group of every axis: a pure function, no process group needed.
+    """List the groups of every axis, each with its world ranks in axis order: a pure function.
 
-    Returns:
-        For each of tp, cp, dp, pp, ep, etp, edp, data and ends the list of its groups, each the list of its world ranks
-        in axis order. Every world rank is in one group of each axis; of `ends` only the first and last pipeline ranks.
+    Every world rank is in one group of each axis; in `ends` are only the first and last pipeline ranks.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
@@ -104,11 +99,12 @@ def layout_table(
     rank: int | None = None,
     device_type: str | None = None,
 ) -> str:
-    """The mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
+    """Draw the mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
 
     Args:
-        rank: the rank to mark with brackets; None marks none.
-        device_type: what the ranks compute on, where that is known.
+        tp, cp, pp, ep, dp, etp: sizes of the axes.
+        rank: the rank to mark with brackets.
+        device_type: what the ranks compute on.
     """
     world = tp * cp * pp * dp
     experts = (f", ep {ep}" if ep > 1 else "") + (f", etp {etp}" if etp not in (None, tp) else "")
@@ -132,7 +128,7 @@ def layout_table(
 
 
 def divisors(size: int) -> str:
-    """The way out of a size that doesn't divide another: those that do."""
+    """Tell which sizes divide another: the way out for one that doesn't."""
     return f"take one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
 
 
@@ -148,11 +144,11 @@ def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int
     """The same groups in each worker's part of the job, and the parts themselves."""
     each = world_size // workers
     starts = range(0, world_size, each)
-    everywhere = {
+    ranks = {**ranks, "world": [list(range(each))]}
+    return {
         name: [[start + rank for rank in group] for start in starts for group in groups]
         for name, groups in ranks.items()
     }
-    return everywhere | {"world": [list(range(start, start + each)) for start in starts]}
 
 
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:

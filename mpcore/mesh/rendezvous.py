@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process, or another launcher that sets what `torch.distributed` reads.
+    """Tell whether torchrun has started this process, or another launcher that sets the variables torch reads.
 
     Raises:
-        ValueError: if one says that there are others, and not all that it takes to find them.
+        ValueError: if there are other processes, and a variable that it takes to find them is missing.
     """
     if dist.is_torchelastic_launched():
         return True
@@ -37,13 +37,10 @@ def start_world(backend: str, timeout: float | None) -> None:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Agree on a name for this attempt, which nothing that died before it has used: all of its ranks call this.
+    """Agree on a name for this attempt to start, which no earlier attempt has used: all of its ranks call this.
 
-    torchrun keeps its store over a restart, with the addresses of the dead in it, and its count of restarts differs
+    torchrun keeps its store over a restart, with the addresses of dead ranks in it, and its count of restarts differs
     between nodes. So each rank says hello with a number of its own, and rank 0 answers that number.
-
-    Returns:
-        The name, the same on all ranks.
 
     Raises:
         ValueError: naming the ranks that didn't arrive within `timeout` seconds.

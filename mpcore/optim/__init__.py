@@ -10,13 +10,5 @@ from mpcore.optim.muon import Muon, orthogonalize
 from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd
 
 __all__ = [
-    "SCHEDULES",
-    "AdamW",
-    "LossScaler",
-    "Muon",
-    "cosine",
-    "decay_groups",
-    "linear",
-    "orthogonalize",
-    "wsd",
-]
+    "SCHEDULES", "AdamW", "LossScaler", "Muon", "cosine", "decay_groups", "linear", "orthogonalize", "wsd",
+]  # fmt: skip

@@ -1,11 +1,10 @@
-"""Optimizers whose step no layout changes, groups for weight decay, learning rates as functions of the step.
+"""Optimizers whose step is the same on every layout.
 
-`AdamW` is torch's where that suffices, and adds float32 masters and bfloat16 moments. `Muon` orthogonalises whole
-logical matrices, however they are cut. Both take the model, and read from its declarations (`mpcore.sharding`) where
-each local tensor lies. Their state lies as the parameters do, so `mpcore.checkpoint` moves it to any layout.
+`AdamW` adds float32 masters and bfloat16 moments to torch's. Both it and `Muon` take the model, and read from its
+declarations (`mpcore.sharding`) where each local tensor lies. Their state lies as the parameters do, so
+`mpcore.checkpoint` moves it to any layout.
 
-Sources: Loshchilov and Hutter 2019 (arXiv:1711.05101); Jordan et al. 2024, "Muon: an optimizer for hidden layers in
-neural networks"; Liu et al. 2025, "Muon is scalable for LLM training" (arXiv:2502.16982).
+Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     """AdamW with float32 masters of half-precision parameters and, by choice, bfloat16 moments.
 
     Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`.
-    Otherwise `mpcore.kernels.adamw` does it: bfloat16 moments are rounded at random, by bits that depend on (seed, the
-    parameter's full name, its step, the element's logical index), so they are the same on every layout.
+    Otherwise bfloat16 moments are rounded at random, by bits that depend on (seed, the parameter's full name, its step,
+    the element's logical index), so they are the same on every layout.
 
     Args:
         model: the model, or this rank's stage of it; sharded over data before.
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         groups: parameter groups; None: `decay_groups(model, weight_decay)`.
         state_dtype: of the moments; None: float32 (float64 for float64 parameters), or bfloat16.
-        masters: keep a float32 master of each bfloat16 or float16 parameter. Without, bfloat16 parameters are rounded
-            at random too; float16 ones need it.
+        masters: keep a float32 master of each bfloat16 or float16 parameter. float16 needs it; bfloat16 parameters
+            without are rounded at random too.
         seed: of the rounding.
 
     Raises:
-        ValueError: for another state_dtype, or a float16 parameter without a master.
+        ValueError: if an argument is out of range, or a float16 parameter has no master.
     """
 
     def __init__(
@@ -103,12 +102,11 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | float | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient, in `.grad` or in `.main_grad`.
+        """Step every parameter that has a gradient, in `.grad` or in `.main_grad`.
 
         Args:
             closure: as of torch's optimizers.
-            scale: a number that gradients are multiplied by, to unscale and clip without another pass: a scalar on the
-                device, for which nobody waits, or a float.
+            scale: multiplies the gradients, to unscale or clip them without another pass: a float or a scalar tensor.
         """
         if scale is not None and not isinstance(scale, Tensor):
             device = next((p.device for group in self.param_groups for p in group["params"]), None)
@@ -122,10 +120,9 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, main ones and those that data parallelism hasn't summed yet included.
+        """Forget the gradients of all of the model's parameters, with `groups` of theirs: they are None afterwards.
 
-        Those of all of the model's parameters, also of what was frozen when the optimizer was made; with `groups` of
-        what is in them. They are None afterwards, whatever `set_to_none` says.
+        Main gradients, and gradients that data parallelism hasn't summed yet, are forgotten too.
         """
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)
@@ -191,7 +188,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 adamw(held, grad, m, v, row, master=master, scale=scale, **random, **options)
 
     def _random(self, p: nn.Parameter) -> dict[str, Any]:
-        """What the random bits of a parameter's elements depend on, besides the step."""
+        """The arguments of `adamw` that random bits depend on, besides the step."""
         name, sharding = self._declared[p]
         if p not in self._places:
             self._places[p] = logical_indices(p, sharding)

@@ -13,19 +13,18 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Two parameter groups for any optimizer: matrices decay, vectors (biases, gains of norms) and scalars don't.
 
-    Both are there even if empty, so that all pipeline stages have the same groups.
+    Both exist even if empty, so that all pipeline stages have the same groups. Frozen parameters are in neither.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before. Frozen parameters are in neither group:
-            thaw them before, or give them to `add_param_group` when they are.
+        model: the model, or this rank's stage of it; sharded over data before.
         weight_decay: of the matrices.
         exclude: parameters, or modules with all of theirs, that belong to other groups.
 
     Raises:
         TypeError: if something else is excluded, such as a name.
     """
-    left = parameter_ids(exclude)
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left]
+    left = parameters_of(exclude)
+    parameters = [p for p in model.parameters() if p.requires_grad and p not in left]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -33,14 +32,16 @@ def decay_groups(
 
 
 def check_model(model: object) -> None:
+    """Refuse parameters in the place of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
 
 
-def parameter_ids(exclude: Iterable[nn.Parameter | nn.Module]) -> set[int]:
-    found = set()
+def parameters_of(exclude: Iterable[nn.Parameter | nn.Module]) -> set[Tensor]:
+    """All parameters of some modules, and those given."""
+    found: set[Tensor] = set()
     for each in exclude:
         if not isinstance(each, Tensor | nn.Module):
             raise TypeError(f"exclude holds {each!r}, neither a parameter nor a module: model.get_submodule finds it")
-        found |= {id(p) for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+        found.update(each.parameters() if isinstance(each, nn.Module) else (each,))
     return found

@@ -11,20 +11,21 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.sharding.declarations import ModelTree, tree_of
 from mpcore.sharding.local import local_tensor
 
 
 class LossScaler:
-    """Multiplies the loss, so that small gradients don't vanish in float16; all ranks of the world decide alike.
+    """Scale the loss, so that small gradients don't vanish in float16; all ranks of the world decide alike.
 
     A step: backward of `loss * scaler.scale`, the gradient sums, `scaler.unscale(model)`, the norm; then the optimizer
     steps if `scaler.update(norm.isfinite())` says so, on every rank or on none.
 
     Args:
-        mesh: whose `world` agrees.
+        mesh: its `world` agrees.
         scale: the first scale.
-        growth_factor: it grows by that after `growth_interval` steps without inf or NaN in a row.
-        backoff_factor: it shrinks by that when there is one, and the step is skipped.
+        growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
+        backoff_factor: multiplies the scale after a step that is not finite and skipped.
         growth_interval: in steps.
 
     Raises:
@@ -49,26 +50,24 @@ class LossScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
 
     @torch.no_grad()
-    def unscale(self, model: nn.Module) -> None:
-        """Divide all gradients, main gradients included, by the scale; call it once a step, after `reduce_gradients`.
+    def unscale(self, model: nn.Module | ModelTree) -> None:
+        """Divide all gradients by the scale; call it once a step, after `reduce_gradients`.
 
         Raises:
             ValueError: if `reduce_gradients` was forgotten.
         """
-        check_all_reduced(model)
-        for parameter in model.parameters():
+        tree = tree_of(model)
+        check_all_reduced(tree)
+        for parameter in tree.parameters:
             grad = gradient_of(parameter)
             if grad is not None:
                 local_tensor(grad).div_(self.scale)
 
     def update(self, finite: Tensor | bool) -> bool:
-        """Adapt the scale after a backward: a collective on all ranks of the world.
+        """Adapt the scale after a backward, and tell whether to take the step: a collective on all ranks of the world.
 
         Args:
-            finite: whether this rank found its gradients finite.
-
-        Returns:
-            Whether all ranks did: take the step, or skip it.
+            finite: whether this rank found its gradients finite. One rank that didn't makes all skip the step.
         """
         found = torch.as_tensor(finite, device=self.mesh.device).to(torch.int32)
         good = bool(all_reduce(found, self.mesh.world, "min"))
@@ -80,7 +79,7 @@ class LossScaler:
         return good
 
     def state_dict(self) -> dict[str, float]:
-        """What must be kept to go on as before, as JSON takes it."""
+        """The state to resume from, as JSON takes it."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

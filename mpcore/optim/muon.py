@@ -14,8 +14,7 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
-from mpcore.optim.groups import check_model, decay_groups, parameter_ids
-from mpcore.sharding.declare import Sharding
+from mpcore.optim.groups import check_model, decay_groups, parameters_of
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
 
@@ -23,27 +22,31 @@ from mpcore.sharding.state_dict import full_tensor
 class Muon(AdamW):
     """Muon for the matrices of hidden layers, AdamW for all else; on any layout the step of the unsharded model.
 
-    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that it is declared to be cut over, and
-    over data where `fully_shard` cut it. Where several ranks then hold the same, each orthogonalises another matrix and
-    they exchange the results. What is one parameter but several matrices is done matrix by matrix: the blocks that a
-    layer declares (Q, K and V; gate and up), the last two dimensions of more than two.
+    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that shard it. Where several ranks then
+    hold the same matrices, each orthogonalises another one and they exchange the results. A parameter of several
+    matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up), and the last two
+    dimensions of more than two.
 
-    Embeddings, convolutions, vectors and what `exclude` names are AdamW's: the head should be named there, and tables
-    that are bare parameters, such as a class token or positions.
+    It has more than ten arguments because it is two optimizers, and each argument is one that torch's Muon or AdamW
+    takes under the same name.
 
     Args:
         model: the model, or this rank's stage of it; sharded over data before.
-        lr, weight_decay: of both kinds; with `adjust_lr_fn="match_rms_adamw"` those that suit AdamW suit Muon.
+        lr, weight_decay: of both kinds.
         mesh: the mesh the model lies on; the work is shared over its tp and data axes.
-        exclude: modules whose parameters are AdamW's, or parameters.
-        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as of `torch.optim.Muon`, but the last is
-            `"match_rms_adamw"` (Liu et al. 2025, section 2.2) unless it is said to be `"original"`.
-        ns_dtype: in which Newton-Schulz computes; None: float32 (float64 for float64), where layouts agree to rounding.
-            bfloat16 is fast on a GPU and, as Jordan et al. found, enough; but it turns a last bit into a third digit.
-        betas, eps, state_dtype, masters, seed: as of `AdamW`; state_dtype is not of the momentum, which is float32.
+        exclude: parameters, or modules, that AdamW steps: name the head, and tables that are bare parameters.
+            Embeddings, convolutions and vectors are AdamW's anyway.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as of `torch.optim.Muon`; by default the last is
+            `"match_rms_adamw"` (Liu et al. 2025, section 2.2): a `lr` that suits AdamW suits Muon.
+        ns_dtype: dtype of Newton-Schulz; None: float32 (float64 for float64). bfloat16 is fast and, as Jordan et al.
+            found, enough; but layouts then differ in the third digit.
+        betas, eps, state_dtype, masters, seed: as of `AdamW`; the momentum is float32.
 
     Raises:
         ValueError: as `AdamW`, or for an unknown adjust_lr_fn.
+
+    Sources: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+    scalable for LLM training" (arXiv:2502.16982).
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class Muon(AdamW):
         check_mesh(mesh)
         check_model(model)
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-        named = parameter_ids([*(m for m in model.modules() if isinstance(m, (*TABLES, *convolutions))), *exclude])
-        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in named]
+        named = parameters_of([*(m for m in model.modules() if isinstance(m, (*TABLES, *convolutions))), *exclude])
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and p not in named]
         options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = [
@@ -111,7 +114,7 @@ class Muon(AdamW):
         return None
 
     def _with_gradient(self, parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[nn.Parameter]:
-        """Those that have a gradient on any rank: all of them take part in gathering it."""
+        """The parameters that have a gradient on any rank: all ranks take part in gathering it."""
         grads = [gradient_of(p) for p in parameters]
         if not axes or not parameters:
             return [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]
@@ -135,7 +138,8 @@ class Muon(AdamW):
             sharding = self._declared[p][1]
             whole = full_tensor(self._momentum(group, p, scale), sharding)
             if i == rank:
-                adjusted = [self._direction(block, group) for block in _matrices(whole, sharding)]
+                matrices = whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+                adjusted = [self._direction(matrix, group) for matrix in matrices]
                 mine[: whole.numel()] = torch.cat(adjusted, sharding.block_dim).flatten()
         for axis in reversed(axes):
             mine = wait(start_all_gather(mine, axis))
@@ -162,19 +166,15 @@ class Muon(AdamW):
         local_tensor(placed).copy_(g.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer)
         return placed
 
-    def _direction(self, block: Tensor, group: dict[str, Any]) -> Tensor:
-        *_, m, n = block.shape
-        direction = orthogonalize(block.to(self.ns_dtype or block.dtype), group["ns_coefficients"], group["ns_steps"])
+    def _direction(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        *_, m, n = matrix.shape
+        direction = orthogonalize(matrix.to(self.ns_dtype or matrix.dtype), group["ns_coefficients"], group["ns_steps"])
         factor = 0.2 * math.sqrt(max(m, n)) if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, m / n))
-        return direction.to(block.dtype) * factor
-
-
-def _matrices(whole: Tensor, sharding: Sharding) -> Sequence[Tensor]:
-    return whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+        return direction.to(matrix.dtype) * factor
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """About U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2], very small ones below.
+    """Return about U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2], tiny ones below.
 
     Args:
         x: [..., m, n].

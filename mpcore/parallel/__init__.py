@@ -1,4 +1,4 @@
-"""What is laid over a whole model: data parallelism (ZeRO), recompute, offload, precision, local updates.
+"""Data parallelism (ZeRO), recompute, offload, precision and local updates of a whole model.
 
 Stands on `layers`, `gradients` and `optim`. Open `data.py` first.
 """
@@ -6,24 +6,11 @@ Stands on `layers`, `gradients` and `optim`. Open `data.py` first.
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.local_updates import DiLoCo, Merge
 from mpcore.parallel.offload import offload_activations, offload_optimizer, offload_parameters
-from mpcore.parallel.placement import Placement, placements
 from mpcore.parallel.precision import autocast, convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.parallel.sync import finish_gradients, gathered, sync_gradients
 
 __all__ = [
-    "DiLoCo",
-    "Merge",
-    "Placement",
-    "autocast",
-    "convert_to_fp8",
-    "finish_gradients",
-    "gathered",
-    "offload_activations",
-    "offload_optimizer",
-    "offload_parameters",
-    "placements",
-    "recompute",
-    "shard_data_parallel",
-    "sync_gradients",
-]
+    "DiLoCo", "Merge", "autocast", "convert_to_fp8", "finish_gradients", "gathered", "offload_activations",
+    "offload_optimizer", "offload_parameters", "recompute", "shard_data_parallel", "sync_gradients",
+]  # fmt: skip

@@ -11,10 +11,9 @@ from mpcore._torch.compile import allow_graphs
 
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
-    """Have torch.compile make the forward of each block; hooks, such as those of ZeRO-3 and offload, stay around it.
+    """Compile the forward of each block with torch.compile; hooks, such as those of ZeRO-3, stay around it.
 
-    Call it after recompute and sharding. Blocks that are alike share one graph, or two where each has keys of its own
-    for dropout.
+    Call it after recompute and sharding. Blocks that are alike share one graph, or two if each has a dropout key.
 
     Args:
         blocks: in place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,56 +19,58 @@ from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
 
 
-class UnitWrapper:
-    """`fully_shard` with all that this module says about it, for one unit after the other."""
+@dataclass(frozen=True)
+class ShardPolicy:
+    """The arguments of `shard_data_parallel`."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        held: dict[int, Sharding],
-        zero: int,
-        replicate: int,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype,
-    ) -> None:
-        self.mesh, self.held, self.zero = mesh, held, zero
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+    zero: int
+    replicate: int
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype
+
+
+class UnitWrapper:
+    """`fully_shard`, told all that one call of `shard_data_parallel` says."""
+
+    def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: ShardPolicy) -> None:
+        self.mesh, self.declared, self.policy = mesh, declared, policy
         assert mesh.device_mesh is not None
-        if replicate > 1:
-            self.data = _cut_axis(mesh.data, replicate, mesh.device_type)
+        if policy.replicate > 1:
+            self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
         else:
             self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else flatten(mesh.device_mesh["dp", "cp"], "data")
         self.experts: Any = None
-        if mesh.edp.size > replicate and mesh.edp.group is not mesh.data.group:
-            cut = _cut_axis(mesh.edp, replicate, mesh.device_type)
+        if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:
-                raise ValueError(f"experts with zero {zero} need torch 2.13, this is {torch.__version__}: use zero=0")
-            self.experts = fsdp_wrap.placement_on(cut)
+                raise ValueError(
+                    f"experts with zero {policy.zero} need torch 2.13, this is {torch.__version__}: use zero=0"
+                )
+            self.experts = fsdp_wrap.placement_on(_cut_axis(mesh.edp, policy.replicate, mesh.device_type))
 
     def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
-        zero = self.zero if zero is None else zero
+        """Make a module a unit. Parameters that are `ignored`, or in a unit already, stay as they are."""
+        zero = self.policy.zero if zero is None else zero
         held = [(owner, *place) for owner in module.modules() for place in owner.named_parameters(recurse=False)]
         mine = [(owner, leaf, p) for owner, leaf, p in held if p not in ignored and not is_dtensor(p)]
-        wide = any(p.dtype == torch.float64 for *_, p in mine)
-        policy = MixedPrecisionPolicy(self.param_dtype, None if wide else self.reduce_dtype, cast_forward_inputs=False)
-        options: dict[str, Any] = {"mesh": self.data, "mp_policy": policy, "reshard_after_forward": zero == 3}
+        reduce_dtype = None if any(p.dtype == torch.float64 for *_, p in mine) else self.policy.reduce_dtype
+        dtypes = MixedPrecisionPolicy(self.policy.param_dtype, reduce_dtype, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": self.data, "mp_policy": dtypes, "reshard_after_forward": zero == 3}
         if self.experts is not None:
             options["shard_placement_fn"] = self._placed
-        sharded = fully_shard(module, ignored_params=ignored, **options)
+        unit = fully_shard(module, ignored_params=ignored, **options)
         for owner, leaf, p in mine:
-            shard = getattr(owner, leaf)
-            shard.__dict__.update(vars(p))  # what others read of it, such as an optimizer that makes groups
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-        fsdp.reduce_unused(sharded)  # ranks may use different parameters
+            vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        fsdp.reduce_unused(unit)  # ranks may use different parameters
 
     def _placed(self, parameter: nn.Parameter) -> Any:
-        sharding = self.held.get(id(parameter))
+        sharding = self.declared.get(parameter)
         return self.experts if sharding is not None and sharding.data_axis(self.mesh) is self.mesh.edp else None
 
 
 def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
-    """The axis as torch's mesh; with `replicate` > 1 one of (replicate, shard), ranks of a shard group in a row."""
+    """The axis as torch's mesh; with `replicate` > 1 as (replicate, shard), a shard group's ranks in a row."""
     assert axis.group is not None
     if replicate == 1:
         return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))

@@ -1,7 +1,7 @@
-"""Local-update training. Workers train on their own for many steps, then merge: Local SGD, DiLoCo.
+"""Local-update training: workers train on their own for many steps, then merge (Local SGD, DiLoCo).
 
-`build_mesh(workers=4, ...)` cuts the job into four worlds, each with a mesh of its own for tp, pp, data and the rest.
-Between two merges no message passes from one worker to another; data parallelism sends one as long every step.
+`build_mesh(workers=4, ...)` cuts the job into four worlds, each with a mesh of its own. Between two merges workers send
+nothing to each other.
 
     optimizer = DiLoCo(AdamW(model), model, mesh, every=100)
     for step in range(steps):
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
 from mpcore.gradients.norm import norm_of
+from mpcore.gradients.reduce import buckets
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.layers.module import listed
-from mpcore.mesh.agreement import check_same, raise_together
+from mpcore.mesh.agreement import check_same, raising_together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import owners, persistent_buffers
 from mpcore.sharding.local import local_tensor, reshard
@@ -38,13 +39,13 @@ _BUCKET = 2**25  # elements a message, so that a merge needs little memory besid
 
 
 class Merge(NamedTuple):
-    """What a merge did.
+    """A merge that was done.
 
     Attributes:
         step: steps done.
         fragment: which part of the parameters was merged.
-        norm: of the mean over workers of what they moved by, all of the fragment's elements counted once.
-        norms: of what each worker moved by.
+        norm: of the workers' mean movement.
+        norms: of each worker's movement.
     """
 
     step: int
@@ -54,8 +55,7 @@ class Merge(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """How alike the workers moved: the mean inner product of two over the mean square. 1: all alike; 0: at right
-        angles; -1 / (workers - 1): they cancel."""
+        """The mean inner product of two workers' movements over the mean square. 1: all alike; 0: at right angles."""
         squares, size = sum(norm**2 for norm in self.norms), len(self.norms)
         if size == 1 or squares == 0:
             return 1.0
@@ -65,30 +65,27 @@ class Merge(NamedTuple):
 class DiLoCo(torch.optim.Optimizer):
     """An optimizer whose workers merge every so many steps, by an outer step of SGD with Nesterov momentum.
 
-    The gradient of the outer step is the mean over workers of how far each has moved since the last merge. With `lr=1`
-    and `momentum=0` parameters are averaged, which is Local SGD (federated averaging). The inner optimizer's state is
-    never merged. It costs one more copy of the parameters, and one of momentum, in float32 (float64 for float64), cut
-    as they are, and during a merge one of what is merged. What isn't trained but differs between workers, such as the
-    biases of routers and persistent buffers in floating point, is averaged. Trained parameters that another optimizer
-    has are left alone.
+    The outer gradient is the mean over workers of each parameter's movement since the last merge. With `lr=1` and
+    `momentum=0` parameters are averaged (Local SGD, federated averaging). The inner optimizer's state is not merged. It
+    keeps a copy of the parameters and a momentum in float32 (float64 for float64), sharded as the parameters. A merge
+    also averages untrained values that differ between workers: biases of routers, floating-point buffers.
 
-    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge` of any
-    step. A checkpoint of the inner optimizer alone can be loaded: then workers begin from there. Call `begin` after a
-    load. With `mpcore.parallel.offload.offload_parameters`, call `begin` before it, and `merge` within its `here()`.
+    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge`. It can
+    load a checkpoint of the inner optimizer alone. Call `begin` after a load. With `offload_parameters`, call `begin`
+    before it, and `merge` within its `here()`.
 
     Args:
         optimizer: the inner one, made after the model is sharded. Its `param_groups` are this one's.
         model: the model, or this rank's stage of it: the same parameters on all workers.
-        mesh: of `build_mesh(workers=...)`; one worker merges with itself, which with momentum 0 is the
-            Lookahead optimizer.
+        mesh: of `build_mesh(workers=...)`. One worker merges with itself (with momentum 0: the Lookahead optimizer).
         every: steps between two merges of a parameter.
         lr, momentum, nesterov: of the outer step, as of `torch.optim.SGD`.
-        fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, so that less is sent
-            at once. Parameters of block i are in part i modulo `fragments`, all others in part 0.
+        fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, to send less at once.
+            Block i is in part i modulo `fragments`, all else in part 0.
         blocks: with several fragments the blocks in order; a pipeline stage's as `{number in the whole model: block}`.
 
     Raises:
-        ValueError: on every rank, if an argument is out of range, workers ask for different things, or begin with
+        ValueError: on every rank, if an argument is out of range, or workers ask for different things or begin with
             different parameters.
     """
 
@@ -114,31 +111,21 @@ class DiLoCo(torch.optim.Optimizer):
         held = list(owners(model))
         self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
         self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
-        error = None
-        try:
-            self._check()
+        with raising_together():
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"every {every!r} is not at least one step")
+            if not isinstance(fragments, int) or not 1 <= fragments <= every:
+                raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
+            if not 0 < lr < math.inf or not 0 <= momentum < 1:
+                raise ValueError(f"the outer lr {lr} is not above 0, or the momentum {momentum} not from 0 to below 1")
+            for p in self._parameters():
+                if p not in self.names:
+                    raise ValueError(f"the optimizer's parameter of shape {tuple(p.shape)} is none of the model's")
             if fragments > 1 and blocks is None:
                 raise ValueError(f"fragments {fragments} are of blocks, and none are given: blocks=model.blocks")
-        except ValueError as problem:
-            error = problem
-        raise_together(error)
         options = {"every": every, "lr": lr, "momentum": momentum, "nesterov": nesterov, "fragments": fragments}
         check_same("local updates", options)
         self._compare({name: parameter for parameter, name in self.names.items()})
-
-    def _check(self) -> None:
-        every, fragments = self.every, self.fragments
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every {every!r} is not at least one step")
-        if not isinstance(fragments, int) or not 1 <= fragments <= every:
-            raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
-        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"the outer lr {self.lr} is not above 0, or the momentum {self.momentum} not from 0 to below 1"
-            )
-        for parameter in self._parameters():
-            if parameter not in self.names:
-                raise ValueError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is none of the model's")
 
     # --- as an optimizer ----------------------------------------------------------------------------------------------
 
@@ -177,7 +164,7 @@ class DiLoCo(torch.optim.Optimizer):
         return {"inner": self.optimizer.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.optimizer.load_state_dict(state_dict["inner"])
         places = list(self._grouped())
         self.outer = {
@@ -188,8 +175,7 @@ class DiLoCo(torch.optim.Optimizer):
     # --- merges -------------------------------------------------------------------------------------------------------
 
     def merges_until(self, step: int) -> int:
-        """How many merges `step` steps have had. Workers may go on from checkpoints of different steps where this is
-        the same."""
+        """How many merges `step` steps have had. Workers must go on from checkpoints where this is the same."""
         return sum((step - first) // self.every + 1 for first in self._first_merges() if step >= first)
 
     def due(self, step: int) -> int | None:
@@ -198,8 +184,9 @@ class DiLoCo(torch.optim.Optimizer):
         return due[0] if due else None
 
     def begin(self) -> None:
-        """Take the parameters as they are for what workers have in common, where a checkpoint said nothing of it, and
-        see that it is: a collective on all ranks of all workers, after a load.
+        """Compare the values after the last merge between workers: a collective on all ranks of all workers.
+
+        Call it after a load. Values that the checkpoint lacks are the parameters as they are.
 
         Raises:
             ValueError: on every rank, if workers begin from different merges.
@@ -209,17 +196,17 @@ class DiLoCo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def merge(self, step: int) -> Merge | None:
-        """Merge what is due: call it after every step, on all ranks of all workers.
+        """Merge the fragment that is due: call it after every step, on all ranks of all workers.
 
         Args:
-            step: steps done since training began, those that were skipped included. It alone says what is due.
+            step: steps done since training began, skipped ones included. It alone decides which fragment is due.
 
         Returns:
-            What was done, the same on all ranks; None where nothing was due: then nothing was sent.
+            What was done, the same on all ranks; None where nothing was due, and nothing sent.
 
         Raises:
-            ValueError: on every rank, with nothing changed, if what a worker moved by is no number, or workers differ
-                in what they had in common after the last merge.
+            ValueError: on every rank, with nothing changed, if a worker's movement is not finite, or workers differ in
+                the values after the last merge.
         """
         fragment = self.due(step)
         if fragment is None:
@@ -249,7 +236,7 @@ class DiLoCo(torch.optim.Optimizer):
         return itertools.chain(*(group["params"] for group in self.param_groups))
 
     def _differing(self, fragment: int) -> list[Tensor]:
-        """What isn't trained and differs between workers: what is the same keeps its bits."""
+        """The untrained tensors that differ between workers; equal ones keep their bits."""
         found = [p for p in self.names if not p.requires_grad and self._fragment(self.owner[p]) == fragment]
         found += [buffer for _, at, _, buffer in persistent_buffers(self.model) if self._fragment(at) == fragment]
         found = [x.detach() for x in found if x.is_floating_point()]
@@ -267,13 +254,11 @@ class DiLoCo(torch.optim.Optimizer):
                 state[_MOMENTUM] = torch.zeros_like(state[_ANCHOR])
 
     def _now(self, p: Tensor) -> Tensor:
-        """The local tensor of the parameter as the inner optimizer has it: its master, where there is one, which may be
-        the host's."""
+        """The local tensor of a parameter as the inner optimizer has it: its master, if any, perhaps on the host."""
         return local_tensor(self.optimizer.state.get(p, {}).get("master", p).detach())
 
     def _moved(self, p: Tensor) -> Tensor:
-        """What a parameter has moved by, in the anchor's dtype: from what the last merge gave out, which is the anchor
-        in the parameter's."""
+        """How far a parameter has moved from the anchor, rounded to its dtype as the last merge gave it out."""
         moved, now = self.outer[p][_ANCHOR].clone(), self._now(p)
         anchor = local_tensor(moved)
         anchor.copy_(anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype))
@@ -297,16 +282,10 @@ class DiLoCo(torch.optim.Optimizer):
         return all_reduce(rows, self.mesh.workers).cpu()
 
     def _average(self, tensors: list[Tensor]) -> None:
-        """Have each tensor hold the mean over workers, whose sum has one order wherever an element lies: so replicas on
-        several ranks of a worker, which may lie elsewhere in their messages, stay the same bits."""
+        """Average each tensor over workers, each element in one order: replicas on several ranks keep the same bits."""
         axis, size = self.mesh.workers, self.mesh.workers.size
-        buckets: list[list[Tensor]] = []
-        for x in map(local_tensor, tensors):
-            fits = buckets and buckets[-1][0].dtype == x.dtype
-            if not fits or sum(y.numel() for y in buckets[-1]) + x.numel() > _BUCKET:
-                buckets.append([])
-            buckets[-1].append(x)
-        for bucket in buckets:
+        alike = itertools.groupby(map(local_tensor, tensors), lambda x: x.dtype)
+        for bucket in itertools.chain.from_iterable(buckets(group, Tensor.numel, _BUCKET) for _, group in alike):
             flat = torch.cat([x.reshape(-1) for x in bucket])
             length, wide = flat.numel(), torch.promote_types(flat.dtype, torch.float32)
             flat = torch.nn.functional.pad(flat, (0, -length % size)).view(size, -1)
@@ -319,20 +298,19 @@ class DiLoCo(torch.optim.Optimizer):
                 x.copy_(part.view_as(x))
 
     def _hashes(self, tensors: list[Tensor]) -> list[list[int]]:
-        """Of each tensor a hash on every worker."""
+        """Every worker's hash of each tensor."""
         if not tensors:
             return []
         hashes = torch.stack([cross_replica_hash(local_tensor(x).detach()) for x in tensors])
         return self._gather(hashes.to(self.mesh.device)).T.tolist()
 
     def _compare(self, tensors: dict[str, Tensor], moved: dict[Tensor, Tensor] | None = None) -> None:
-        """Refuse to go on, on all ranks, where a tensor is not the same on all workers, or what one moved by is no
-        number."""
-        error = None
-        try:
+        """Raise on all ranks where a tensor is not the same on all workers, or a movement is not finite."""
+        workers = self.mesh.workers
+        with raising_together():
             if moved is None:
                 shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
-                check_same("model of each worker", shapes, self.mesh.workers)
+                check_same("model of each worker", shapes, workers)
             for name, row in zip(tensors, self._hashes(list(tensors.values())), strict=True):
                 odd = [worker for worker, value in enumerate(row) if value != row[0]]
                 if odd:
@@ -343,15 +321,12 @@ class DiLoCo(torch.optim.Optimizer):
             finite = [local_tensor(x).isfinite().all() for x in (moved or {}).values()]
             for p, good in zip(moved or {}, torch.stack(finite).tolist() if finite else [], strict=True):
                 if not good:
-                    worker, size = self.mesh.workers.rank, self.mesh.workers.size
-                    raise ValueError(f"{self.names[p]} of worker {worker} of {size} is not finite: nothing was merged")
-        except ValueError as problem:
-            error = problem
-        raise_together(error)
+                    where = f"worker {workers.rank} of {workers.size}"
+                    raise ValueError(f"{self.names[p]} of {where} is not finite: nothing was merged")
 
 
 class _State(MutableMapping):
-    """Two optimizers' state as one: entries of the outer step have names of their own."""
+    """The state of the inner optimizer and of the outer step as one; the outer slots have names of their own."""
 
     def __init__(self, inner: MutableMapping, outer: dict[Tensor, dict[str, Tensor]]) -> None:
         self.inner, self.outer = inner, outer
@@ -361,7 +336,7 @@ class _State(MutableMapping):
             raise KeyError(p)
         inner = self.inner.get(p, {})
         if not inner and any(self.inner.values()):
-            return {}  # never stepped, so it is where it was: no checkpoint needs to say so
+            return {}  # never stepped: no checkpoint needs its anchor
         return {**inner, **self.outer.get(p, {})}
 
     def __setitem__(self, p: Tensor, slots: dict[str, Any]) -> None:

@@ -1,14 +1,14 @@
-"""What is not needed at once lies in the host's memory: optimizer states, saved activations, parameters.
+"""Keep optimizer states, saved activations and parameters in the host's memory until they are needed.
 
-    offload_optimizer(optimizer)    states and step on the host; gradients go there and parameters come back in buckets,
-                                    so that copies of one run beside the step of another
-    offload_activations()           a context around forward and backward: what autograd saves is copied to the host,
-                                    and back a little before backward asks for it
-    offload_parameters(blocks)      a block's parameters come while the block before it runs, and leave when the next
-                                    one begins
+    offload_optimizer(optimizer)    states and step on the host; gradients and parameters are copied in buckets, one
+                                    beside the step of another
+    offload_activations()           a context around forward and backward: saved tensors go to the host, and come back
+                                    a little before backward asks for them
+    offload_parameters(blocks)      a block's parameters come while the block before it runs, and go when the next one
+                                    begins
 
-On CUDA copies run on a stream of their own, from and to pinned memory, beside what is computed. On a CPU the same code
-copies within its memory, and results are bitwise those without, as on a GPU those of one optimizer implementation are.
+On CUDA copies run on a stream of their own, from and to pinned memory. On a CPU the same code copies within its memory.
+Results are bitwise those without offload, on a GPU as long as the optimizer's implementation is the same.
 
 Source: Ren et al. 2021, arXiv:2101.06840, section 4; Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.
 """
@@ -18,10 +18,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +29,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpcore._torch import optim
 from mpcore._torch.autograd import keeps_version
+from mpcore._torch.compile import uncompiled
 from mpcore._torch.fsdp_wrap import trained_tensors
 from mpcore._torch.storage import address
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import OF_WHOLE_TENSORS
+from mpcore.gradients.reduce import buckets
 from mpcore.kernels._main_grad import MainGradState, attach_main_grad, main_grad, mark_main_grad
 from mpcore.layers.module import listed, recomputing, refuse_second_derivative
-from mpcore.layers.moe.router import Router
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon
+from mpcore.parallel.shared import router_statistics
 from mpcore.parallel.sync import hides_tensors
 from mpcore.sharding.local import is_dtensor, local_tensor
 
-_uncompiled: Any = torch.compiler.disable  # what it decorates runs between graphs
+_Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
 
 class _Copies:
-    """Copies between a device and the host, beside what the device computes."""
+    """Copies between a device and the host that run beside the device's own work."""
 
     def __init__(self, pin_memory: bool | None) -> None:
         if pin_memory and not torch.cuda.is_available():
@@ -57,8 +59,8 @@ class _Copies:
         """Memory of the host, pinned where the tensor is on a GPU and pinning is on."""
         return torch.empty_like(like, device="cpu", pin_memory=self.pin_memory and like.is_cuda)
 
-    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy; where a GPU is involved, after what its current stream holds now. Wait for the event."""
+    def copy(self, to: Tensor, source: Tensor) -> _Event:
+        """Begin to copy, on a GPU after the work that its current stream holds now. Wait for the event."""
         device = next((x.device for x in (to, source) if x.is_cuda), None)
         if device is None:
             to.copy_(source)
@@ -71,11 +73,11 @@ class _Copies:
             to.copy_(source, non_blocking=True)
             for x in (to, source):
                 if x.is_cuda:
-                    x.record_stream(stream)  # else its memory may be given away before the copy has run
+                    x.record_stream(stream)  # else its memory may be reused before the copy has run
             return stream.record_event()  # type: ignore[return-value]
 
-    def wait(self, event: torch.cuda.Event | None, device: torch.device) -> None:
-        """Have what the device computes from now on see what a copy brought. The host goes on."""
+    def wait(self, event: _Event, device: torch.device) -> None:
+        """Have the device's work from now on wait for a copy. The host goes on."""
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -83,15 +85,14 @@ class _Copies:
 def offload_optimizer(
     optimizer: torch.optim.Optimizer, *, pin_memory: bool | None = None, bucket_bytes: int = 2**26
 ) -> torch.optim.Optimizer:
-    """Have an optimizer keep its states on the host, and step there.
+    """Have an optimizer that works on each element alone, such as AdamW, keep its states on the host and step there.
 
-    Its groups, settings and `state` stay where they are for schedules and checkpoints; only the state's tensors, and a
-    copy of each parameter, are the host's. For optimizers that work on each element alone, such as AdamW.
+    Schedules and checkpoints find its groups, settings and `state` as before; the state's tensors are the host's.
 
     Args:
         optimizer: changed in place, before its first step.
-        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
-        bucket_bytes: parameters that are copied and stepped together.
+        pin_memory: None: where there is a GPU. Without, copies wait for each other.
+        bucket_bytes: bytes of the parameters that are copied and stepped together.
 
     Returns:
         The optimizer.
@@ -129,36 +130,24 @@ class _Step:
             raise ValueError("an offloaded optimizer takes no closure")
         optim.call_pre_hooks(optimizer)
         with torch.no_grad():
-            buckets = [(group, bucket) for group in optimizer.param_groups for bucket in self._buckets(group)]
             options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
-            arrived = [[event for p in bucket for event in self._fetch(p)] for _, bucket in buckets]
-            left = []
-            for (group, bucket), events in zip(buckets, arrived, strict=True):
+            arriving = []
+            for group in optimizer.param_groups:
+                stepped = (p for p in group["params"] if gradient_of(p) is not None)
+                for bucket in buckets(stepped, lambda p: local_tensor(p.data).nbytes, self.bucket_bytes):
+                    arriving.append((group, bucket, [event for p in bucket for event in self._fetch(p)]))
+            leaving = []
+            for group, bucket, events in arriving:
                 for event in events:
                     event.synchronize()
                 self._step(optimizer, group, bucket, options)
-                for p in bucket:
-                    left.append((self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device))
-            for event, device in left:
+                leaving += [(self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device) for p in bucket]
+            for event, device in leaving:
                 self.copies.wait(event, device)
         optim.call_post_hooks(optimizer)
 
-    def _buckets(self, group: dict[str, Any]) -> Iterator[list[nn.Parameter]]:
-        bucket, size = [], 0
-        for p in group["params"]:
-            if gradient_of(p) is None:
-                continue
-            if bucket and size + local_tensor(p.data).nbytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(p)
-            size += local_tensor(p.data).nbytes
-        if bucket:
-            yield bucket
-
     def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
-        """Begin to copy the gradient, and the parameter: a checkpoint or a merge may have written to it, and no version
-        of a DTensor tells of every write."""
+        """Begin to copy the gradient, and the parameter: a checkpoint or a merge may have written to it."""
         mine = local_tensor(p.data)
         if p not in self.twins:
             self.twins[p] = nn.Parameter(self.copies.host(mine))
@@ -181,13 +170,10 @@ class _Step:
         bucket: list[nn.Parameter],
         options: dict[str, Any],
     ) -> None:
-        settings = {name: value for name, value in group.items() if name != "params"}
+        """Have an optimizer of the same kind and settings, whose parameters are the host's, step a bucket."""
         inner: Any = type(optimizer).__new__(type(optimizer))
-        theirs = {
-            name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")
-        }
-        inner.__dict__.update(theirs)
-        inner.param_groups, inner.state = [{"params": [self.twins[p] for p in bucket], **settings}], defaultdict(dict)
+        inner.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        inner.param_groups, inner.state = [{**group, "params": [self.twins[p] for p in bucket]}], defaultdict(dict)
         optim.drop_hooks(inner)
         if isinstance(optimizer, AdamW):
             of = {self.twins[p]: p for p in bucket}
@@ -210,30 +196,26 @@ class _Step:
 
 
 class _Moved:
-    """A storage that autograd saved, on the host, and on the device again while somebody looks at it."""
+    """A storage that autograd saved: on the host, and on the device again while a tensor uses it."""
 
     def __init__(self, x: Tensor, copies: _Copies) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         self.copies, self.device, self.version = copies, x.device, x._version
         self.host = copies.host(flat)
-        copies.copy(self.host, flat)  # nobody waits for it: one stream has both ways
+        copies.copy(self.host, flat)  # needs no wait: one stream has the copies both ways
         self.writes = x.detach()  # counts what is written to x, and holds none of its memory
         self.writes.data = x.new_empty(0)
-        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self.coming: tuple[Tensor, _Event] | None = None
         self.back: weakref.ref[Tensor] | None = None
 
     def call(self) -> None:
-        """Begin to bring the bytes back, if they are neither here nor on their way."""
+        """Begin to copy the bytes back, unless they are on the device or on their way."""
         if self.coming is None and (self.back is None or self.back() is None):
             flat = torch.empty_like(self.host, device=self.device)
             self.coming = flat, self.copies.copy(flat, self.host)
 
     def flat(self) -> Tensor:
-        """The bytes on the device.
-
-        Raises:
-            RuntimeError: if they were written to since: the copy may have read one or the other.
-        """
+        """The bytes on the device; raise if the tensor was written to since, perhaps before the copy read it."""
         if self.writes._version != self.version:
             raise RuntimeError(
                 f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
@@ -253,17 +235,16 @@ class _Moved:
 
 @contextmanager
 def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12, ahead: int = 4) -> Iterator[None]:
-    """What autograd saves in here is copied to the host, and back before backward asks for it.
+    """Copy what autograd saves in this context to the host, and back before backward asks for it.
 
     Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
-    recomputation only what that keeps is copied. What was saved must not be written to in place; backward raises as
-    torch's does, but for results of an operation that saves its own, such as `exp`, whose writes nobody counts.
+    recomputation only the tensors that it keeps are copied. Don't write to saved tensors in place: backward raises as
+    torch's does, except for operations that save their own result, such as `exp`.
 
     Args:
-        pin_memory: None: where there is a GPU. False works too; then forward waits for each copy.
+        pin_memory: None: where there is a GPU. Without, forward waits for each copy.
         min_bytes: smaller tensors stay.
-        ahead: how many tensors saved before the one that backward asks for are brought beside its work. 0: none, which
-            takes the least memory, and each copy is waited for.
+        ahead: copy so many tensors back before backward asks for them. 0 takes the least memory and waits for each.
 
     Raises:
         ValueError: if memory can't be pinned, or `ahead` is negative.
@@ -273,9 +254,9 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
     copies = _Copies(pin_memory)
     moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
     sources: dict[int, Any] = {}
-    saved: list[weakref.ref[_Moved]] = []  # in the order of forward, which backward goes the other way
+    saved: list[weakref.ref[_Moved]] = []  # in the order of forward
 
-    @_uncompiled
+    @uncompiled
     def pack(x: Tensor) -> Any:
         stays = type(x) is not Tensor or x.layout != torch.strided or isinstance(x._base, nn.Parameter)
         if stays or x.nbytes < min_bytes:
@@ -289,7 +270,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         saved.append(weakref.ref(held))
         return held, len(saved) - 1, x.dtype, x.storage_offset(), x.size(), x.stride()
 
-    @_uncompiled
+    @uncompiled
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -299,7 +280,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
             if (earlier := before()) is not None:
                 earlier.call()
         out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
-        out.flat_bytes = flat  # type: ignore[attr-defined]  # so that other views find it
+        out.flat_bytes = flat  # type: ignore[attr-defined]  # keeps it alive, so that other views find it
         return out
 
     with saved_tensors_hooks(pack, unpack):
@@ -311,20 +292,21 @@ class _Swap:
 
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
-        self.homes = {p: copies.host(p.data) for p in _movable(block)}
-        self.coming: list[tuple[torch.cuda.Event | None, torch.device]] = []
+        stay = router_statistics(block)
+        self.homes = {p: copies.host(p.data) for p in block.parameters() if p not in stay}
+        self.coming: list[tuple[_Event, torch.device]] = []
         self.store()
 
     @torch.no_grad()
     def store(self) -> None:
-        """Keep the values at home."""
+        """Copy the values to the host."""
         for event in [self.copies.copy(home, p.data) for p, home in self.homes.items()]:
             if event is not None:
                 event.synchronize()
 
     @torch.no_grad()
     def call(self) -> None:
-        """Begin to bring the parameters here."""
+        """Begin to copy the parameters to the device."""
         if self.here:
             return
         for p, home in self.homes.items():
@@ -334,36 +316,29 @@ class _Swap:
         self.here = True
 
     def fill(self) -> None:
-        """Bring the parameters here, for what is computed from now on."""
+        """Have the device's work from now on find the parameters."""
         self.call()
         for event, device in self.coming:
             self.copies.wait(event, device)
         self.coming = []
 
     def release(self) -> None:
-        """Free their memory where nobody else looks at it, as NumPy may since a checkpoint."""
+        """Free their memory; a checkpoint may have given it to NumPy, which then keeps it."""
         for p in self.homes:
             if not p.data.untyped_storage().resizable():
                 p.data = torch.empty_like(p.data)
         self.drop()
 
     def drop(self) -> None:
-        """Free their memory here."""
+        """Free their memory on the device."""
         if self.here:
             for p in self.homes:
                 p.data.untyped_storage().resize_(0)
             self.here, self.coming = False, []
 
 
-def _movable(block: nn.Module) -> dict[nn.Parameter, None]:
-    """A block's parameters, in order, but for those that `update_routers` reads and writes between steps."""
-    routers = [module for module in block.modules() if isinstance(module, Router)]
-    stay = {id(p) for router in routers for p in router.statistics}
-    return dict.fromkeys(p for p in block.parameters() if id(p) not in stay)
-
-
 class ParameterOffload:
-    """What `offload_parameters` returns. `with offload.here():` has all parameters here, to read and to write."""
+    """The parameters that `offload_parameters` offloads. Within `offload.here()` all are on the device."""
 
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
         self.swaps, self.keep = swaps, keep
@@ -371,8 +346,7 @@ class ParameterOffload:
         self.depth = 0  # of `here`
 
     def use(self, place: int, step: int) -> None:
-        """Bring a block's parameters here and begin with those of the one `step` after it; let go of those used longest
-        ago."""
+        """Fetch a block's parameters, begin with those `step` blocks after, and drop those used longest ago."""
         if self.depth:
             return
         after = place + step
@@ -386,7 +360,7 @@ class ParameterOffload:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """For initialisation, checkpoints and optimizer steps; after the outermost the values are stored again."""
+        """Read and write parameters in this context, as checkpoints do; the outermost one stores them at its end."""
         for swap in self.swaps:
             swap.call()
         for swap in self.swaps:
@@ -410,34 +384,37 @@ def offload_parameters(
     keep: int = 2,
     pin_memory: bool | None = None,
 ) -> ParameterOffload:
-    """Have blocks keep their parameters on the host between uses; at most `keep` blocks' are here at once: those of the
-    block at work, and of the next, which come meanwhile.
+    """Have blocks keep their parameters on the host between uses.
 
-    Gradients stay here, and so do the biases and fractions of routers. In between a parameter has a shape and no
-    memory: read and write it in `here()` alone. Not for schedules that split backward, whose second half announces
-    itself to no block, and without a second derivative.
+    At most `keep` blocks' parameters are on the device: those of the running block, and of the next, which come
+    meanwhile. Elsewhere a parameter has a shape and no memory: read and write it within `here()` alone. Gradients, and
+    the biases and fractions of routers, stay on the device.
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares, which return
             tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them.
-        optimizer: has all parameters here during its step.
-        keep: how many blocks' parameters are here. 1: no copy is begun before its block, and each is waited for.
-        pin_memory: None: where there is a GPU. False works too; copies then wait for each other.
+        optimizer: its step runs within `here()`.
+        keep: how many blocks' parameters are on the device. With 1 each block waits for its copy.
+        pin_memory: None: where there is a GPU. Without, copies wait for each other.
 
     Returns:
-        What brings all parameters here at once.
+        The object whose `here()` has all parameters on the device.
 
     Raises:
         ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned; from a block, if
-            what it returns hides its tensors.
+            its output hides its tensors.
+
+    Note:
+        - There is no second derivative.
+        - Schedules that split backward are not supported: the second half runs no hooks.
     """
     blocks, copies = listed(blocks), _Copies(pin_memory)
     if keep < 1:
         raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
     seen: set[nn.Parameter] = set()
     for i, block in enumerate(blocks):
-        mine = set(_movable(block))
-        if any(is_dtensor(p) for p in mine):
+        mine = set(block.parameters()) - router_statistics(block)
+        if any(map(is_dtensor, mine)):
             raise ValueError(
                 f"block {i} is sharded over data: zero=0 leaves parameters whole, which can be offloaded; zero=3 holds "
                 f"each once among the data ranks"
@@ -454,11 +431,11 @@ def offload_parameters(
 
     for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
 
-        @_uncompiled
+        @uncompiled
         def before(module: nn.Module, args: tuple, place: int = place) -> None:
             offload.use(place, -1 if recomputing() else 1)
 
-        @_uncompiled
+        @uncompiled
         def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
             trained = trained_tensors(out)
             if not trained and torch.is_grad_enabled() and hides_tensors(out):
@@ -473,14 +450,12 @@ def offload_parameters(
         block.register_forward_hook(after)
         swap.drop()
     if optimizer is not None:
-        contexts: list[Any] = []
+        step = ExitStack()
 
         def enter(*_: Any) -> None:
-            while contexts:  # of a step that an exception ended
-                contexts.pop().__exit__(None, None, None)
-            contexts.append(offload.here())
-            contexts[-1].__enter__()
+            step.close()  # of a step that an exception ended
+            step.enter_context(offload.here())
 
         optimizer.register_step_pre_hook(enter)
-        optimizer.register_step_post_hook(lambda *_: contexts.pop().__exit__(None, None, None))
+        optimizer.register_step_post_hook(lambda *_: step.close())
     return offload

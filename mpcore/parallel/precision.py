@@ -15,7 +15,7 @@ from mpcore.sharding.declarations import named_modules
 
 
 def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = None) -> AbstractContextManager:
-    """Matrix products in `dtype` where that is half precision; norms, softmax, losses and sums stay in float32.
+    """Compute matrix products in `dtype` if that is half precision; norms, softmax, losses and sums stay in float32.
 
     Args:
         dtype: bfloat16 or float16; others change nothing.
@@ -31,18 +31,16 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
 
 
 def convert_to_fp8(blocks: Blocks) -> None:
-    """Have the parallel linear layers of some modules compute their products in FP8, forward and backward.
+    """Have the parallel linear layers of some blocks compute their products in FP8, forward and backward.
 
-    Parameters, gradients, the optimizer and all communication stay as they are; what a layer keeps of its input for
-    backward is half of bfloat16's. Inputs and output gradients are quantized in blocks of 128 elements, weights in
-    blocks of 128 x 128 (`mpcore.kernels.quantize_fp8`). Blocks don't cross the ranks of tp, so every tp size computes
-    the same products, where it divides the number of KV heads; so do data, context and pipeline parallel layouts whose
-    ranks hold sequences, or parts of them, of multiples of 128 tokens. Others differ by roundings of gradients.
+    Parameters, gradients, the optimizer and all communication stay as they are. Inputs and output gradients are
+    quantized in blocks of 128 elements, weights in blocks of 128 x 128 (`mpcore.kernels.quantize_fp8`). No block
+    crosses the ranks of tp: every tp size that divides the KV heads computes the same products; so do data, context and
+    pipeline parallel layouts whose ranks hold multiples of 128 tokens. Others differ by roundings of gradients.
 
     Args:
-        blocks: the transformer blocks, as a list, an `nn.ModuleList` or a mapping: `model.blocks`. Nothing else is
-            converted. Leave the head out, whatever its name: its errors go into the loss directly. Embeddings, norms,
-            routers and grouped experts within the blocks stay in their dtype.
+        blocks: the transformer blocks, as a list, an `nn.ModuleList` or a mapping: `model.blocks`. Leave the head out:
+            its errors go into the loss directly. Embeddings, norms, routers and grouped experts stay in their dtype.
 
     Raises:
         ValueError: with nothing converted, if `blocks` is a single module, a layer's cut over tp isn't at multiples of

@@ -1,17 +1,15 @@
-"""Activations that are computed again in backward instead of being kept.
+"""Compute activations again in backward instead of keeping them.
 
     kind        kept of a block                                  computed again, once a backward
     full        its input                                        the block up to the last tensor that backward needs
     selective   its input, results of matrix products            norms, activations, rotations, the attention core
                 and of collectives
 
-Dropout masks are functions of (seed, site, sample, token, feature), so there is no generator to restore for our layers.
-Routing is a function of its input; what counts calls asks `mpcore.layers.module.recomputing`. Losses and gradients are
-bitwise those without recomputation.
+Losses and gradients are bitwise those without recomputation: dropout masks and routing are functions of their inputs,
+and layers that count calls ask `mpcore.layers.module.recomputing`.
 
-Collectives: full recomputation runs those of the block's forward once more, but for the last sum over tp, whose result
-backward doesn't need: 1 all-reduce a block more where there were 2 + 2. Selective recomputation runs none again. The
-pipeline's split backward runs two backwards, each of which recomputes.
+Full recomputation repeats the collectives of the block's forward but the last sum over tp: 1 all-reduce a block more
+where there were 2 + 2. Selective repeats none. The pipeline's split backward recomputes twice.
 
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
@@ -21,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,8 +43,8 @@ from mpcore.mesh.axis import Axis
 KINDS = ("none", "selective", "full")
 Example = tuple[Sequence[Any], Mapping[str, Any]]
 _aten = torch.ops.aten
-# Batched products are left out: they are an attention core of whoever has no fused one.
 _LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # at values, as saving and sending do
+# Batched products are left out: they are the attention core where none is fused.
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten._grouped_mm, _aten._scaled_mm}
 _PRODUCTS |= {torch.ops.mpcore.grouped_linear_forward, torch.ops.mpcore.fp8_matmul}
 
@@ -62,21 +61,20 @@ def recompute(
 ) -> list[str]:
     """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
 
-    Call it again to change the kind. Works before and after `shard_data_parallel`, under any pipeline schedule, with
-    inputs that need no gradient, under autocast, under torch.compile (which decides by itself what else it keeps). A
-    `forward` that was set on a block itself is the one called, and comes back with "none".
+    Call it again to change the kind, or where submodules of a block were replaced. It works before and after
+    `shard_data_parallel`, under any pipeline schedule, autocast and torch.compile. A `forward` that was set on a block
+    itself is the one called, and comes back with "none".
 
     Args:
         blocks: modules called one after the other; those of one pipeline rank.
         kind: "full", "selective" or "none".
-        every: of the blocks only each n-th, from the first; the others keep everything.
-        budget: instead of `kind`: the share of what the blocks would keep that they may keep, in (0, 1]. First blocks
-            become selective, one after the other, then full, until the counted bytes are in the budget.
+        every: recompute each n-th block, from the first; the others keep everything.
+        budget: instead of `kind`: the share of the blocks' activations that they may keep, in (0, 1]. Blocks become
+            selective, one after the other, then full, until the counted bytes are in the budget.
         example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them; only
             shapes and dtypes matter, "meta" will do.
-        axes: with `budget`, those that the blocks' collectives run over, such as `(mesh.tp, mesh.data)`. Their ranks
-            decide alike, by the most that one of them keeps: who computes a block again sends again, and uneven heads
-            or causal blocks keep unequal bytes.
+        axes: with `budget`, the axes of the blocks' collectives, such as `(mesh.tp, mesh.data)`. Their ranks choose
+            the same kinds, by the rank that keeps most: to recompute a block repeats its collectives.
         preserve_rng_state: of torch's generators, for blocks that draw from them. Layers of mpcore don't.
 
     Returns:
@@ -101,12 +99,24 @@ def recompute(
     return kinds
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """How a block recomputes: in its `__dict__`, so that its copies have it. `_apply` alone writes it."""
+
+    kind: str
+    preserve_rng_state: bool
+    modules: tuple[nn.Module, ...]  # the block and its submodules
+
+
+_SETTING = "_mpcore_recompute"
+
+
 def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None:
-    block.__dict__["recompute"] = (kind, preserve_rng_state)
+    block.__dict__[_SETTING] = _Setting(kind, preserve_rng_state, tuple(block.modules()))
     held = block.__dict__.pop("forward", None)
     own = held.args[1] if isinstance(held, partial) and held.func is _forward else held
     if kind != "none":
-        # A partial, so that a deep copy of the block calls its own forward, and one that was pickled finds it.
+        # A partial: a deep copy of the block calls its own forward, and a pickled block finds it.
         block.__dict__["forward"] = partial(_forward, block, own)
     elif own is not None:
         block.__dict__["forward"] = own
@@ -115,14 +125,14 @@ def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None
 def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
     """Call a block's forward: `own`, which somebody set on the block alone, or that of its class."""
     forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
-    kind, preserve_rng_state = block.__dict__["recompute"]
-    if kind == "none" or not torch.is_grad_enabled():  # "none" comes here from what was set on top of this
+    setting: _Setting = block.__dict__[_SETTING]
+    if setting.kind == "none" or not torch.is_grad_enabled():  # "none": a forward that was set over this one calls it
         return forward(*args)
-    forward = partial(_in_modes, [(module, module.training) for module in block.modules()], forward)
+    forward = partial(_in_modes, [(module, module.training) for module in setting.modules], forward)
     options: dict[str, Any] = {}
-    if kind == "selective":
+    if setting.kind == "selective":
         options["context_fn"] = _selective_compiled if torch.compiler.is_compiling() else _selective
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=setting.preserve_rng_state, **options)
 
 
 def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], *args: Any) -> Any:
@@ -138,14 +148,14 @@ def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], 
 
 
 def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> int:
-    """Bytes that a call of the block leaves for backward, its output counted and its input not. Computes nothing.
+    """Count the bytes that a call of the block keeps for backward, with its output and without its input.
 
     Args:
-        block: the block, on any device.
+        block: the block, on any device. Nothing is computed.
         example: `(args, kwargs)` of the call; only shapes, dtypes and what needs a gradient matter.
         kind: of recomputation; None: as the block is.
     """
-    before = [(module, dict(module.__dict__)) for module in block.modules()]  # such as what routers count
+    before = [(module, dict(module.__dict__)) for module in block.modules()]  # routers, for one, count tokens
     device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     with fake_tensors():
 
@@ -218,7 +228,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _remember(kept: list) -> Iterator[None]:
-    """Run a block's forward, and put into `kept` what its products and collectives give to recomputation."""
+    """Run a block's forward, and put into `kept` the results of its products and collectives for recomputation."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
 
@@ -257,13 +267,15 @@ class _Log(TorchDispatchMode):
         self.end = len(self.entries)
 
     def kept(self) -> list:
-        """For each product and collective: its result, where recomputation needs it; a shell of it, where it doesn't;
-        None where the result was written to since, so that it must be computed again."""
+        """For each product and collective: its result, or a shell without memory where recomputation needs only its
+        shape; None where the result was written to since, so that it must be computed again."""
         needed: set[int] = set()
         values = []
         for i, (reads, makes, result, looks) in reversed([*enumerate(self.entries)]):
             if result is not None and not makes & self.written:
-                values.append(result if makes & needed else map_tensors(_shell, result))
+                values.append(
+                    result if makes & needed else map_tensors(lambda x: x.new_empty(()).expand(x.shape), result)
+                )
                 continue
             if result is not None:
                 values.append(None)
@@ -278,11 +290,6 @@ class _Log(TorchDispatchMode):
             self.weak.setdefault(address(storage), StorageWeakRef(storage))
             ids.append(address(storage))
         return frozenset(ids)
-
-
-def _shell(x: Tensor) -> Tensor:
-    """Of the same shape and no memory."""
-    return x.new_empty(()).expand(x.shape)
 
 
 class _Replay(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Parameters that several stages of a rank share, such as tied embeddings."""
+"""The data-parallel state of a stage, and the parameters that several stages of a rank share."""
 
 from __future__ import annotations
 
@@ -7,25 +7,52 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from mpcore.layers.moe.router import Router
 from mpcore.parallel.fsdp import UnitWrapper
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How a stage is sharded over data: `stage.data_parallel`.
+    """How `shard_data_parallel` laid out a stage. Read it by `state_of`, write it by `set_state`.
 
     Attributes:
-        zero: what is sharded, see `shard_data_parallel`.
-        replicate: over how many groups of ranks the shards are replicated.
+        zero: the ZeRO stage.
+        units: with zero 1 to 3 the stage, then the blocks in it: each is gathered and reduced at once.
         shared: units of the parameters that several stages of this rank share.
         gathered: whether a forward without gradients leaves parameters gathered, see `gathered`.
     """
 
     zero: int
-    replicate: int = 1
+    units: tuple[FSDPModule, ...] = ()
     shared: tuple[SharedUnit, ...] = ()
     gathered: bool = False
+
+    @property
+    def root(self) -> FSDPModule | None:
+        """The unit that is the stage itself; None with zero 0."""
+        return self.units[0] if self.units else None
+
+
+UNSEEN = DataParallel(0)
+"""The state of a stage that `shard_data_parallel` did not see."""
+
+
+def state_of(stage: nn.Module) -> DataParallel:
+    """How a stage is laid out over data."""
+    state = getattr(stage, "data_parallel", None)
+    return state if isinstance(state, DataParallel) else UNSEEN
+
+
+def set_state(stage: nn.Module, state: DataParallel) -> None:
+    """Note how a stage is laid out over data."""
+    stage.data_parallel = state  # pyright: ignore[reportArgumentType]
+
+
+def router_statistics(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that `update_routers` moves between steps: they stay whole, here and in their dtype."""
+    return {p for module in model.modules() if isinstance(module, Router) for p in module.statistics}
 
 
 class SharedUnit(nn.Module):
@@ -44,7 +71,7 @@ class SharedUnit(nn.Module):
     @property
     def shared(self) -> set[nn.Parameter]:
         """The parameters, as they are now: whole or shards."""
-        return {getattr(module, leaf) for module, leaf in self.places}
+        return {module.get_parameter(leaf) for module, leaf in self.places}
 
     def forward(self, x: Tensor) -> Tensor:
         """The input."""
@@ -62,38 +89,20 @@ class SharedUnit(nn.Module):
 
 
 def share_parameters(stages: list[nn.Module], whole: set[nn.Parameter], wrap: UnitWrapper) -> list[SharedUnit]:
-    seen: dict[nn.Parameter, set[int]] = {}
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    """Make a unit of the parameters that several stages share, if there are any but those that stay `whole`."""
+    places: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
     for i, stage in enumerate(stages):
         for module in stage.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
-                seen.setdefault(parameter, set()).add(i)
-                places.setdefault(parameter, []).append((module, leaf))
-    shared = {p for p, where in seen.items() if len(where) > 1 and p not in whole}
+                places.setdefault(parameter, []).append((i, module, leaf))
+    shared = {p: held for p, held in places.items() if len({i for i, _, _ in held}) > 1 and p not in whole}
     if not shared:
         return []
-    unit = SharedUnit(place for p, held in places.items() if p in shared for place in held)
-    wrap(unit, set(unit.parameters()) - shared, zero=1)
+    unit = SharedUnit((module, leaf) for held in shared.values() for _, module, leaf in held)
+    wrap(unit, set(unit.parameters()) - shared.keys(), zero=1)
     return [unit]
 
 
-def state_of(stage: nn.Module) -> DataParallel | None:
-    """How `shard_data_parallel` sharded a stage; None: it did not see it."""
-    state = getattr(stage, "data_parallel", None)
-    return state if isinstance(state, DataParallel) else None
-
-
-def zero_of(stage: nn.Module) -> int:
-    """The ZeRO stage that `shard_data_parallel` gave a stage; 0 where it did not see it."""
-    state = state_of(stage)
-    return 0 if state is None else state.zero
-
-
 def shared_units(stages: Iterable[nn.Module]) -> Iterator[SharedUnit]:
-    seen = set()
-    for stage in stages:
-        state = state_of(stage)
-        for unit in () if state is None else state.shared:
-            if id(unit) not in seen:
-                seen.add(id(unit))
-                yield unit
+    """Each unit that some of the stages share, once."""
+    yield from dict.fromkeys(unit for stage in stages for unit in state_of(stage).shared)

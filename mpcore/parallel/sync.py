@@ -9,33 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from mpcore._torch import fsdp, pytree
 from mpcore._torch.compile import uncompiled
 from mpcore._torch.fsdp_wrap import looks_into, trained_tensors
-from mpcore.gradients.drop import check_backward, drop_gradients
+from mpcore.gradients.drop import drop_gradients
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.parallel.shared import DataParallel, shared_units, state_of, zero_of
+from mpcore.parallel.shared import DataParallel, set_state, shared_units, state_of
 from mpcore.sharding.local import reshard
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Say before a micro-batch's forward whether it is the step's last: only then are sums over data to be complete.
+    """Say before a micro-batch's forward whether it is the step's last: then its backward completes the sums over data.
 
-    A step given up before its last micro-batch's backward needs `mpcore.drop_gradients(model)` or `model.zero_grad()`:
-    what isn't summed yet would be part of the next, as the `zero_grad` of torch's optimizers doesn't see it.
+    To give up a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`: the `zero_grad`
+    of torch's optimizers leaves gradients that are not summed yet, and the next step would add to them.
     """
     state = state_of(model)
-    if state is None or not isinstance(model, FSDPModule):
-        return
-    model.set_requires_gradient_sync(last or state.zero > 1)
-    model.set_requires_all_reduce(last)  # replicas of shards are summed once a step
-    model.set_reshard_after_backward(last or state.zero == 3)
+    # replicas of shards are summed once a step
+    _set_backward(state, reduce=last or state.zero > 1, all_reduce=last, reshard=last or state.zero == 3)
+
+
+def _set_backward(state: DataParallel, *, reduce: bool, all_reduce: bool, reshard: bool) -> None:
+    for unit in state.units:  # one by one: torch would walk over the modules each time
+        unit.set_requires_gradient_sync(reduce, recurse=False)
+        unit.set_requires_all_reduce(all_reduce, recurse=False)
+        unit.set_reshard_after_backward(reshard, recurse=False)
 
 
 def finish_gradients(stages: Iterable[nn.Module]) -> None:
-    """After a step's last backward: sum the gradients of what this rank's stages share."""
+    """After a step's last backward: sum the gradients of the parameters that this rank's stages share."""
     for unit in shared_units(stages):
         unit.finish()
 
@@ -47,9 +50,13 @@ def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
 
 @uncompiled
 def before_forward(stage: Any, unit: Any, args: Any) -> None:
+    """Check that a unit's parameters may be gathered now."""
     fsdp.make_root(stage)  # a block that is called before its model is not a model of its own
-    if unit is stage and torch.is_grad_enabled():
-        check_backward(stage)
+    if unit is stage and torch.is_grad_enabled() and fsdp.backward_failed(stage):
+        raise ValueError(
+            "a backward raised, so gradients are neither whole nor summed: give the step up with "
+            "mpcore.drop_gradients(model), on every rank, before the next forward"
+        )
     if torch.is_inference_mode_enabled() and not fsdp.was_gathered(unit):
         raise ValueError(
             f"the first forward of {_name(unit)} is within torch.inference_mode(), so what its parameters are gathered "
@@ -59,8 +66,8 @@ def before_forward(stage: Any, unit: Any, args: Any) -> None:
 
 @uncompiled
 def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
-    """Where no backward follows that would shard again, do it: nobody may read or step what is only a copy."""
-    state: Any = stage.data_parallel
+    """Shard again where no backward follows that would: gathered parameters are copies, not to be read or stepped."""
+    state = state_of(stage)
     trained = trained_tensors(out) if unit is stage else ()
     hidden = unit is stage and not trained and hides_tensors(out)
     evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
@@ -82,7 +89,7 @@ def _name(unit: nn.Module) -> str:
 
 
 def hides_tensors(out: Any) -> bool:
-    """Whether an output without such tensors may hold some, or a backward may start elsewhere."""
+    """Whether an output without trained tensors may hold some, or a backward may start elsewhere."""
     leaves = [x for x in pytree.leaves(out) if x is not None]
     plain = (Tensor, int, float, complex, str)
     rest = (x for x in leaves if not looks_into(x))
@@ -91,16 +98,16 @@ def hides_tensors(out: Any) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
-    """Forwards without gradients in here gather parameters once, not each anew; sharded again at the end.
+    """Forwards without gradients in this context gather parameters once, not each anew. They are sharded at the end.
 
-    With 3 too, where the whole model has to fit in memory meanwhile. Ranks may run different numbers of forwards, as
-    when samples of different lengths are generated, but for the first: that one gathers.
+    With zero 3 the whole model must fit in memory meanwhile. Ranks may run different numbers of forwards, as when they
+    generate texts of different lengths; but all run the first, which gathers.
 
     Args:
-        model: what `shard_data_parallel` was given, or a model that it didn't see. Nothing may step it in here.
+        model: the model or stages that `shard_data_parallel` was given; others are left alone. Don't step it in here.
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    held = [(stage, state) for stage in stages if (state := state_of(stage)) is not None]
+    held = [(stage, state_of(stage)) for stage in stages if state_of(stage).units]
     for stage, state in held:
         _keep_gathered(stage, replace(state, gathered=True))
     try:
@@ -112,52 +119,52 @@ def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
                 reshard(stage)
 
 
-def _keep_gathered(stage: Any, state: DataParallel) -> None:
-    stage.data_parallel = state
-    if state.zero == 3:
-        stage.set_reshard_after_forward(not state.gathered)
+def _keep_gathered(stage: nn.Module, state: DataParallel) -> None:
+    set_state(stage, state)
+    for unit in state.units if state.zero == 3 else ():
+        unit.set_reshard_after_forward(not state.gathered, recurse=False)
 
 
 def drops_parameters(model: nn.Module) -> bool:
     """Whether no rank holds its whole stage at any time, so that an evaluation that gathered it might not fit."""
-    return zero_of(model) == 3
+    return state_of(model).zero == 3
 
 
 def gather(model: nn.Module) -> None:
     """Have the modules hold whole parameters: what a backward that is split in two needs."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
+    for unit in state_of(model).units:
+        unit.unshard()
 
 
 def hold_gradients(model: nn.Module) -> None:
     """Have a backward leave gradients unsummed, and parameters whole: the first half of a split one."""
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(False)
-        model.set_reshard_after_backward(False)
-        model.set_requires_gradient_sync(False)
+    state = state_of(model)
+    if state.root is not None:
+        state.root.set_is_last_backward(False)
+    _set_backward(state, reduce=False, all_reduce=False, reshard=False)
 
 
 def reduce_held(model: nn.Module, last: bool) -> None:
-    """After the second half of a split backward, which runs no hooks: what `sync_gradients` says is to be done."""
-    if state_of(model) is None or not isinstance(model, FSDPModule):
+    """After the second half of a split backward, which runs no hooks: do what `sync_gradients` asked for."""
+    root = state_of(model).root
+    if root is None:
         return
     if reduces_each_micro_batch(model):
         sync_gradients(model, last)
     else:  # `reduce_once` sums at the end; here sums of half precision move to float32
         hold_gradients(model)
-    fsdp.end_backward(model)
+    fsdp.end_backward(root)
 
 
 def reduce_once(model: nn.Module) -> None:
     """After a pipeline's last backward: sum gradients that aren't summed each micro-batch."""
-    if isinstance(model, FSDPModule) and not reduces_each_micro_batch(model):
-        model.set_is_last_backward(True)
-        model.set_reshard_after_backward(True)
-        model.set_requires_gradient_sync(True)
-        fsdp.end_backward(model)
+    state = state_of(model)
+    if state.root is not None and not reduces_each_micro_batch(model):
+        state.root.set_is_last_backward(True)
+        _set_backward(state, reduce=True, all_reduce=True, reshard=True)
+        fsdp.end_backward(state.root)
 
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:
     """Whether gradients are sharded."""
-    return isinstance(model, FSDPModule) and zero_of(model) > 1
+    return state_of(model).zero > 1

@@ -19,21 +19,7 @@ from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from mpcore.sharding.state_dict import full_state_dict, full_tensor, load_full_state_dict
 
 __all__ = [
-    "Shard",
-    "Sharding",
-    "add_partial",
-    "cut",
-    "cut_blocks",
-    "declarations",
-    "full_state_dict",
-    "full_tensor",
-    "is_dtensor",
-    "load_full_state_dict",
-    "local_tensor",
-    "named_modules",
-    "owners",
-    "persistent_buffers",
-    "reshard",
-    "sharding_of",
-    "shardings",
-]
+    "Shard", "Sharding", "add_partial", "cut", "cut_blocks", "declarations", "full_state_dict", "full_tensor",
+    "is_dtensor", "load_full_state_dict", "local_tensor", "named_modules", "owners", "persistent_buffers", "reshard",
+    "sharding_of", "shardings",
+]  # fmt: skip

@@ -1,18 +1,22 @@
-"""What the modules of a whole model declare of their parameters."""
+"""The declarations of a whole model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Sharding
 
 if TYPE_CHECKING:
-    pass
-from mpcore.sharding.declare import Sharding
+    from torch.distributed.fsdp import FSDPModule
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
 
 
 class Place(NamedTuple):
@@ -24,6 +28,43 @@ class Place(NamedTuple):
     declared: Sharding | None
 
 
+@dataclass(frozen=True)
+class ModelTree:
+    """The modules, parameters and declarations of a model. Each list is made when it is first read, and kept.
+
+    `Run` has one, so that a step walks over no modules. A model whose modules or parameters are replaced needs a new
+    tree.
+    """
+
+    model: nn.Module
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """As `named_modules`."""
+        return tuple(named_modules(self.model))
+
+    @cached_property
+    def declared(self) -> tuple[tuple[str, nn.Parameter, Sharding], ...]:
+        """As `declarations`."""
+        return tuple(_declarations(self.modules))
+
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Each parameter once."""
+        held = (p for _, module in self.modules for p in module._parameters.values() if p is not None)
+        return tuple(dict.fromkeys(held))
+
+    @cached_property
+    def units(self) -> list[FSDPModule]:
+        """The modules that `fully_shard` was called on."""
+        return fsdp.units(self.model)
+
+
+def tree_of(model: nn.Module | ModelTree) -> ModelTree:
+    """The tree that was given, or one of a model as it is now."""
+    return model if isinstance(model, ModelTree) else ModelTree(model)
+
+
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """For each parameter, tied ones once: its first full name, a module that holds it, its name there, the parameter.
 
@@ -32,27 +73,31 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
     Raises:
         ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
     """
-    for parameter, places in _places(model):
+    for parameter, places in _places(named_modules(model)):
         owner = next((place for place in places if place.declared is not None), places[0])
         yield places[0].name, owner.module, owner.leaf, parameter
 
 
-def declarations(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
     """For each parameter, tied ones once: its first full name, itself, what all modules that hold it declare of it.
 
     Raises:
         ValueError: as `owners`, and if two modules declare one parameter differently.
     """
-    for parameter, places in _places(model):
+    yield from model.declared if isinstance(model, ModelTree) else _declarations(named_modules(model))
+
+
+def _declarations(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
+    for parameter, places in _places(modules):
         said = [place for place in places if place.declared is not None]
         yield places[0].name, parameter, _joined(said) if said else Sharding(tuple(parameter.shape))
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module]]:
     """Each module once under its full name without wrappers, which are left out: none has anything of its own."""
+    if isinstance(model, ModelTree):
+        yield from model.modules
+        return
     for name, module in model.named_modules():
         if not any(wrapper in module._modules for wrapper in WRAPPERS):
             yield plain_name(name), module
@@ -63,11 +108,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Parameter, list[Place]]]:
     """Each parameter with all places that hold it, the first one first."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
-    for prefix, module in named_modules(model):
-        declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
+    for prefix, module in modules:
+        declared = declared_by(module)
         for leaf in declared:
             if leaf not in module._parameters:
                 raise ValueError(
@@ -83,7 +128,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
 
 
 def _joined(places: list[Place]) -> Sharding:
-    """One declaration of several of one parameter: it lies in one way, and its gradient is all pending sums of all."""
+    """Join the declarations of a tied parameter: all must shard it alike, and its pending sums are those of all."""
     first = places[0].declared
     assert first is not None
     if len(places) == 1:
@@ -132,16 +177,23 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
     return {name: sharding for name, _, sharding in declarations(model)}
 
 
+def declared_by(module: nn.Module) -> Mapping[str, Sharding]:
+    """The declarations of a module's own parameters, by their names in it: its attribute `shardings`."""
+    return getattr(module, "shardings", {})
+
+
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
-    """What `module` declares of its parameter `leaf`."""
-    declared: Mapping[str, Sharding] = getattr(module, "shardings", {})
-    return declared.get(leaf) or Sharding(tuple(parameter.shape))
+    """The declaration of `module`'s parameter `leaf`; replicated if there is none."""
+    return declared_by(module).get(leaf) or Sharding(tuple(parameter.shape))
+
+
+def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
+    """Have a module, also one that declares nothing, declare something else of its parameter `leaf`."""
+    module.shardings = {**declared_by(module), leaf: sharding}  # pyright: ignore[reportArgumentType]
 
 
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`."""
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
-        declared = {**getattr(module, "shardings", {})}
-        declared[leaf] = replace(old, partial=(*old.partial, axis), added=(*old.added, axis))
-        module.shardings = declared  # type: ignore[assignment]
+        declare_anew(module, leaf, replace(old, partial=(*old.partial, axis), added=(*old.added, axis)))

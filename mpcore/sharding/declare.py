@@ -1,7 +1,6 @@
 """Where a parameter's local tensor lies in its logical tensor.
 
-A layer declares this once for each of its parameters, in `layer.shardings`. Initialisation, gradient sums, gradient
-norm, state dicts and checkpoints all read that one declaration; none of them looks at a parameter's name.
+A layer declares this once for each of its parameters, in `layer.shardings`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mpcore.collectives import shard_sizes, start_all_gather, wait
 from mpcore.mesh.axis import Axis, Mesh, check_axis
-
-if TYPE_CHECKING:
-    pass
 from mpcore.sharding.local import is_dtensor
 
 Run = tuple[int, int]

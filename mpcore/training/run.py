@@ -16,7 +16,6 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, latest, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
-from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
@@ -24,6 +23,7 @@ from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline
+from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.loss_check import LossCheck
 from mpcore.training.policies import Offload, Precision
@@ -74,7 +74,7 @@ class Run:
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
-        self._routed = any(isinstance(module, Router) for module in model.modules())
+        self._tree = ModelTree(model)
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
@@ -155,10 +155,10 @@ class Run:
             The norm of the whole model's gradient in float64, the same on every rank.
         """
         if self._next == "clip_gradients":
-            reduce_gradients(self.model)
+            reduce_gradients(self._tree)
             if self.scaler:
-                self.scaler.unscale(self.model)
-            self._norm = grad_norm(self.model, self.mesh)
+                self.scaler.unscale(self._tree)
+            self._norm = grad_norm(self._tree, self.mesh)
             self._next = "optimizer_step"
         self._may("optimizer_step")
         return self._norm
@@ -174,7 +174,7 @@ class Run:
         """
         self._may("clip_gradients")
         norm = self.finish_gradients()
-        clip_gradients(self.model, max_norm, norm)
+        clip_gradients(self._tree, max_norm, norm)
         return norm
 
     def optimizer_step(self, lr: float | None = None) -> StepResult:
@@ -198,8 +198,8 @@ class Run:
         taken = self.scaler.update(finite) if self.scaler else finite
         if taken:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        routers = update_routers(self.model, self.mesh) if self._routed else {}
+        drop_gradients(self._tree)
+        routers = update_routers(self._tree, self.mesh)
         self.step += 1
         self._next = "forward_backward"
         self._loss = self._norm = self._factor

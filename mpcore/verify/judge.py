@@ -41,7 +41,7 @@ class Departure:
 
 @dataclass
 class Verdict:
-    """What was found under one layout.
+    """The result under one layout.
 
     Attributes:
         layout: its name.
@@ -126,20 +126,20 @@ class Judge:
             held = [seen for seen in ranks if name in seen.initial]
             tensors = [getattr(seen, which).get(name) for seen in held]
             there = [t for t in tensors if t is not None]
+            shape = next((tuple(t.shape) for t in there if t.shape != tensor.shape), None)
+            cause = ""
             if not held:
-                first = first or Departure(stage, name, math.inf, "no rank has a parameter of this name")
+                cause = "no rank has a parameter of this name"
             elif not there:
                 cause = "it has none: the parameter is frozen, or its use was detached, under this layout"
-                first = first or Departure(stage, name, math.inf, cause)
             elif len(there) < len(held) and tensor.any():
                 cause = (
                     f"{len(held) - len(there)} of the {len(held)} ranks that hold it have none: let all use it, or, if "
                     f"their gradients are terms of one sum, declare it pending with add_partial(module, name, axis)"
                 )
-                first = first or Departure(stage, name, math.inf, cause)
-            elif any(t.shape != tensor.shape for t in there):
-                shape = next(tuple(t.shape) for t in there if t.shape != tensor.shape)
+            elif shape is not None:
                 cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
+            if cause:
                 first = first or Departure(stage, name, math.inf, cause)
             else:
                 own = self._own(which, name)
@@ -382,10 +382,8 @@ class Judge:
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """What a rank may hold of a dense tensor: all of its rows, its declared features, or its shard of one dimension.
-
-    Of its rows those tokens that cp gives it, or else all.
-    """
+    """The parts of a dense tensor that a rank may hold: its rows and tokens, their declared features, or a shard of one
+    dimension."""
     rows = want.chunk(layout.dp)[seen.dp] if want.dim() and layout.dp > 1 else want
     runs = tuple(runs)
     parts = []

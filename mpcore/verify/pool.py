@@ -35,7 +35,7 @@ DIED, LATE = "the process died", "still running when the time was over"
 
 
 class RankError(RuntimeError):
-    """What the ranks that failed said."""
+    """Some ranks failed; the text has what each of them said."""
 
 
 class Pool:
@@ -123,7 +123,7 @@ class Pool:
                 raise RankError(f"a rank died as it started, or was not there after {START_S:.0f} seconds")
 
     def _stack(self, process: Any) -> str:
-        """What each thread of a worker is doing, indented as tracebacks are."""
+        """The stacks of a worker's threads, indented as tracebacks are."""
         path = _stack_file(self.folder.name, process.pid)
         os.kill(process.pid, signal.SIGUSR2)
         process.join(STACK_S)

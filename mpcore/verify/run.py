@@ -1,4 +1,4 @@
-"""What one rank does: build the model, one step, and tell all that it saw."""
+"""Build the model on one rank, run one step, and record all tensors that are compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
@@ -30,7 +30,7 @@ Call = tuple[str, int]  # of a module, by its name, and of its calls in one forw
 
 @dataclass(frozen=True)
 class Task:
-    """What is verified.
+    """The model to verify, and how.
 
     Attributes:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or this rank's stage of it.
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Seen:
-    """What a rank saw of the step.
+    """The tensors that a rank recorded in the step.
 
     Attributes:
         tp, cp, pp, dp: this rank's place on the axes.
@@ -101,8 +101,7 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the builder returned a {type(model).__name__}, no nn.Module")
     if mesh.pp.size > 1:
-        stages: list = [None] * mesh.pp.size
-        dist.all_gather_object(stages, sorted(dict(model.named_parameters())), group=mesh.pp.group)
+        stages = gather_objects(sorted(dict(model.named_parameters())), mesh.pp.group)
         if stages[0] and all(names == stages[0] for names in stages):
             raise ValueError(
                 f"each of {mesh.pp.size} stages holds the same {len(stages[0])} parameters, such as {stages[0][0]}: "

@@ -35,7 +35,7 @@ from mpcore.layers.module import Init
 from mpcore.layers.moe.experts import Experts
 from mpcore.layers.moe.router import Places, Router, Routing
 from mpcore.mesh.axis import Axis, Mesh, check_axis
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import ModelTree, declarations, named_modules
 from mpcore.sharding.declare import Sharding, cut
 
 DISPATCHES = ("all_gather", "all_to_all")
@@ -271,13 +271,13 @@ class _WithLoss(Function):
         return dy, ctx.like
 
 
-def check_experts(model: nn.Module, mesh: Mesh) -> None:
+def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
     """Refuse mixtures whose experts lie otherwise than the mesh says: their gradients would be other ranks' sums.
 
     Raises:
         ValueError: if the ranks that bring tokens aren't those that an expert and its replicas take them from.
     """
-    for name, moe in model.named_modules():
+    for name, moe in named_modules(model):
         if not isinstance(moe, ParallelMoE):
             continue
         replicas = Sharding((), (cut(moe.ep.size, moe.ep, 0),)).data_axis(mesh)
@@ -291,13 +291,13 @@ def check_experts(model: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def check_replicas(model: nn.Module) -> None:
+def check_replicas(model: nn.Module | ModelTree) -> None:
     """Refuse trained experts with replicas over tp of which nobody said that their gradients are to be summed.
 
     Raises:
         ValueError: naming the first.
     """
-    for name, moe in model.named_modules():
+    for name, moe in named_modules(model):
         if isinstance(moe, ParallelMoE) and moe.tp.size > moe.etp.size * moe.ep.size:
             for leaf, parameter, sharding in declarations(moe.experts):
                 if parameter.requires_grad and sharding.data is None and not sharding.partial:

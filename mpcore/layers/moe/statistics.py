@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.layers.moe.router import _REST, Router, _as_fractions
 from mpcore.mesh.axis import Mesh
-from mpcore.sharding.declarations import named_modules
+from mpcore.sharding.declarations import ModelTree, named_modules
 
 
 class RouterStatistics(NamedTuple):
@@ -33,7 +33,7 @@ class RouterStatistics(NamedTuple):
 
 
 @torch.no_grad()
-def update_routers(model: nn.Module, mesh: Mesh) -> dict[str, RouterStatistics]:
+def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, RouterStatistics]:
     """After the step: move the biases that keep loads even, and begin to count anew. A collective over tp and data.
 
     Nothing else moves a bias or the fractions of the "global" loss: no forward does, be it in evaluation or recomputed.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from mpcore.mesh.axis import Axis, Mesh
-from mpcore.parallel.shared import DataParallel, state_of
+from mpcore.parallel.shared import state_of
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor, reshard
 
@@ -22,7 +22,7 @@ class Placement:
     Attributes:
         axis: the axis that its gradient is summed over.
         parameter, gradient, state: in how many shards it, its gradient between micro-batches, and its optimizer state
-            lie; 1: whole on each rank of the axis.
+            lie; 1: replicated on the axis.
     """
 
     axis: Axis
@@ -32,16 +32,16 @@ class Placement:
 
 
 def placements(stages: nn.Module | Iterable[nn.Module], mesh: Mesh) -> dict[str, Placement]:
-    """Where each parameter, its gradient and its optimizer state lie over data, by name.
+    """Return where each parameter, its gradient and its optimizer state lie over data, by name.
 
     Args:
-        stages: what `shard_data_parallel` was given, or a model that it didn't see.
+        stages: the model or stages, sharded over data or not.
         mesh: the mesh it lies on.
     """
     found = {}
     for stage in [stages] if isinstance(stages, nn.Module) else stages:
         reshard(stage)
-        state = state_of(stage) or DataParallel(0)
+        state = state_of(stage)
         shared = {p for unit in state.shared for p in unit.shared}
         for name, parameter, sharding in declarations(stage):
             cut = data_shards(parameter)
