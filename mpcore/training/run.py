@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.compile import eagerly
-from mpcore.checkpoint import Loaded, Saving, latest, load, save, save_async, step_path
+from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
@@ -351,7 +351,7 @@ class Run:
         Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run.
 
         Args:
-            path: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+            path: a checkpoint, such as `mpcore.latest(folder, run.mesh)`.
 
         Returns:
             The checkpoint's facts, such as `sample` and `config`.
@@ -362,7 +362,6 @@ class Run:
         self._may("forward_backward")
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
-        path = latest(path, self.mesh) or path
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if self.workers is not None:
             self.workers.outer.clear()

@@ -514,14 +514,15 @@ def test_a_step_of_the_optimizer_itself_is_pointed_to_the_run(ranks):
     ranks(2, step_past_the_run, timeout=30)
 
 
-def test_a_folder_of_checkpoints_gives_its_newest(tmp_path):
+def test_what_is_no_checkpoint_is_refused_with_the_newest_that_is_there(tmp_path):
     run = small(None)
     for _ in range(2):
         run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
         run.optimizer_step()
         run.save(tmp_path)
-    assert small(None).load(tmp_path).step == 2
-    assert small(None).load(tmp_path / "step-00000001").step == 1
+    assert small(None).load(mp.latest(tmp_path) or "").step == 2
+    with pytest.raises(ValueError, match=r"has no manifest.json; the newest in it is .*/step-00000002"):
+        small(None).load(tmp_path)
     with pytest.raises(ValueError, match=r"load got None and no path: mpcore.latest gives None where there is no"):
         run.load(mp.latest(tmp_path / "empty"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
