@@ -98,8 +98,7 @@ def rope(
         ((1, 6, 4, 8), (1, 6, 2, 8))
     """
     options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
-    _check(q, k, options)
-    if not _runs_triton(impl, q, options):
+    if not _check(q, k, options, impl):
         return _reference(q, k, options)
     if k is None:
         return _Rope.apply(q, None, (q.shape[2], 0), *options), None
@@ -149,8 +148,7 @@ def rope_qkv(
     qkv = qkv.unflatten(2, (heads, -1))
     q, k, v = _parts(qkv, None, num_heads, num_kv_heads)
     options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
-    _check(q, k, options)
-    if not _runs_triton(impl, qkv, options):
+    if not _check(q, k, options, impl):
         return *_reference(q, k, options), v  # pyright: ignore[reportReturnType]
     return _Rope.apply(qkv, None, (num_heads, num_kv_heads), *options)
 
@@ -187,14 +185,8 @@ def _parts(x: Tensor, k: Tensor | None, H: int, Hkv: int) -> tuple[Tensor, Tenso
     return x[:, :, :H], x[:, :, H : H + Hkv], x[:, :, H + Hkv :]
 
 
-def _runs_triton(impl: str | None, x: Tensor, options: _Options) -> bool:
-    runs = runs_triton(impl, x)
-    if runs and (options.cos.requires_grad or options.sin.requires_grad):
-        raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
-    return runs
-
-
-def _check(q: Tensor, k: Tensor | None, options: _Options) -> None:
+def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> bool:
+    """Raise `ValueError` unless the inputs go together; return whether the kernel runs, not the reference."""
     cos, sin, positions, q_weight, k_weight = options[:5]
     if q.dim() != 4 or q.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"q is {q.dtype} {tuple(q.shape)}; it must be floating, [B, T, heads, head_dim]")
@@ -225,6 +217,10 @@ def _check(q: Tensor, k: Tensor | None, options: _Options) -> None:
             raise ValueError(f"an input is torch.float64, which does not go with q of {q.dtype}")
     if B * T > MAX_ROWS:
         raise ValueError(f"{B * T} tokens are more than the {MAX_ROWS} that a kernel can count")
+    runs = runs_triton(impl, q)
+    if runs and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
+    return runs
 
 
 class _Rope(torch.autograd.Function):
@@ -266,7 +262,8 @@ def _empty_backward(
     heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
     dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
     options = _Options(*given)
-    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in options[3:5])
+    weights = options.q_weight, options.k_weight
+    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
     return dx, dq_weight, dk_weight
 
 
@@ -306,15 +303,16 @@ def _launch_backward(
     (gradients, gradient_strides), (inputs, input_strides) = by_heads(dq, dk, dv), by_heads(q, k)
     B, T, _, K = dq.shape
     table, table_rows, batched = options.table()
+    flags = batched, options.zero_centered, options.interleaved
     block_t, block_h = _tile(dx, dq, dk, elements=2048)
     programs = min(ceil_div(B * T, block_t), 2 * multiprocessors(dx.device))
     partials = dx.new_empty((2, programs, K), dtype=torch.float32)
     launch(
         norm_backward_kernel,
         (programs, 2 + (dv is not None), 1),
-        (*gradients, *inputs, *table, *contiguous(*options[3:5]), dx, partials),
+        (*gradients, *inputs, *table, *contiguous(options.q_weight, options.k_weight), dx, partials),
         (B * T, T, table_rows, options.eps, *gradient_strides, *input_strides),
-        (*_sizes(dq, dk, dx), batched, *options[6:], block_t, block_h, *_blocks(K, options.cos)),
+        (*_sizes(dq, dk, dx), *flags, block_t, block_h, *_blocks(K, options.cos)),
         num_warps=4,
     )
     sum_partials(partials, dq_weight, dk_weight)
@@ -326,13 +324,14 @@ def _rotate(heads: tuple[Tensor, Tensor | None, Tensor | None], options: _Option
     B, T, _, K = y.shape
     tensors, strides = by_heads(*heads)
     table, table_rows, batched = options.table()
+    flags = batched, options.zero_centered, options.interleaved, back
     block_t, block_h = _tile(y, heads[0], heads[1], elements=4096)
     launch(
         rotate_kernel,
         (ceil_div(B * T, block_t), sum(t is not None for t in heads), 1),
-        (*tensors, *table, *contiguous(*options[3:5]), y),
+        (*tensors, *table, *contiguous(options.q_weight, options.k_weight), y),
         (B * T, T, table_rows, options.eps, *strides),
-        (*_sizes(heads[0], heads[1], y), batched, *options[6:], back, block_t, block_h, *_blocks(K, options.cos)),
+        (*_sizes(heads[0], heads[1], y), *flags, block_t, block_h, *_blocks(K, options.cos)),
         num_warps=4,
     )
 
