@@ -5,6 +5,8 @@ first finds the maximum of the vector that it loads, and takes one exponential p
 are split over programs where there are few of them.
 """
 
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from ._softcap import tanh_and_slope
@@ -12,11 +14,13 @@ from ._triton import tl, triton
 
 
 @triton.jit
-def _in_caps(z, SOFTCAP: tl.constexpr, dtype: tl.constexpr):
-    """Return z / SOFTCAP."""
-    if dtype == tl.float32:
-        return tl.div_rn(z, SOFTCAP)  # a GPU's fast division errs by more than tanh_and_slope does
-    return z * (1.0 / SOFTCAP)
+def _cap(z, SOFTCAP: tl.constexpr, dtype: tl.constexpr):
+    """Return the capped z of logits that were loaded from `dtype`, and the slope of the cap."""
+    if SOFTCAP == 0.0:
+        return z, 1.0
+    else:  # a GPU's fast division of float32 errs by more than tanh_and_slope does
+        tanh, slope = tanh_and_slope(tl.div_rn(z, SOFTCAP) if dtype == tl.float32 else z * (1.0 / SOFTCAP))
+        return SOFTCAP * tanh, slope
 
 
 @triton.jit
@@ -71,8 +75,7 @@ def stats_kernel(
         in_row = (lanes >= shift) & (lanes < shift + V)
         z = _load_logits(x_ptr, row, lanes, offset, shift, live, OUTSIDE, STRIDE, V, BLOCK_V, VECTOR)
         if SOFTCAP != 0.0:
-            capped, _ = tanh_and_slope(_in_caps(z, SOFTCAP, x_ptr.dtype.element_ty))
-            z = tl.where(in_row, SOFTCAP * capped, float("-inf"))
+            z = tl.where(in_row, _cap(z, SOFTCAP, x_ptr.dtype.element_ty)[0], float("-inf"))
         before = largest
         largest = tl.maximum(before, tl.max(z, 1))
         scale = tl.exp(before - largest)
@@ -91,9 +94,7 @@ def stats_kernel(
     column = (target - start).to(tl.int64)
     here = live & (column >= 0) & (column < V) & (part == 0)
     at_target = tl.load(x_ptr + row * STRIDE + column, mask=here).to(tl.float32)
-    if SOFTCAP != 0.0:
-        capped, _ = tanh_and_slope(_in_caps(at_target, SOFTCAP, x_ptr.dtype.element_ty))
-        at_target = SOFTCAP * capped
+    at_target, _ = _cap(at_target, SOFTCAP, x_ptr.dtype.element_ty)
     stats_ptr += part.to(tl.int64) * (5 if ENTROPY else 4) * N + row
     tl.store(stats_ptr, tl.where(live, row_largest, 0.0))
     stats_ptr += N
@@ -109,35 +110,24 @@ def stats_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial_ptr, stats_ptr, N, PARTS: tl.constexpr, STATS: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+    partial_ptr, stats_ptr, N, PARTS: tl.constexpr, STATS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Merge the statistics of the parts of each row, in a fixed order."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = rows < N
-    largest = tl.load(partial_ptr + rows, mask=mask, other=0.0)
-    for part in range(1, PARTS):
-        largest = tl.maximum(largest, tl.load(partial_ptr + part * STATS * N + rows, mask=mask, other=0.0))
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    at_target = tl.zeros((BLOCK_N,), tl.float32)
-    linear = tl.zeros((BLOCK_N,), tl.float32)
-    weighted = tl.zeros((BLOCK_N,), tl.float32)
-    for part in range(PARTS):
-        part_ptr = partial_ptr + part * STATS * N + rows
-        shift = tl.load(part_ptr, mask=mask, other=0.0) - largest
-        scale = tl.exp(shift)
-        part_total = tl.load(part_ptr + N, mask=mask, other=0.0)
-        total += scale * part_total
-        at_target += tl.load(part_ptr + 2 * N, mask=mask, other=0.0)
-        linear += tl.load(part_ptr + 3 * N, mask=mask, other=0.0)
-        if STATS == 5:
-            part_weighted = tl.load(part_ptr + 4 * N, mask=mask, other=0.0)
-            weighted += tl.where(scale > 0.0, scale * (part_weighted + shift * part_total), 0.0)
-    tl.store(stats_ptr + rows, largest, mask=mask)
-    tl.store(stats_ptr + N + rows, total, mask=mask)
-    tl.store(stats_ptr + 2 * N + rows, at_target, mask=mask)
-    tl.store(stats_ptr + 3 * N + rows, linear, mask=mask)
+    live, parts = rows < N, tl.arange(0, BLOCK_P)[:, None]
+    part_ptr, there = partial_ptr + parts * STATS * N + rows[None, :], (parts < PARTS) & live[None, :]
+    shift = tl.load(part_ptr, mask=there, other=float("-inf"))
+    largest = tl.max(shift, 0)
+    shift -= tl.where(live, largest, 0.0)[None, :]
+    scale, total = tl.exp(shift), tl.load(part_ptr + N, mask=there, other=0.0)
+    tl.store(stats_ptr + rows, largest, mask=live)
+    tl.store(stats_ptr + N + rows, tl.sum(scale * total, 0), mask=live)
+    for i in tl.static_range(2, 4):
+        tl.store(stats_ptr + i * N + rows, tl.sum(tl.load(part_ptr + i * N, mask=there, other=0.0), 0), mask=live)
     if STATS == 5:
-        tl.store(stats_ptr + 4 * N + rows, weighted, mask=mask)
+        weighted = tl.load(part_ptr + 4 * N, mask=there, other=0.0)
+        weighted = tl.where(scale > 0.0, scale * (weighted + shift * total), 0.0)
+        tl.store(stats_ptr + 4 * N + rows, tl.sum(weighted, 0), mask=live)
 
 
 @triton.jit
@@ -155,9 +145,7 @@ def backward_kernel(
     shift = _row_shift(row, STRIDE, VECTOR)
     lanes = offset + tl.arange(0, BLOCK_V)
     z = _load_logits(x_ptr, row, lanes, offset, shift, live, 0.0, STRIDE, V, BLOCK_V, VECTOR)
-    if SOFTCAP != 0.0:
-        capped, cap_slope = tanh_and_slope(_in_caps(z, SOFTCAP, x_ptr.dtype.element_ty))
-        z = SOFTCAP * capped
+    z, cap_slope = _cap(z, SOFTCAP, x_ptr.dtype.element_ty)
 
     stats_ptr += row
     largest, total = tl.load(stats_ptr), tl.load(stats_ptr + N)

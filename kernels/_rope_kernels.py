@@ -1,7 +1,7 @@
 """The Triton kernels of `rope.py`: one rotates forward and backward, one computes the backward pass of the norm.
 
 A program takes some tokens, loads their cosines and sines once, and loops over the heads. Program id 1 is 0 for
-queries, 1 for keys and 2 for values.
+queries, 1 for keys and 2 for values. Heads of one kind are a tuple: pointer, and strides of batch, tokens and heads.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -12,13 +12,12 @@ from ._triton import tl, triton
 
 
 @triton.jit
-def _load_pairs(ptr, offsets, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _load_pairs(ptr, offsets, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
     """Load the first and the second dimension of each pair, `[BLOCK_T, BLOCK_H, BLOCK_R]` float32 each."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_R)[None, None, :]
         both = tl.load(ptr + offsets + cols, mask=live & (cols < 2 * HALF), other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_H, BLOCK_R, 2)))
+        a, b = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK_R, 2)))
     else:
         cols = tl.arange(0, BLOCK_R)[None, None, :]
         a = tl.load(ptr + offsets + cols, mask=live & (cols < HALF), other=0.0).to(tl.float32)
@@ -27,12 +26,11 @@ def _load_pairs(ptr, offsets, live, HALF: tl.constexpr, INTERLEAVED: tl.constexp
 
 
 @triton.jit
-def _store_pairs(ptr, offsets, live, a, b, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _store_pairs(ptr, offsets, live, a, b, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
     a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_R)[None, None, :]
-        both = tl.reshape(tl.join(a, b), (BLOCK_T, BLOCK_H, 2 * BLOCK_R))
+        both = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * BLOCK_R))
         tl.store(ptr + offsets + cols, both, mask=live & (cols < 2 * HALF))
     else:
         cols = tl.arange(0, BLOCK_R)[None, None, :]
@@ -41,21 +39,21 @@ def _store_pairs(ptr, offsets, live, a, b, HALF: tl.constexpr, INTERLEAVED: tl.c
 
 
 @triton.jit
-def _load_gains(weight_ptr, HALF: tl.constexpr, K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-                INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr):  # fmt: skip
-    everywhere = tl.full((1, 1, 1), True, tl.int1)
-    a, b = _load_pairs(weight_ptr, 0, everywhere, HALF, INTERLEAVED, 1, 1, BLOCK_R)
-    cols = 2 * HALF + tl.arange(0, BLOCK_REST if BLOCK_REST else 1)[None, None, :]
-    rest = tl.load(weight_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+def _load_gains(
+    weight_ptr, rest_cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    a, b = _load_pairs(weight_ptr, 0, tl.full((1, 1, 1), True, tl.int1), HALF, INTERLEAVED, BLOCK_R)
+    rest = tl.load(weight_ptr + rest_cols, mask=rest_cols < K, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         a, b, rest = a + 1.0, b + 1.0, rest + 1.0
     return a, b, rest
 
 
 @triton.jit
-def _load_table(cos_ptr, sin_ptr, positions_ptr, rows, live, T, P,
-                HALF: tl.constexpr, BATCHED: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _load_table(table, rows, live, T, P, BATCHED: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
     """Load cosine and sine of each token; NaN for a position outside the table."""
+    cos_ptr, sin_ptr, positions_ptr = table
     where = rows if BATCHED else rows % T
     if positions_ptr is not None:
         where = tl.load(positions_ptr + where, mask=live, other=0)
@@ -67,53 +65,18 @@ def _load_table(cos_ptr, sin_ptr, positions_ptr, rows, live, T, P,
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, cos, sin, weight_ptr, y_ptr, rows, live, T, eps, stride_b, stride_t, stride_h, FIRST: tl.constexpr,
-    HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    x_rows = rows // T * stride_b + rows % T * stride_t
-    rest_cols = 2 * HALF + tl.arange(0, BLOCK_REST if BLOCK_REST else 1)[None, None, :]
-    if weight_ptr is not None:
-        gain_a, gain_b, gain_rest = _load_gains(weight_ptr, HALF, K, ZERO_CENTERED, INTERLEAVED, BLOCK_R, BLOCK_REST)
-    for first in range(0, HEADS, BLOCK_H):
-        head = first + tl.arange(0, BLOCK_H)[None, :, None]
-        here = live & (head < HEADS)
-        x_offsets = x_rows + head.to(tl.int64) * stride_h
-        y_offsets = rows * (N * K) + (FIRST + head) * K
-        a, b = _load_pairs(x_ptr, x_offsets, here, HALF, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_R)
-        if BLOCK_REST:
-            in_rest = here & (rest_cols < K)
-            rest = tl.load(x_ptr + x_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
-        if weight_ptr is not None:
-            square = tl.sum(a * a + b * b, 2, keep_dims=True)
-            if BLOCK_REST:
-                square += tl.sum(rest * rest, 2, keep_dims=True)
-            rstd = tl.rsqrt(square / K + eps)
-            a, b = a * rstd * gain_a, b * rstd * gain_b
-            if BLOCK_REST:
-                rest *= rstd * gain_rest
-        _store_pairs(
-            y_ptr, y_offsets, here, a * cos - b * sin, b * cos + a * sin,
-            HALF, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_R,
-        )  # fmt: skip
-        if BLOCK_REST:
-            tl.store(y_ptr + y_offsets + rest_cols, rest.to(y_ptr.dtype.element_ty), mask=in_rest)
-
-
-@triton.jit
 def _copy_heads(
-    x_ptr, y_ptr, rows, live, T, stride_b, stride_t, stride_h, FIRST: tl.constexpr, HEADS: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, y_ptr, rows, live, T, FIRST: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    x_ptr, stride_b, stride_t, stride_h = x
     cols = tl.arange(0, BLOCK_K)[None, None, :]
     for first in range(0, HEADS, BLOCK_H):
         head = first + tl.arange(0, BLOCK_H)[None, :, None]
         here = live & (head < HEADS) & (cols < K)
         x_offsets = rows // T * stride_b + rows % T * stride_t + head.to(tl.int64) * stride_h
-        x = tl.load(x_ptr + x_offsets + cols, mask=here, other=0.0)
-        tl.store(y_ptr + rows * (N * K) + (FIRST + head) * K + cols, x, mask=here)
+        copied = tl.load(x_ptr + x_offsets + cols, mask=here, other=0.0)
+        tl.store(y_ptr + rows * (N * K) + (FIRST + head) * K + cols, copied, mask=here)
 
 
 @triton.jit
@@ -126,90 +89,46 @@ def rotate_kernel(
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    kind = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
     live = rows < M
-    cos, sin = _load_table(cos_ptr, sin_ptr, positions_ptr, rows, live, T, P, HALF, BATCHED, BLOCK_R)
+    cos, sin = _load_table((cos_ptr, sin_ptr, positions_ptr), rows, live, T, P, BATCHED, HALF, BLOCK_R)
     if BACK:
         sin = -sin
-    if kind == 0:
-        _rotate_heads(
-            q_ptr, cos, sin, q_weight_ptr, y_ptr, rows, live, T, eps, q_stride_b, q_stride_t, q_stride_h, 0,
-            H, N, K, ZERO_CENTERED, INTERLEAVED, BLOCK_T, BLOCK_H, HALF, BLOCK_R, BLOCK_REST,
-        )  # fmt: skip
-    if k_ptr is not None and kind == 1:
-        _rotate_heads(
-            k_ptr, cos, sin, k_weight_ptr, y_ptr, rows, live, T, eps, k_stride_b, k_stride_t, k_stride_h, H,
-            KV, N, K, ZERO_CENTERED, INTERLEAVED, BLOCK_T, BLOCK_H, HALF, BLOCK_R, BLOCK_REST,
-        )  # fmt: skip
+    kind = tl.program_id(1)
+    q, k = (q_ptr, q_stride_b, q_stride_t, q_stride_h), (k_ptr, k_stride_b, k_stride_t, k_stride_h)
+    rest_cols = 2 * HALF + tl.arange(0, BLOCK_REST if BLOCK_REST else 1)[None, None, :]
+    for which in tl.static_range(1 if k_ptr is None else 2):  # queries, keys
+        x_ptr, stride_b, stride_t, stride_h = (q, k)[which]
+        weight_ptr, FIRST, HEADS = ((q_weight_ptr, 0, H), (k_weight_ptr, H, KV))[which]
+        if kind == which:
+            x_rows = rows // T * stride_b + rows % T * stride_t
+            if weight_ptr is not None:
+                gain_a, gain_b, gain_rest = _load_gains(
+                    weight_ptr, rest_cols, K, ZERO_CENTERED, HALF, INTERLEAVED, BLOCK_R
+                )
+            for first in range(0, HEADS, BLOCK_H):
+                head = first + tl.arange(0, BLOCK_H)[None, :, None]
+                here = live & (head < HEADS)
+                x_offsets = x_rows + head.to(tl.int64) * stride_h
+                y_offsets = rows * (N * K) + (FIRST + head) * K
+                a, b = _load_pairs(x_ptr, x_offsets, here, HALF, INTERLEAVED, BLOCK_R)
+                if BLOCK_REST:
+                    in_rest = here & (rest_cols < K)
+                    rest = tl.load(x_ptr + x_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
+                if weight_ptr is not None:
+                    square = tl.sum(a * a + b * b, 2, keep_dims=True)
+                    if BLOCK_REST:
+                        square += tl.sum(rest * rest, 2, keep_dims=True)
+                    rstd = tl.rsqrt(square / K + eps)
+                    a, b = a * rstd * gain_a, b * rstd * gain_b
+                    if BLOCK_REST:
+                        rest *= rstd * gain_rest
+                _store_pairs(y_ptr, y_offsets, here, a * cos - b * sin, b * cos + a * sin, HALF, INTERLEAVED, BLOCK_R)
+                if BLOCK_REST:
+                    tl.store(y_ptr + y_offsets + rest_cols, rest.to(y_ptr.dtype.element_ty), mask=in_rest)
     if v_ptr is not None and kind == 2:
-        _copy_heads(
-            v_ptr, y_ptr, rows, live, T, v_stride_b, v_stride_t, v_stride_h, H + KV,
-            KV, N, K, BLOCK_H, BLOCK_K,
-        )  # fmt: skip
-
-
-@triton.jit
-def _norm_backward_heads(
-    dy_ptr, x_ptr, cos_ptr, sin_ptr, positions_ptr, weight_ptr, dx_ptr, partials_ptr, M, T, P, eps,
-    dy_stride_b, dy_stride_t, dy_stride_h, x_stride_b, x_stride_t, x_stride_h, FIRST: tl.constexpr,
-    HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BATCHED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    REST: tl.constexpr = BLOCK_REST if BLOCK_REST else 1  # pyright: ignore[reportAssignmentType]
-    rest_cols = 2 * HALF + tl.arange(0, REST)[None, None, :]
-    gain_a, gain_b, gain_rest = _load_gains(weight_ptr, HALF, K, ZERO_CENTERED, INTERLEAVED, BLOCK_R, BLOCK_REST)
-    dgain_a = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
-    dgain_b = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
-    dgain_rest = tl.zeros((BLOCK_T, BLOCK_H, REST), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_T), tl.num_programs(0)):
-        rows = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
-        live = rows < M
-        cos, sin = _load_table(cos_ptr, sin_ptr, positions_ptr, rows, live, T, P, HALF, BATCHED, BLOCK_R)
-        within = live & (tl.arange(0, BLOCK_R)[None, None, :] < HALF)
-        cos, sin = tl.where(within, cos, 0.0), tl.where(within, sin, 0.0)
-        dy_rows = rows // T * dy_stride_b + rows % T * dy_stride_t
-        x_rows = rows // T * x_stride_b + rows % T * x_stride_t
-        for first in range(0, HEADS, BLOCK_H):
-            head = first + tl.arange(0, BLOCK_H)[None, :, None]
-            here = live & (head < HEADS)
-            dy_offsets, x_offsets = dy_rows + head.to(tl.int64) * dy_stride_h, x_rows + head.to(tl.int64) * x_stride_h
-            dx_offsets = rows * (N * K) + (FIRST + head) * K
-            dy_a, dy_b = _load_pairs(dy_ptr, dy_offsets, here, HALF, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_R)
-            a, b = _load_pairs(x_ptr, x_offsets, here, HALF, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_R)
-            dn_a, dn_b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin
-            square = tl.sum(a * a + b * b, 2, keep_dims=True)
-            dot = tl.sum(dn_a * gain_a * a + dn_b * gain_b * b, 2, keep_dims=True)
-            if BLOCK_REST:
-                in_rest = here & (rest_cols < K)
-                dn_rest = tl.load(dy_ptr + dy_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
-                rest = tl.load(x_ptr + x_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
-                square += tl.sum(rest * rest, 2, keep_dims=True)
-                dot += tl.sum(dn_rest * gain_rest * rest, 2, keep_dims=True)
-            rstd = tl.rsqrt(square / K + eps)
-            dot = dot * rstd / K
-            a, b = a * rstd, b * rstd
-            _store_pairs(
-                dx_ptr, dx_offsets, here, rstd * (gain_a * dn_a - a * dot), rstd * (gain_b * dn_b - b * dot),
-                HALF, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_R,
-            )  # fmt: skip
-            dgain_a += dn_a * a
-            dgain_b += dn_b * b
-            if BLOCK_REST:
-                rest *= rstd
-                dx = rstd * (gain_rest * dn_rest - rest * dot)
-                tl.store(dx_ptr + dx_offsets + rest_cols, dx.to(dx_ptr.dtype.element_ty), mask=in_rest)
-                dgain_rest += dn_rest * rest
-    dgain_a = tl.sum(tl.sum(dgain_a, 0, keep_dims=True), 1, keep_dims=True)
-    dgain_b = tl.sum(tl.sum(dgain_b, 0, keep_dims=True), 1, keep_dims=True)
-    everywhere = tl.full((1, 1, 1), True, tl.int1)
-    partials_ptr += tl.program_id(0).to(tl.int64) * K
-    _store_pairs(partials_ptr, 0, everywhere, dgain_a, dgain_b, HALF, INTERLEAVED, 1, 1, BLOCK_R)
-    if BLOCK_REST:
-        dgain_rest = tl.sum(tl.sum(dgain_rest, 0, keep_dims=True), 1, keep_dims=True)
-        tl.store(partials_ptr + rest_cols, dgain_rest, mask=rest_cols < K)
+        v = (v_ptr, v_stride_b, v_stride_t, v_stride_h)
+        _copy_heads(v, y_ptr, rows, live, T, H + KV, KV, N, K, BLOCK_H, BLOCK_K)
 
 
 @triton.jit
@@ -224,23 +143,66 @@ def norm_backward_kernel(
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     kind = tl.program_id(1)
-    if kind == 0:
-        _norm_backward_heads(
-            dq_ptr, q_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, dx_ptr, partials_ptr, M, T, P, eps,
-            dq_stride_b, dq_stride_t, dq_stride_h, q_stride_b, q_stride_t, q_stride_h, 0,
-            H, N, K, BATCHED, ZERO_CENTERED, INTERLEAVED, BLOCK_T, BLOCK_H, HALF, BLOCK_R, BLOCK_REST,
-        )  # fmt: skip
-    elif kind == 1:
-        _norm_backward_heads(
-            dk_ptr, k_ptr, cos_ptr, sin_ptr, positions_ptr, k_weight_ptr, dx_ptr,
-            partials_ptr + tl.num_programs(0).to(tl.int64) * K, M, T, P, eps,
-            dk_stride_b, dk_stride_t, dk_stride_h, k_stride_b, k_stride_t, k_stride_h, H,
-            KV, N, K, BATCHED, ZERO_CENTERED, INTERLEAVED, BLOCK_T, BLOCK_H, HALF, BLOCK_R, BLOCK_REST,
-        )  # fmt: skip
+    dq, dk = (dq_ptr, dq_stride_b, dq_stride_t, dq_stride_h), (dk_ptr, dk_stride_b, dk_stride_t, dk_stride_h)
+    q, k = (q_ptr, q_stride_b, q_stride_t, q_stride_h), (k_ptr, k_stride_b, k_stride_t, k_stride_h)
+    REST: tl.constexpr = BLOCK_REST if BLOCK_REST else 1  # pyright: ignore[reportAssignmentType]
+    rest_cols = 2 * HALF + tl.arange(0, REST)[None, None, :]
+    for which in tl.static_range(2):  # queries, keys
+        dy_ptr, dy_stride_b, dy_stride_t, dy_stride_h = (dq, dk)[which]
+        x_ptr, x_stride_b, x_stride_t, x_stride_h = (q, k)[which]
+        weight_ptr, FIRST, HEADS = ((q_weight_ptr, 0, H), (k_weight_ptr, H, KV))[which]
+        if kind == which:
+            gain_a, gain_b, gain_rest = _load_gains(weight_ptr, rest_cols, K, ZERO_CENTERED, HALF, INTERLEAVED, BLOCK_R)
+            dgain_a = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
+            dgain_b = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
+            dgain_rest = tl.zeros((BLOCK_T, BLOCK_H, REST), tl.float32)
+            for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_T), tl.num_programs(0)):
+                rows = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
+                live = rows < M
+                cos, sin = _load_table((cos_ptr, sin_ptr, positions_ptr), rows, live, T, P, BATCHED, HALF, BLOCK_R)
+                within = live & (tl.arange(0, BLOCK_R)[None, None, :] < HALF)
+                cos, sin = tl.where(within, cos, 0.0), tl.where(within, sin, 0.0)
+                dy_rows = rows // T * dy_stride_b + rows % T * dy_stride_t
+                x_rows = rows // T * x_stride_b + rows % T * x_stride_t
+                for first in range(0, HEADS, BLOCK_H):
+                    head = first + tl.arange(0, BLOCK_H)[None, :, None]
+                    here = live & (head < HEADS)
+                    dy_offsets = dy_rows + head.to(tl.int64) * dy_stride_h
+                    x_offsets = x_rows + head.to(tl.int64) * x_stride_h
+                    dx_offsets = rows * (N * K) + (FIRST + head) * K
+                    dy_a, dy_b = _load_pairs(dy_ptr, dy_offsets, here, HALF, INTERLEAVED, BLOCK_R)
+                    a, b = _load_pairs(x_ptr, x_offsets, here, HALF, INTERLEAVED, BLOCK_R)
+                    dn_a, dn_b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin
+                    square = tl.sum(a * a + b * b, 2, keep_dims=True)
+                    dot = tl.sum(dn_a * gain_a * a + dn_b * gain_b * b, 2, keep_dims=True)
+                    if BLOCK_REST:
+                        in_rest = here & (rest_cols < K)
+                        dn_rest = tl.load(dy_ptr + dy_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
+                        rest = tl.load(x_ptr + x_offsets + rest_cols, mask=in_rest, other=0.0).to(tl.float32)
+                        square += tl.sum(rest * rest, 2, keep_dims=True)
+                        dot += tl.sum(dn_rest * gain_rest * rest, 2, keep_dims=True)
+                    rstd = tl.rsqrt(square / K + eps)
+                    dot = dot * rstd / K
+                    a, b = a * rstd, b * rstd
+                    dx_a, dx_b = rstd * (gain_a * dn_a - a * dot), rstd * (gain_b * dn_b - b * dot)
+                    _store_pairs(dx_ptr, dx_offsets, here, dx_a, dx_b, HALF, INTERLEAVED, BLOCK_R)
+                    dgain_a += dn_a * a
+                    dgain_b += dn_b * b
+                    if BLOCK_REST:
+                        rest *= rstd
+                        dx = rstd * (gain_rest * dn_rest - rest * dot)
+                        tl.store(dx_ptr + dx_offsets + rest_cols, dx.to(dx_ptr.dtype.element_ty), mask=in_rest)
+                        dgain_rest += dn_rest * rest
+            dgain_a = tl.sum(tl.sum(dgain_a, 0, keep_dims=True), 1, keep_dims=True)
+            dgain_b = tl.sum(tl.sum(dgain_b, 0, keep_dims=True), 1, keep_dims=True)
+            everywhere = tl.full((1, 1, 1), True, tl.int1)
+            partials_ptr += (which * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * K
+            _store_pairs(partials_ptr, 0, everywhere, dgain_a, dgain_b, HALF, INTERLEAVED, BLOCK_R)
+            if BLOCK_REST:
+                dgain_rest = tl.sum(tl.sum(dgain_rest, 0, keep_dims=True), 1, keep_dims=True)
+                tl.store(partials_ptr + rest_cols, dgain_rest, mask=rest_cols < K)
     if dv_ptr is not None and kind == 2:
+        dv = (dv_ptr, dv_stride_b, dv_stride_t, dv_stride_h)
         for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_T), tl.num_programs(0)):
             rows = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
-            _copy_heads(
-                dv_ptr, dx_ptr, rows, rows < M, T, dv_stride_b, dv_stride_t, dv_stride_h, H + KV,
-                KV, N, K, BLOCK_H, BLOCK_K,
-            )  # fmt: skip
+            _copy_heads(dv, dx_ptr, rows, rows < M, T, H + KV, KV, N, K, BLOCK_H, BLOCK_K)

@@ -25,6 +25,7 @@ function is in `mpcore/layers/loss.py`, because the all-gather comes between the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from ._cross_entropy_kernels import backward_kernel, merge_kernel, stats_kernel
 from ._dispatch import define, launches, runs_triton
+from ._layout import contiguous
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2
 from ._triton import launch, multiprocessors
 
@@ -78,24 +80,17 @@ def cross_entropy_stats(
         True
     """
     _check(logits, target, softcap)
-    logits = logits.detach()
-    if not runs_triton(impl, logits):
-        options = {"softcap": softcap, "sum_logits": sum_logits, "entropy": entropy}
-        return cross_entropy_stats_reference(logits, target, start=start, ignore_index=ignore_index, **options)
-    return _stats_op(logits, target, start, ignore_index, softcap, sum_logits, entropy)
+    compute = _stats_op if runs_triton(impl, logits) else _stats_reference
+    return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
 
 
-def cross_entropy_stats_reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    start: int = 0,
-    ignore_index: int = -100,
-    softcap: float = 0.0,
-    sum_logits: bool = False,
-    entropy: bool = False,
+# In plain torch; computes in float32, or float64 for float64 logits.
+cross_entropy_stats_reference = functools.partial(cross_entropy_stats, impl="reference")
+
+
+def _stats_reference(
+    logits: Tensor, target: Tensor, start: int, ignore_index: int, softcap: float, sum_logits: bool, entropy: bool
 ) -> Tensor:
-    """`cross_entropy_stats` in plain torch; computes in float32, or float64 for float64 logits."""
     z = _cap(logits, softcap)
     column, here = _target_column(z, target, start, ignore_index)
     largest = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # a shard may be all -inf
@@ -133,11 +128,8 @@ def loss_of_stats(
 
     Args:
         stats: `[4 or 5, ...]`, of all ranks; computed with `sum_logits` if there is label smoothing.
-        target: `[...]`.
-        vocab_size: V, of all ranks.
-        ignore_index: tokens with this target have loss 0.
-        label_smoothing: a.
-        z_loss: b.
+        target, ignore_index: as of `cross_entropy_stats`.
+        vocab_size, label_smoothing, z_loss: V of all ranks, a and b.
     """
     largest, log_total = stats[0], stats[1].log()
     loss = log_total + (1 - label_smoothing) * (largest - stats[2])
@@ -151,10 +143,7 @@ def loss_of_stats(
 def log_prob_of_stats(stats: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor | None]:
     """Compute log p of each target and the entropy of p, `[...]`, from the merged statistics; 0 for ignored tokens.
 
-    Args:
-        stats: `[4 or 5, ...]`, of all ranks; with four, the entropy is `None`.
-        target: `[...]`.
-        ignore_index: as above.
+    With statistics of four numbers, the entropy is `None`.
     """
     ignored = target == ignore_index
     log_total = stats[1].log()
@@ -187,25 +176,18 @@ def cross_entropy_backward(
     Ignored rows are not read; their gradient is 0.
 
     Args:
-        logits: `[..., V/tp]`, as of `cross_entropy_stats`.
-        target: `[...]`.
+        logits, target, start, ignore_index, softcap, impl: as of `cross_entropy_stats`.
         stats: `[4 or 5, ...]`, of all ranks.
         dloss: `[...]`, the gradient of each row's loss, of any dtype; it carries the weights of tokens.
-        vocab_size: V, of all ranks.
-        start, ignore_index, label_smoothing, z_loss, softcap: as in the forward pass.
-        dlog_prob: `[...]`, the gradient of log p.
-        dentropy: `[...]`, the gradient of the entropy.
+        vocab_size, label_smoothing, z_loss: as of `loss_of_stats`. The parameters are as many as the forward pass has.
+        dlog_prob, dentropy: `[...]`, the gradients of log p and of the entropy.
         in_place: overwrite `logits` and return it.
-        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `logits`.
 
     Returns:
         `[..., V/tp]` in the dtype of the logits.
 
     Raises:
-        ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
-
-    Note:
-        - Fourteen parameters: the rows, and by keyword the options of the forward pass and the other two gradients.
+        ValueError: as `cross_entropy_stats`, or `stats` don't go with the gradients.
 
     Example:
         >>> logits, target = torch.randn(6, 10), torch.arange(6)
@@ -219,41 +201,37 @@ def cross_entropy_backward(
     if dentropy is not None and stats.shape[0] == 4:
         raise ValueError("dentropy needs stats of 5 numbers: ask cross_entropy_stats for the entropy")
     _check(logits, target, softcap, stats=stats[0], dloss=dloss, dlog_prob=dlog_prob, dentropy=dentropy)
-    rows = _Rows(target, stats, dloss, dlog_prob, dentropy)
-    numbers = _Numbers(start, ignore_index, 1 - label_smoothing, label_smoothing / vocab_size, 2 * z_loss, softcap)
+    peak, uniform = 1 - label_smoothing, label_smoothing / vocab_size
+    rows = _Rows(
+        target, stats, dloss, dlog_prob, dentropy, start, ignore_index, peak, uniform, 2 * z_loss, softcap
+    )  # fmt: skip
     if not runs_triton(impl, logits):
-        dlogits = _backward_reference(logits, rows, numbers)
+        dlogits = _backward_reference(logits, rows)
         return logits.copy_(dlogits) if in_place else dlogits
     if in_place:
-        _backward_in_place_op(logits, *rows, *numbers)
+        _backward_in_place_op(logits, *rows)
         return logits
-    return _backward_op(logits, *rows, *numbers)
+    return _backward_op(logits, *rows)
 
 
 class _Rows(NamedTuple):
-    """The tensors `[...]`, with a number for each row, that the backward pass reads."""
+    """What the backward pass reads beside the logits, in the order of the operators: tensors `[...]`, and numbers."""
 
     target: Tensor
     stats: Tensor
     dloss: Tensor | None
     dlog_prob: Tensor | None
     dentropy: Tensor | None
-
-
-class _Numbers(NamedTuple):
-    """The numbers that the backward pass reads: 1 - a is `peak`, a / V is `uniform`, 2 b is `twice_z_loss`."""
-
     start: int
     ignore_index: int
-    peak: float
-    uniform: float
+    peak: float  # 1 - a
+    uniform: float  # a / V
     twice_z_loss: float
     softcap: float
 
 
-def _backward_reference(logits: Tensor, rows: _Rows, numbers: _Numbers) -> Tensor:
-    target, stats, dloss, dlog_prob, dentropy = rows
-    start, ignore_index, peak, uniform, twice_z_loss, softcap = numbers
+def _backward_reference(logits: Tensor, rows: _Rows) -> Tensor:
+    target, stats, dloss, dlog_prob, dentropy, start, ignore_index, peak, uniform, twice_z_loss, softcap = rows
     z = _cap(logits, softcap)
     column, here = _target_column(z, target, start, ignore_index)
     ignored, stats = target == ignore_index, stats.to(z.dtype)
@@ -324,17 +302,17 @@ def _empty_in_place(logits: Tensor, *others: Tensor | float | None) -> None:
     return None
 
 
-_NUMBERS = "int start, int ignore_index, float peak, float uniform, float twice_z_loss, float softcap"
-_ROWS = "Tensor target, Tensor stats, Tensor? dloss, Tensor? dlog_prob, Tensor? dentropy"
+_ROWS = (
+    "Tensor target, Tensor stats, Tensor? dloss, Tensor? dlog_prob, Tensor? dentropy,"
+    " int start, int ignore_index, float peak, float uniform, float twice_z_loss, float softcap"
+)
 _stats_op = define(
     "cross_entropy_stats(Tensor logits, Tensor target, int start, int ignore_index, float softcap, bool sum_logits,"
     " bool entropy) -> Tensor stats",
     _empty_stats,
 )
-_backward_op = define(f"cross_entropy_backward(Tensor logits, {_ROWS}, {_NUMBERS}) -> Tensor dlogits", _empty_backward)
-_backward_in_place_op = define(
-    f"cross_entropy_backward_in_place(Tensor(a!) logits, {_ROWS}, {_NUMBERS}) -> ()", _empty_in_place
-)
+_backward_op = define(f"cross_entropy_backward(Tensor logits, {_ROWS}) -> Tensor dlogits", _empty_backward)
+_backward_in_place_op = define(f"cross_entropy_backward_in_place(Tensor(a!) logits, {_ROWS}) -> ()", _empty_in_place)
 
 
 @launches(_stats_op)
@@ -356,34 +334,36 @@ def _launch_stats(
     constants = (stride, V, softcap, sum_logits, entropy, parts, span, block_v, vector)
     launch(stats_kernel, (N * parts, 1, 1), tensors, scalars, constants, num_warps)
     if parts > 1:
-        launch(merge_kernel, (ceil_div(N, 64), 1, 1), (partial, stats), (N,), (parts, 4 + entropy, 64), num_warps=2)
+        constants = (parts, 4 + entropy, next_power_of_2(parts), 64)
+        launch(merge_kernel, (ceil_div(N, 64), 1, 1), (partial, stats), (N,), constants, num_warps=2)
     return stats
 
 
 @launches(_backward_op)
 def _launch_backward(logits: Tensor, *others: Any) -> Tensor:
     dlogits = _empty_backward(logits)
-    _run_backward(logits, dlogits, _Rows(*others[:5]), _Numbers(*others[5:]))
+    _run_backward(logits, dlogits, _Rows(*others))
     return dlogits
 
 
 @launches(_backward_in_place_op)
 def _launch_backward_in_place(logits: Tensor, *others: Any) -> None:
-    _run_backward(logits, logits, _Rows(*others[:5]), _Numbers(*others[5:]))
+    _run_backward(logits, logits, _Rows(*others))
 
 
-def _run_backward(logits: Tensor, dlogits: Tensor, given: _Rows, numbers: _Numbers) -> None:
+def _run_backward(logits: Tensor, dlogits: Tensor, given: _Rows) -> None:
     if logits.numel() == 0:
         return
     N, V = count_rows(logits), logits.shape[-1]
     rows, stride = as_rows(logits)
     out, out_stride = (rows, stride) if dlogits is logits else (dlogits, V)
     vector, block_v, num_warps = _tile(rows)
-    tensors = (rows, *(None if row is None else row.contiguous() for row in given), out)
-    *scalars, softcap = numbers
+    *per_row, start, ignore_index, peak, uniform, twice_z_loss, softcap = given
+    tensors = (rows, *contiguous(*per_row), out)
     tiles = ceil_div(V if stride % vector == 0 else V + vector - 1, block_v)
+    scalars = (N, start, ignore_index, peak, uniform, twice_z_loss)
     constants = (stride, out_stride, V, softcap, tiles, block_v, vector)
-    launch(backward_kernel, (N * tiles, 1, 1), tensors, (N, *scalars), constants, num_warps)
+    launch(backward_kernel, (N * tiles, 1, 1), tensors, scalars, constants, num_warps)
     if dlogits is logits and rows.data_ptr() != logits.data_ptr():  # as_rows had to copy
         logits.copy_(rows.view(logits.shape))
 

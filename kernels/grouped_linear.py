@@ -34,6 +34,8 @@ from .gelu import gelu_reference
 from .relu_squared import relu_squared_reference
 from .swiglu import swiglu_reference
 
+STEP_BYTES = 128  # of the terms of one step of a product
+
 
 class Activation(NamedTuple):
     """An activation of the products: in plain torch, and the name of its Triton function and whether it is gated."""
@@ -92,11 +94,16 @@ def grouped_linear(
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor, activation: str | None = None) -> Tensor:
     """`grouped_linear` in plain torch, under torch's own autograd: a loop over experts that reads the counts."""
-    sizes = counts.tolist()
-    groups = x.split([*sizes, len(x) - sum(sizes)])
+    groups = _groups(x, counts)
     products = [F.linear(group, w.to(x.dtype)) for group, w in zip(groups, weight.unbind(), strict=False)]
     z = torch.cat([*products, groups[-1].new_zeros(len(groups[-1]), weight.shape[1])])
     return z if activation is None else ACTIVATIONS[activation].reference(z)
+
+
+def _groups(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each expert, and the rows after those of the last."""
+    sizes = counts.tolist()
+    return x.split([*sizes, len(x) - sum(sizes)])
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -156,11 +163,6 @@ def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
     return 2 * x[0] * dy[1] * x[1]
 
 
-def _step(x: Tensor) -> int:
-    """Return the terms of one step of a product: 128 bytes of them."""
-    return 32 if x.dtype == torch.float32 else 64
-
-
 def _activated_reference(
     x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -169,9 +171,8 @@ def _activated_reference(
 
 
 def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    dweight, sizes = _empty_weight(dy, x, counts), counts.tolist()
-    rest = len(x) - sum(sizes)
-    for term, rows, group in zip(dweight, dy.split([*sizes, rest]), x.split([*sizes, rest]), strict=False):
+    dweight = _empty_weight(dy, x, counts)
+    for term, rows, group in zip(dweight, _groups(dy, counts), _groups(x, counts), strict=False):
         term.copy_(rows.t() @ group)
     return dweight
 
@@ -203,7 +204,7 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
     x, stride = as_rows(x)
     f, gated = (None, False) if activation is None else (function(activation.f), activation.gated)
     block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # a gate and its up each
-    block_m, block_k = 128, _step(x)
+    block_m, block_k = 128, STEP_BYTES // x.element_size()
     tiles = R // block_m + E + 1  # each expert, and the rows after the last, end in at most one partial tile
     constants = (stride, *weight.stride(), E, N, K, gated, f, next_power_of_2(E), block_m, block_n, block_k)
     tensors = (x, weight, counts.contiguous(), y, z)
@@ -220,7 +221,7 @@ def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     x, x_stride = as_rows(x)
     block_n, block_k = (min(128, max(16, next_power_of_2(size))) for size in (N, K))
     grid = (ceil_div(N, block_n) * ceil_div(K, block_k), E, 1)
-    constants = (dy_stride, x_stride, E, N, K, next_power_of_2(E), _step(x), block_n, block_k)
+    constants = (dy_stride, x_stride, E, N, K, next_power_of_2(E), STEP_BYTES // x.element_size(), block_n, block_k)
     launch(_weight_kernel, grid, (dy, x, counts.contiguous(), dweight), (), constants, 8)
     return dweight
 

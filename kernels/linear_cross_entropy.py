@@ -20,7 +20,8 @@ Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,24 +30,43 @@ from ._dispatch import outside, refuse_second_derivative
 from ._rows import ceil_div
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
+if TYPE_CHECKING:
+    from typing import Unpack  # pyright: ignore[reportAttributeAccessIssue]  # new in Python 3.11
+
 CHUNK_BYTES = 2**29
 
 
+class LogitOptions(TypedDict, total=False):
+    """How the functions below compute and read the logits `x @ weight.T`.
+
+    Attributes:
+        start: the id of the first row of `weight`.
+        vocab_size: V; by default `weight` has all rows.
+        ignore_index, softcap: as in `cross_entropy.py`.
+        gather: all-gathers statistics `[4 or 5, n]` of this rank to `[P, 4 or 5, n]` of all P ranks; by default there
+            is one rank. With `gather`, the gradient of `x` is one term of the sum over ranks.
+        chunk_rows: tokens of a chunk, the same on all ranks; by default as many as make 512 MiB of logits.
+        impl: of the kernels of `cross_entropy.py`: `"triton"`, `"reference"`, or `None` to choose by the device.
+    """
+
+    start: int
+    vocab_size: int | None
+    ignore_index: int
+    softcap: float
+    gather: Callable[[Tensor], Tensor] | None
+    chunk_rows: int | None
+    impl: str | None
+
+
+class LossOptions(LogitOptions, total=False):
+    """`LogitOptions`, and how the loss of a row comes from them: as in `cross_entropy.py`, by default 0."""
+
+    label_smoothing: float
+    z_loss: float
+
+
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    scale: Tensor,
-    *,
-    start: int = 0,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    chunk_rows: int | None = None,
-    impl: str | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, **options: Unpack[LossOptions]
 ) -> Tensor:
     """Compute the sum over tokens of `scale * loss` for the logits `x @ weight.T`.
 
@@ -57,23 +77,14 @@ def linear_cross_entropy(
             elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target must be
             finite, because dW is a product with them.
         scale: `[N]`, the weight of each token in the sum, of any dtype; not differentiated.
-        start: the id of the first row of `weight`.
-        vocab_size: V; `None` where `weight` has all rows.
-        ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy.py`.
-        gather: all-gathers statistics `[4, n]` of this rank to `[P, 4, n]` of all P ranks; `None` for one rank.
-        chunk_rows: tokens of a chunk, the same on all ranks; `None` for as many as make 512 MiB of logits.
-        impl: of the kernels of `cross_entropy.py`: `"triton"`, `"reference"`, or `None` to choose by the device.
+        options: of `LossOptions`.
 
     Returns:
-        A scalar, float32, or float64 for float64 logits. With `gather`, the gradient of `x` is one term of the sum over
-        ranks.
+        A scalar, float32, or float64 for float64 logits.
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, `impl` can't run here, or (on a CPU) a target lies
             outside the vocabulary.
-
-    Note:
-        - Thirteen parameters: four tensors, and by keyword the options of `cross_entropy.py` and of the chunks.
 
     Example:
         >>> x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
@@ -82,9 +93,7 @@ def linear_cross_entropy(
         >>> tuple(x.grad.shape), tuple(weight.grad.shape)
         ((6, 4), (10, 4))
     """
-    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
-    loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
+    head = _Head.of(x, weight, target, **options)
     if scale.shape != target.shape:
         raise ValueError(f"scale has shape {tuple(scale.shape)}, but x has {x.shape[0]} rows")
     scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -92,88 +101,42 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x, weight, target, scale, head, wanted)
 
 
-def linear_cross_entropy_rows(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    start: int = 0,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    chunk_rows: int | None = None,
-    impl: str | None = None,
-) -> Tensor:
+def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LossOptions]) -> Tensor:
     """Compute the loss of each token for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target: as of `linear_cross_entropy`; saved for backward.
-        start, vocab_size, ignore_index, label_smoothing, z_loss, softcap, gather, chunk_rows, impl: likewise.
+        x, weight, target, options: as of `linear_cross_entropy`; x, weight and target are saved for backward.
 
     Returns:
-        `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens. With `gather`, the gradient of `x` is one
-        term of the sum over ranks.
+        `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
-
-    Note:
-        - Twelve parameters: three tensors, and the options of `linear_cross_entropy` by keyword.
     """
-    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
-    loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
-    return _LinearRows.apply(x, weight, target, head, False)
+    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, **options), False)
 
 
 def linear_log_prob(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    start: int = 0,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    softcap: float = 0.0,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    chunk_rows: int | None = None,
-    impl: str | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LogitOptions]
 ) -> tuple[Tensor, Tensor]:
     """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target: as of `linear_cross_entropy`; saved for backward.
-        start, vocab_size, ignore_index, softcap, gather, chunk_rows, impl: likewise.
+        x, weight, target: as of `linear_cross_entropy_rows`.
+        options: of `LogitOptions`.
 
     Returns:
-        `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens. With `gather`,
-        the gradient of `x` is one term of the sum over ranks.
+        `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
-    loss = {"ignore_index": ignore_index, "label_smoothing": 0.0, "z_loss": 0.0}
-    head = _head(x, weight, target, columns, loss, vocab_size, gather, chunk_rows)
+    head = _Head.of(x, weight, target, label_smoothing=0.0, z_loss=0.0, **options)
     return _LinearRows.apply(x, weight, target, head, True)
 
 
-def linear_cross_entropy_reference(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    scale: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-) -> Tensor:
+def linear_cross_entropy_reference(x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, **options: Any) -> Tensor:
     """`linear_cross_entropy` of a whole vocabulary in plain torch, under torch's own autograd; holds all logits."""
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
     loss = linear_cross_entropy_rows_reference(x, weight, target, **options)
     return (loss * scale.detach().to(loss.dtype)).sum()
 
@@ -222,11 +185,12 @@ def rows_of_chunk(x: Tensor, columns: int) -> int:
     return max(1, ceil_div(rows, 128) * 128 if rows > 128 else rows)
 
 
-class _Head(NamedTuple):
+@dataclass(frozen=True)
+class _Head:
     """How the logits are computed and read.
 
     Attributes:
-        gather, chunk_rows: as of `linear_cross_entropy`.
+        gather, chunk_rows: of `LogitOptions`.
         dtype: of the logits; autocast's where autocast is on.
         columns, loss: options of `cross_entropy_stats` and of `loss_of_stats`.
     """
@@ -236,6 +200,37 @@ class _Head(NamedTuple):
     dtype: torch.dtype
     columns: dict[str, Any]
     loss: dict[str, Any]
+
+    @staticmethod
+    def of(
+        x: Tensor, weight: Tensor, target: Tensor, *, start: int = 0, vocab_size: int | None = None,
+        ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+        gather: Callable[[Tensor], Tensor] | None = None, chunk_rows: int | None = None, impl: str | None = None,
+    ) -> _Head:  # fmt: skip
+        """Raise `ValueError` unless the inputs go together; return how to compute and read their logits.
+
+        The parameters are those of the public functions.
+        """
+        if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+            raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
+        device = x.device.type
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        if x.dtype != weight.dtype and not autocast:
+            raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
+        if target.shape != x.shape[:1]:
+            raise ValueError(f"target has shape {tuple(target.shape)}, but x has {x.shape[0]} rows")
+        if chunk_rows is None:
+            chunk_rows = rows_of_chunk(x, weight.shape[0])
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows {chunk_rows} is not positive")
+        vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        wrong = outside(target, vocab_size, ignore_index)
+        if wrong is not None:
+            raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
+        dtype = torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
+        columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
+        loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        return _Head(gather, chunk_rows, dtype, columns, loss | {"vocab_size": vocab_size})
 
     def stats(self, z: Tensor, target: Tensor, entropy: bool = False) -> Tensor:
         """Return the statistics of a chunk, merged over ranks."""
@@ -274,37 +269,6 @@ class _Head(NamedTuple):
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
         return dx, dweight
-
-
-def _head(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    columns: dict[str, Any],
-    loss: dict[str, Any],
-    vocab_size: int | None,
-    gather: Callable[[Tensor], Tensor] | None,
-    chunk_rows: int | None,
-) -> _Head:
-    """Raise `ValueError` unless the inputs go together; return how to compute and read their logits."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if x.dtype != weight.dtype and not autocast:
-        raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
-    if target.shape != x.shape[:1]:
-        raise ValueError(f"target has shape {tuple(target.shape)}, but x has {x.shape[0]} rows")
-    if chunk_rows is None:
-        chunk_rows = rows_of_chunk(x, weight.shape[0])
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows {chunk_rows} is not positive")
-    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    wrong = outside(target, vocab_size, loss["ignore_index"])
-    if wrong is not None:
-        raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
-    dtype = torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
-    return _Head(gather, chunk_rows, dtype, columns, {**loss, "vocab_size": vocab_size})
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import define, launches, refuse_second_derivative, runs_triton
+from ._layout import contiguous
 from ._rows import as_rows, ceil_div, next_power_of_2
 from ._triton import launch, tl, triton
 
@@ -210,7 +211,7 @@ def _launch_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     (T, K), (R, D) = row.shape, y.shape
     y, stride = as_rows(y)
     block = min(next_power_of_2(D), 1024)
-    tensors = (y, row.contiguous(), None if weight is None else weight.contiguous(), out)
+    tensors = (y, *contiguous(row, weight), out)
     launch(_unpermute_kernel, (T, ceil_div(D, block), 1), tensors, (R,), (stride, K, D, block), num_warps=4)
     return out
 
@@ -235,7 +236,7 @@ def _scattered(
     y, y_stride = (None, 0) if y is None else as_rows(y)
     filled = row.new_zeros(R)
     block = min(next_power_of_2(D), 1024)
-    tensors = (x, row.contiguous(), y, None if weight is None else weight.contiguous(), out, filled, dweight)
+    tensors = (x, row.contiguous(), y, *contiguous(weight), out, filled, dweight)
     if T:
         launch(_scatter_kernel, (T, 1, 1), tensors, (R,), (stride, y_stride, K, D, block), num_warps=4)
     launch(_fill_kernel, (ceil_div(R, 16), 1, 1), (out, filled), (R,), (D, 16, min(block, 256)), num_warps=4)

@@ -19,15 +19,38 @@ joins them. The gradients of the weights are summed in two stages of fixed order
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._dispatch import REFERENCE_DTYPES, define, launches, outside, refuse_second_derivative, runs_triton
+from ._layout import by_heads, contiguous
 from ._rope_kernels import norm_backward_kernel, rotate_kernel
 from ._rows import MAX_ROWS, ceil_div, next_power_of_2, sum_partials
 from ._triton import launch, multiprocessors
+
+
+class _Options(NamedTuple):
+    """The table and the norm, in the order in which the operators take them."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    zero_centered: bool
+    interleaved: bool
+
+    def table(self) -> tuple[list[Tensor | None], int, bool]:
+        """Return the table as kernels read it, how many rows it has, and whether each sample has rows of its own."""
+        cos, sin, positions = self[:3]
+        if cos.dim() == 3 and cos.shape[0] == 1:
+            cos, sin = cos[0], sin[0]
+        batched = cos.dim() == 3 if positions is None else positions.dim() == 2
+        return contiguous(cos, sin, positions), cos.numel() // cos.shape[-1], batched
 
 
 def rope(
@@ -74,13 +97,15 @@ def rope(
         >>> tuple(q.shape), tuple(k.shape)
         ((1, 6, 4, 8), (1, 6, 2, 8))
     """
-    _check(q, k, cos, sin, positions, q_weight, k_weight)
-    tensors, options = (cos, sin, positions, q_weight, k_weight), (eps, zero_centered, interleaved)
-    if not _runs_triton(impl, q, cos, sin):
-        return _reference(q, k, *tensors, *options)
+    options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
+    if not _check(q, k, options, impl):
+        return _reference(q, k, options)
     if k is None:
-        return _Rope.apply(q, None, (q.shape[2], 0), *tensors, options), None
-    return _Rope.apply(q, k, (q.shape[2], k.shape[2]), *tensors, options)
+        return _Rope.apply(q, None, (q.shape[2], 0), *options), None
+    return _Rope.apply(q, k, (q.shape[2], k.shape[2]), *options)
+
+
+rope_reference = partial(rope, impl="reference")  # under torch's own autograd; computes in float32, or float64
 
 
 def rope_qkv(
@@ -103,16 +128,13 @@ def rope_qkv(
     Args:
         qkv: `[B, T, (H + 2 Hkv) K]`: the queries of all heads, then the keys, then the values.
         num_heads, num_kv_heads: H and Hkv of this `qkv`.
-        cos, sin, positions, interleaved, q_weight, k_weight, eps, zero_centered, impl: as of `rope`.
+        cos, sin, positions, interleaved, q_weight, k_weight, eps, zero_centered, impl: the parameters of `rope`.
 
     Returns:
         q `[B, T, H, K]` and k `[B, T, Hkv, K]`, rotated, and v `[B, T, Hkv, K]`, a view of `qkv`.
 
     Raises:
         ValueError: as `rope`, or the width isn't a multiple of the number of heads.
-
-    Note:
-        - Twelve parameters: the projection, its heads and the tables, and the options of `rope` by keyword.
 
     Example:
         >>> angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(4) / 4))
@@ -125,42 +147,14 @@ def rope_qkv(
         raise ValueError(f"qkv {tuple(qkv.shape)} is not [B, T, ({num_heads} + 2 x {num_kv_heads}) heads x head_dim]")
     qkv = qkv.unflatten(2, (heads, -1))
     q, k, v = _parts(qkv, None, num_heads, num_kv_heads)
-    _check(q, k, cos, sin, positions, q_weight, k_weight)
-    tensors, options = (cos, sin, positions, q_weight, k_weight), (eps, zero_centered, interleaved)
-    if not _runs_triton(impl, qkv, cos, sin):
-        return *_reference(q, k, *tensors, *options), v  # pyright: ignore[reportReturnType]
-    return _Rope.apply(qkv, None, (num_heads, num_kv_heads), *tensors, options)
+    options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
+    if not _check(q, k, options, impl):
+        return *_reference(q, k, options), v  # pyright: ignore[reportReturnType]
+    return _Rope.apply(qkv, None, (num_heads, num_kv_heads), *options)
 
 
-def rope_reference(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`rope` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `q`."""
-    return _reference(q, k, cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _reference(q: Tensor, k: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
+    cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved = options
     exact = torch.promote_types(q.dtype, torch.float32)
     wrong = None if positions is None else outside(positions, cos.shape[0])
     if wrong is not None:  # an index below 0 would count from the end
@@ -191,22 +185,9 @@ def _parts(x: Tensor, k: Tensor | None, H: int, Hkv: int) -> tuple[Tensor, Tenso
     return x[:, :, :H], x[:, :, H : H + Hkv], x[:, :, H + Hkv :]
 
 
-def _runs_triton(impl: str | None, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    runs = runs_triton(impl, x)
-    if runs and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
-    return runs
-
-
-def _check(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> None:
+def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> bool:
+    """Raise `ValueError` unless the inputs go together; return whether the kernel runs, not the reference."""
+    cos, sin, positions, q_weight, k_weight = options[:5]
     if q.dim() != 4 or q.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"q is {q.dtype} {tuple(q.shape)}; it must be floating, [B, T, heads, head_dim]")
     B, T, _, K = q.shape
@@ -236,17 +217,21 @@ def _check(
             raise ValueError(f"an input is torch.float64, which does not go with q of {q.dtype}")
     if B * T > MAX_ROWS:
         raise ValueError(f"{B * T} tokens are more than the {MAX_ROWS} that a kernel can count")
+    runs = runs_triton(impl, q)
+    if runs and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
+    return runs
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, k, heads, cos, sin, positions, q_weight, k_weight, options):
-        H, Hkv = ctx.heads = heads
-        ctx.packed, ctx.options = k is None and Hkv > 0, options
-        kept = (None, None) if q_weight is None else (x, k)
-        ctx.save_for_backward(*kept, cos, sin, positions, q_weight, k_weight)
+    def forward(ctx, x, k, heads, *given):
+        (H, Hkv), options = heads, _Options(*given)
+        ctx.heads, ctx.packed, ctx.numbers = heads, k is None and Hkv > 0, options[5:]
+        kept = (None, None) if options.q_weight is None else (x, k)
+        ctx.save_for_backward(*kept, *options[:5])
         q, k, v = _parts(x, k, H, Hkv)
-        y = _forward_op(q, k, cos, sin, positions, q_weight, k_weight, *options)
+        y = _forward_op(q, k, *options)
         if Hkv == 0:
             return y
         rotated = torch.unsafe_split_with_sizes(y, (H, Hkv), 2)  # no views: torch 2.11 compiled loses their gradients
@@ -255,120 +240,100 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk=None, dv=None):
         refuse_second_derivative("rope")
-        x, k, cos, sin, positions, q_weight, k_weight = ctx.saved_tensors
-        H, Hkv = ctx.heads
+        x, k, *tensors = ctx.saved_tensors
+        options, (H, Hkv) = _Options(*tensors, *ctx.numbers), ctx.heads
         q, k, _ = (None, None, None) if x is None else _parts(x, k, H, Hkv)
-        given = (dq, dk, dv, q, k, cos, sin, positions, q_weight, k_weight, *ctx.options)
-        dx, dq_weight, dk_weight = _backward_op(*given)
+        dx, *dweights = _backward_op(dq, dk, dv, q, k, *options)
+        if options.q_weight is None:
+            dweights = None, None
         whole = ctx.packed or Hkv == 0
-        dweights = (None, None) if q_weight is None else (dq_weight, dk_weight)
-        return dx if whole else dx[:, :, :H], None if whole else dx[:, :, H:], *[None] * 4, *dweights, None
+        dx, dk = (dx, None) if whole else (dx[:, :, :H], dx[:, :, H:])
+        return dx, dk, *[None] * 4, *dweights, *[None] * 3
 
 
-def _empty_forward(q: Tensor, k: Tensor | None, *others: Any) -> Tensor:
+def _empty_forward(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
     heads = q.shape[2] + (0 if k is None else k.shape[2])
     return q.new_empty((*q.shape[:2], heads, q.shape[3]))
 
 
-def _empty_backward(dq: Tensor, dk: Tensor | None, dv: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    heads = dq.shape[2] + sum(0 if t is None else t.shape[2] for t in (dk, dv))
+def _empty_backward(
+    dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
     dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
-    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in others[5:7])
+    options = _Options(*given)
+    weights = options.q_weight, options.k_weight
+    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
     return dx, dq_weight, dk_weight
 
 
-_OTHERS = (
+_OPTIONS = (
     "Tensor cos, Tensor sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight,"
     " float eps, bool zero_centered, bool interleaved"
 )
-_forward_op = define(f"rope_forward(Tensor q, Tensor? k, {_OTHERS}) -> Tensor y", _empty_forward)
+_forward_op = define(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y", _empty_forward)
 _backward_op = define(
-    f"rope_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? q, Tensor? k, {_OTHERS})"
+    f"rope_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? q, Tensor? k, {_OPTIONS})"
     " -> (Tensor dx, Tensor dq_weight, Tensor dk_weight)",
     _empty_backward,
 )
 
 
-class _Table(NamedTuple):
-    """The table as kernels read it: contiguous, how many rows it has, and whether each sample has rows of its own."""
-
-    tensors: tuple[Tensor, Tensor, Tensor | None]
-    rows: int
-    batched: bool
-
-    @staticmethod
-    def of(cos: Tensor, sin: Tensor, positions: Tensor | None) -> _Table:
-        if cos.dim() == 3 and cos.shape[0] == 1:
-            cos, sin = cos[0], sin[0]
-        batched = cos.dim() == 3 if positions is None else positions.dim() == 2
-        where = None if positions is None else positions.contiguous()
-        return _Table((cos.contiguous(), sin.contiguous(), where), cos.numel() // cos.shape[-1], batched)
-
-
 @launches(_forward_op)
-def _launch_forward(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *others: Any
-) -> Tensor:
-    q_weight, k_weight, eps, zero_centered, interleaved = others
-    y = _empty_forward(q, k)
+def _launch_forward(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
+    y, options = _empty_forward(q, k), _Options(*given)
     if y.numel() > 0:
-        weights = [None if weight is None else weight.contiguous() for weight in (q_weight, k_weight)]
-        flags = (zero_centered, interleaved, False)
-        _launch_rotation((q, k, None), _Table.of(cos, sin, positions), weights, y, eps, flags)
+        _rotate((q, k, None), options, y, back=False)
     return y
 
 
 @launches(_backward_op)
 def _launch_backward(
-    dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *others: Any
+    dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dq_weight, dk_weight = outs = _empty_backward(dq, dk, dv, q, k, *others)
-    cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved = others
+    dx, dq_weight, dk_weight = outs = _empty_backward(dq, dk, dv, q, k, *given)
+    options = _Options(*given)
     if dx.numel() == 0:
         dq_weight.zero_()
         dk_weight.zero_()
         return outs
-    table = _Table.of(cos, sin, positions)
-    if q_weight is None or k_weight is None:
-        _launch_rotation((dq, dk, dv), table, (None, None), dx, eps, (False, interleaved, True))
+    if options.q_weight is None:
+        _rotate((dq, dk, dv), options, dx, back=True)
         return outs
+    (gradients, gradient_strides), (inputs, input_strides) = by_heads(dq, dk, dv), by_heads(q, k)
     B, T, _, K = dq.shape
-    gradients, gradient_strides = _by_heads(dq, dk, dv)
-    inputs, input_strides = _by_heads(q, k)
+    table, table_rows, batched = options.table()
+    flags = batched, options.zero_centered, options.interleaved
     block_t, block_h = _tile(dx, dq, dk, elements=2048)
     programs = min(ceil_div(B * T, block_t), 2 * multiprocessors(dx.device))
     partials = dx.new_empty((2, programs, K), dtype=torch.float32)
     launch(
         norm_backward_kernel,
         (programs, 2 + (dv is not None), 1),
-        (*gradients, *inputs, *table.tensors, q_weight.contiguous(), k_weight.contiguous(), dx, partials),
-        (B * T, T, table.rows, eps, *gradient_strides, *input_strides),
-        (*_sizes(dq, dk, dx), table.batched, zero_centered, interleaved, block_t, block_h, *_blocks(K, cos)),
+        (*gradients, *inputs, *table, *contiguous(options.q_weight, options.k_weight), dx, partials),
+        (B * T, T, table_rows, options.eps, *gradient_strides, *input_strides),
+        (*_sizes(dq, dk, dx), *flags, block_t, block_h, *_blocks(K, options.cos)),
         num_warps=4,
     )
     sum_partials(partials, dq_weight, dk_weight)
     return outs
 
 
-def _launch_rotation(heads, table: _Table, weights, y: Tensor, eps: float, flags: tuple[bool, bool, bool]) -> None:
-    """Launch `rotate_kernel` of q, k and v into y; `flags` are ZERO_CENTERED, INTERLEAVED and BACK."""
+def _rotate(heads: tuple[Tensor, Tensor | None, Tensor | None], options: _Options, y: Tensor, back: bool) -> None:
+    """Rotate q and k, by the negative angles to go `back`, and copy v, into y; the way back has no norm."""
     B, T, _, K = y.shape
-    tensors, strides = _by_heads(*heads)
+    tensors, strides = by_heads(*heads)
+    table, table_rows, batched = options.table()
+    flags = batched, options.zero_centered, options.interleaved, back
     block_t, block_h = _tile(y, heads[0], heads[1], elements=4096)
     launch(
         rotate_kernel,
         (ceil_div(B * T, block_t), sum(t is not None for t in heads), 1),
-        (*tensors, *table.tensors, *weights, y),
-        (B * T, T, table.rows, eps, *strides),
-        (*_sizes(heads[0], heads[1], y), table.batched, *flags, block_t, block_h, *_blocks(K, table.tensors[0])),
+        (*tensors, *table, *contiguous(options.q_weight, options.k_weight), y),
+        (B * T, T, table_rows, options.eps, *strides),
+        (*_sizes(heads[0], heads[1], y), *flags, block_t, block_h, *_blocks(K, options.cos)),
         num_warps=4,
     )
-
-
-def _by_heads(*heads: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    """Return tensors `[B, T, H, K]` with K contiguous, and their other strides."""
-    seen = [t if t is None or t.stride(3) == 1 else t.contiguous() for t in heads]
-    return seen, [0 if t is None else t.stride(dim) for t in seen for dim in range(3)]
 
 
 def _sizes(q: Tensor, k: Tensor | None, y: Tensor) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._dispatch import define, launches
 from .._flops import flops
+from .._layout import by_heads, contiguous
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, query_spans, sees_keys
@@ -56,27 +57,27 @@ def _launch_backward(
             gradient.zero_()
         return outs
     (B, T, H, _), (keys, groups), V = query.shape, key.shape[1:3], value.shape[3]
-    q, k, v, do, o = map(tiles.heads_of, (query, key, value, grad, output))
-    lse, dlse, low, high = map(tiles.contiguous, (lse, dlse, scores.low, scores.high))
+    heads, strides = by_heads(query, key, value, grad)
+    outputs, output_strides = by_heads(grad, output)
     rows = query.new_empty((2, B, H, T), dtype=torch.float32)  # lse log2 e, and delta
     launch(
         _rows_kernel,
         (tiles.programs(T, 32, B * H), 1, 1),
-        (do.x, o.x, lse, dlse, rows),
-        (T, H, B * H * T, *do.strides, *o.strides),
+        (*outputs, *contiguous(lse, dlse), rows),
+        (T, H, B * H * T, *output_strides),
         (V, tiles.padded(V), 32),
         num_warps=4,
     )
-    scalars = (T, keys, H, H // groups, scores.scale, B * H * T, *q.strides, *k.strides, *v.strides, *do.strides)
+    tensors = (*heads, rows, *contiguous(scores.low, scores.high))
+    scalars = (T, keys, H, H // groups, scores.scale, B * H * T, *strides)
     constants = tiles.constants(query, value, scores)
-    for name, kernel, written, count, heads in (
+    for name, kernel, written, count, of_batch in (
         ("dkdv", _backward_keys_kernel, (dk, dv), keys, groups),
         ("dq", _backward_queries_kernel, (dq,), T, H),
     ):
         tile = tiles.tile(name, query, value, scores)
-        tensors = (q.x, k.x, v.x, do.x, rows, low, high, *written)
-        grid = (tiles.programs(count, tile.blocks[name == "dkdv"], B * heads), 1, 1)
-        launch(kernel, grid, tensors, scalars, (*constants, *tile.blocks, tile.stages), tile.warps)
+        grid = (tiles.programs(count, tile.blocks[name == "dkdv"], B * of_batch), 1, 1)
+        launch(kernel, grid, (*tensors, *written), scalars, (*constants, *tile.blocks, tile.stages), tile.warps)
     return outs
 
 
@@ -104,38 +105,6 @@ def _rows_kernel(
 
 
 @triton.jit
-def _add_to_keys(
-    dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
-    begin, inner, outer, end, GROUP, T, KEYS, scale,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """Add the queries of `SIDE`, of all heads of the group, to dk and dv of a block of keys."""
-    left, blocks = count_blocks(begin, inner, outer, end, BLOCK_M, SIDE)
-    for turn in tl.range(0, GROUP * blocks, num_stages=STAGES):  # one loop: nested loops take more registers
-        head, block = (turn // blocks).to(tl.int64), turn % blocks
-        queries = block_start(block, left, begin, inner, outer, BLOCK_M, SIDE) + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr + head * q_head, queries, q_token, T, K, BLOCK_K, True)
-        lse_ptr = rows_ptr + head * T
-        lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
-        z, unit, slope = capped_scores(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
-        log2_p = tl.fma(z, unit, -lse[None, :])
-        if SIDE != "within":
-            low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
-            sees = sees_keys(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
-            log2_p = tl.where(sees, log2_p, float("-inf"))
-        p = tl.exp2(log2_p)
-        do = load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        delta = tl.load(lse_ptr + size + queries, mask=queries < T, other=0.0)
-        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
-        if SOFTCAP != 0.0:
-            ds *= slope
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@triton.jit
 def _backward_keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dk_ptr, dv_ptr, T, KEYS, H, GROUP, scale, size,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
@@ -149,7 +118,7 @@ def _backward_keys_kernel(
     keys = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr + batch * k_batch + group.to(tl.int64) * k_head, keys, k_token, KEYS, K, BLOCK_K, True)
     v = load_rows(v_ptr + batch * v_batch + group.to(tl.int64) * v_head, keys, v_token, KEYS, V, BLOCK_V, True)
-    begin, inner, outer, end = query_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+    spans = query_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
@@ -157,46 +126,34 @@ def _backward_keys_kernel(
     rows_ptr += (batch * H + first) * T
     q_ptr += batch * q_batch + first * q_head
     do_ptr += batch * do_batch + first * do_head
-    dk, dv = _add_to_keys(
-        dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
-        begin, inner, outer, end, GROUP, T, KEYS, scale,
-        K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, STAGES, "within",
-    )  # fmt: skip
-    if MASK != "full":
-        HIDDEN_STAGES: tl.constexpr = 1 if MASK == "bounds" else STAGES  # Triton can't pipeline the loads of bounds
-        dk, dv = _add_to_keys(
-            dk, dv, k, v, q_ptr, do_ptr, rows_ptr, size, low_ptr, high_ptr, q_token, q_head, do_token, do_head, keys,
-            begin, inner, outer, end, GROUP, T, KEYS, scale,
-            K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_M, HIDDEN_STAGES, "both" if MASK == "bounds" else "left",
-        )  # fmt: skip
+    EDGE: tl.constexpr = "both" if MASK == "bounds" else "left"
+    for edge in tl.static_range(1 if MASK == "full" else 2):  # first the queries that see every key, then the others
+        left, turns = count_blocks(spans, BLOCK_M, EDGE if edge else "within")
+        # One loop over heads and blocks, as nested loops take more registers. Triton can't pipeline loads of bounds.
+        for turn in tl.range(0, GROUP * turns, num_stages=1 if edge and MASK == "bounds" else STAGES):
+            head = (turn // turns).to(tl.int64)
+            queries = block_start(turn % turns, left, spans, BLOCK_M, EDGE if edge else "within")
+            queries += tl.arange(0, BLOCK_M)
+            q = load_rows(q_ptr + head * q_head, queries, q_token, T, K, BLOCK_K, True)
+            lse_ptr = rows_ptr + head * T
+            lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
+            z, unit, slope = capped_scores(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
+            log2_p = tl.fma(z, unit, -lse[None, :])
+            if edge:
+                low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
+                sees = sees_keys(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
+                log2_p = tl.where(sees, log2_p, float("-inf"))
+            p = tl.exp2(log2_p)
+            do = load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            delta = tl.load(lse_ptr + size + queries, mask=queries < T, other=0.0)
+            ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+            if SOFTCAP != 0.0:
+                ds *= slope
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     at = batch * KEYS * groups + group
     store_rows(dk_ptr + at * K, keys, groups * K, KEYS, dk * scale, K, BLOCK_K)
     store_rows(dv_ptr + at * V, keys, groups * V, KEYS, dv, V, BLOCK_V)
-
-
-@triton.jit
-def _add_to_queries(
-    dq, q, do, lse, delta, k_ptr, v_ptr, k_stride, v_stride, queries, low, count, begin, inner, outer, end, KEYS,
-    scale,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """Add the keys of `SIDE` to dq of a block of queries."""
-    left, blocks = count_blocks(begin, inner, outer, end, BLOCK_N, SIDE)
-    for block in tl.range(0, blocks, num_stages=STAGES):
-        keys = block_start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
-        z, unit, slope = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
-        log2_p = tl.fma(z, unit, -lse[:, None])
-        if SIDE != "within":
-            sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
-            log2_p = tl.where(sees, log2_p, float("-inf"))
-        v = load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
-        ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
-        if SOFTCAP != 0.0:
-            ds *= slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
 
 
 @triton.jit
@@ -206,9 +163,9 @@ def _backward_queries_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(T, BLOCK_M)
-    heads = tl.program_id(0) // blocks
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    query_blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // query_blocks
+    start = (query_blocks - 1 - tl.program_id(0) % query_blocks) * BLOCK_M
     batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
     k_ptr += batch * k_batch + head // GROUP * k_head
     v_ptr += batch * v_batch + head // GROUP * v_head
@@ -219,15 +176,23 @@ def _backward_queries_kernel(
     lse = tl.load(rows_ptr + queries, mask=queries < T, other=float("inf"))
     delta = tl.load(rows_ptr + size + queries, mask=queries < T, other=0.0)
     low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
-    begin, inner, outer, end = key_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+    spans = key_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     dq = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
-        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
-    )  # fmt: skip
-    dq = _add_to_queries(
-        dq, q, do, lse, delta, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
-        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
-    )  # fmt: skip
+    EDGE: tl.constexpr = "both" if MASK == "bounds" else "right"
+    for edge in tl.static_range(2):  # first the blocks of keys that every query sees, then the others
+        left, blocks = count_blocks(spans, BLOCK_N, EDGE if edge else "within")
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            keys = block_start(block, left, spans, BLOCK_N, EDGE if edge else "within") + tl.arange(0, BLOCK_N)
+            k = load_rows(k_ptr, keys, k_token, KEYS, K, BLOCK_K, edge)
+            z, unit, slope = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+            log2_p = tl.fma(z, unit, -lse[:, None])
+            if edge:
+                sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
+                log2_p = tl.where(sees, log2_p, float("-inf"))
+            v = load_rows(v_ptr, keys, v_token, KEYS, V, BLOCK_V, edge)
+            ds = tl.exp2(log2_p) * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+            if SOFTCAP != 0.0:
+                ds *= slope
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     store_rows(dq_ptr + (batch * T * H + head) * K, queries, H * K, T, dq * scale, K, BLOCK_K)

@@ -4,11 +4,13 @@
 # (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._dispatch import REFERENCE_DTYPES
 from .._triton import tl, triton
 
 Bounds = tuple[Tensor, Tensor]
@@ -30,10 +32,40 @@ class Scores(NamedTuple):
     scale: float
     softcap: float
 
+    @staticmethod
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None,
+        bounds: Bounds | None, scale: float | None, softcap: float | None,
+    ) -> Scores:  # fmt: skip
+        """Raise `ValueError` unless the inputs of `attention` go together; return how its scores are computed."""
+        _check_tensors(query, key, value)
+        scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale {scale} is not a positive number")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap {softcap} is not a positive number; None is none")
+        low, high = _mask_bounds(query, key, causal, window, cu_seqlens, bounds)
+        return Scores(low, high, causal, scale, softcap or 0.0)
+
     @property
     def mask(self) -> str:
         """The kind of mask that kernels are compiled for."""
         return "bounds" if self.low is not None else "causal" if self.causal else "full"
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    given = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(f"{given}: each must have 4 dimensions [B, T, H, K]")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"{given} are not [B, Tq, H, K], [B, Tk, Hkv, K] and [B, Tk, Hkv, Kv]")
+    if query.shape[2] % max(key.shape[2], 1) or query.shape[2] < key.shape[2]:
+        raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} KV heads")
+    for name, t in (("key", key), ("value", value)):
+        if (t.dtype, t.device) != (query.dtype, query.device):
+            raise ValueError(f"{name} is {t.dtype} on {t.device}, but query is {query.dtype} on {query.device}")
+    if query.dtype not in REFERENCE_DTYPES:
+        raise ValueError(f"query is {query.dtype}; it must be float64, float32, bfloat16 or float16")
 
 
 def key_bounds(
@@ -101,7 +133,7 @@ def check_ends(cu_seqlens: Tensor) -> None:
     )
 
 
-def mask_bounds(
+def _mask_bounds(
     query: Tensor, key: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | None, bounds: Bounds | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Check the options of a mask and return its bounds, or `(None, None)` where `causal` is the whole mask."""
@@ -185,8 +217,9 @@ def query_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
-def count_blocks(begin, inner, outer, end, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+def count_blocks(spans, BLOCK: tl.constexpr, SIDE: tl.constexpr):
     """Return how many blocks lie left of inner, and how many `SIDE` has: "left", "right", "both" or "within"."""
+    begin, inner, outer, end = spans
     left, right = tl.cdiv(inner - begin, BLOCK), tl.cdiv(tl.maximum(end - outer, 0), BLOCK)
     if SIDE == "left":
         return left, left
@@ -199,8 +232,9 @@ def count_blocks(begin, inner, outer, end, BLOCK: tl.constexpr, SIDE: tl.constex
 
 
 @triton.jit
-def block_start(block, left, begin, inner, outer, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+def block_start(block, left, spans, BLOCK: tl.constexpr, SIDE: tl.constexpr):
     """Return where a block of `SIDE` starts."""
+    begin, inner, outer, _ = spans
     if SIDE == "left":
         return begin + block * BLOCK
     elif SIDE == "right":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._dispatch import define, launches
 from .._flops import flops
+from .._layout import by_heads, contiguous
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, sees_keys
@@ -51,44 +52,16 @@ def _launch_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
         return outs
     B, T, H, _ = query.shape
     tile = tiles.tile("forward", query, value, scores)
-    q, k, v = map(tiles.heads_of, (query, key, value))
-    low, high = map(tiles.contiguous, (scores.low, scores.high))
+    heads, strides = by_heads(query, key, value)
     launch(
         _forward_kernel,
         (tiles.programs(T, tile.blocks[0], B * H), 1, 1),
-        (q.x, k.x, v.x, low, high, output, lse),
-        (T, key.shape[1], H, H // key.shape[2], scores.scale, *q.strides, *k.strides, *v.strides),
+        (*heads, *contiguous(scores.low, scores.high), output, lse),
+        (T, key.shape[1], H, H // key.shape[2], scores.scale, *strides),
         (*tiles.constants(query, value, scores), *tile.blocks, tile.stages),
         tile.warps,
     )
     return outs
-
-
-@triton.jit
-def _attend(
-    acc, total, largest, q, k_ptr, v_ptr, k_stride, v_stride, queries, low, count, begin, inner, outer, end, KEYS,
-    scale,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """Add the blocks of keys of `SIDE` to the output, its denominator and the largest score of each query."""
-    left, blocks = count_blocks(begin, inner, outer, end, BLOCK_N, SIDE)
-    for block in tl.range(0, blocks, num_stages=STAGES):
-        keys = block_start(block, left, begin, inner, outer, BLOCK_N, SIDE) + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, keys, k_stride, KEYS, K, BLOCK_K, SIDE != "within")
-        z, unit, _ = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
-        if SIDE != "within":
-            sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
-            z = tl.where(sees, z, float("-inf"))
-        larger = tl.maximum(largest, tl.max(z, 1) * unit)
-        base = tl.where(larger == float("-inf"), 0.0, larger) if SIDE != "within" else larger
-        p = tl.exp2(tl.fma(z, unit, -base[:, None]))  # rounded once, so that p near 1 is exact
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(p, 1)
-        v = load_rows(v_ptr, keys, v_stride, KEYS, V, BLOCK_V, SIDE != "within")
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        largest = larger
-    return acc, total, largest
 
 
 @triton.jit
@@ -98,28 +71,39 @@ def _forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(T, BLOCK_M)
-    heads = tl.program_id(0) // blocks
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # under a causal mask, start the longest program first
+    query_blocks = tl.cdiv(T, BLOCK_M)
+    heads = tl.program_id(0) // query_blocks
+    # Under a causal mask, the longest program starts first.
+    start = (query_blocks - 1 - tl.program_id(0) % query_blocks) * BLOCK_M
     batch, head = (heads // H).to(tl.int64), (heads % H).to(tl.int64)
     k_ptr += batch * k_batch + head // GROUP * k_head
     v_ptr += batch * v_batch + head // GROUP * v_head
     queries = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, T, K, BLOCK_K, True)
     low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
-    begin, inner, outer, end = key_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+    spans = key_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
-        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "within",
-    )  # fmt: skip
-    acc, total, largest = _attend(
-        acc, total, largest, q, k_ptr, v_ptr, k_token, v_token, queries, low, count, begin, inner, outer, end, KEYS,
-        scale, K, V, BLOCK_K, BLOCK_V, MASK, SOFTCAP, BLOCK_N, STAGES, "both" if MASK == "bounds" else "right",
-    )  # fmt: skip
+    EDGE: tl.constexpr = "both" if MASK == "bounds" else "right"
+    for edge in tl.static_range(2):  # first the blocks of keys that every query sees, then the others
+        left, blocks = count_blocks(spans, BLOCK_N, EDGE if edge else "within")
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            keys = block_start(block, left, spans, BLOCK_N, EDGE if edge else "within") + tl.arange(0, BLOCK_N)
+            k = load_rows(k_ptr, keys, k_token, KEYS, K, BLOCK_K, edge)
+            z, unit, _ = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+            if edge:
+                sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
+                z = tl.where(sees, z, float("-inf"))
+            larger = tl.maximum(largest, tl.max(z, 1) * unit)
+            base = tl.where(larger == float("-inf"), 0.0, larger) if edge else larger
+            p = tl.exp2(tl.fma(z, unit, -base[:, None]))  # rounded once, so that p near 1 is exact
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(p, 1)
+            v = load_rows(v_ptr, keys, v_token, KEYS, V, BLOCK_V, edge)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            largest = larger
     LN_2: tl.constexpr = 0.6931471805599453
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees no key: output 0, lse -inf
     output_ptr += batch * T * H * V + head * V

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .bounds import Scores
 
+Hidden = tuple[slice, Tensor]  # some keys, and which queries don't see them
 CHUNK_SCORES = 2**19  # scores of a chunk: 2 MiB in float32, which fit into the cache of a CPU core
 
 
@@ -21,8 +22,7 @@ def forward_reference(outs: tuple[Tensor, Tensor], query: Tensor, key: Tensor, v
     q, k, v = _grouped(query, key).mul(scores.scale), _grouped(key, key), _grouped(value, key)
     by_group, rows_lse = q.new_zeros((*q.shape[:3], v.shape[3])), lse.view(q.shape[:3]).fill_(-math.inf)
     for some, rows, keys, hidden in _chunks(q, k, scores):
-        z, _ = _scores(q[some, :, rows], k[some, :, keys], scores.softcap)
-        _hide(z, hidden)
+        z, _ = _scores(q[some, :, rows], k[some, :, keys], scores.softcap, hidden)
         largest = z.amax(-1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)  # a query that sees no key has -inf
         p = z.sub_(largest).exp_()
         total = p.sum(-1, keepdim=True)
@@ -48,8 +48,7 @@ def backward_reference(
         rows_lse, delta = rows_lse.masked_fill(nothing, math.inf), delta.masked_fill(nothing, 0)
         for some, rows, keys, hidden in _chunks(q, k, scores):
             queries, dout, part = q[some, :, rows], do[some, :, rows], k[some, :, keys]
-            z, slope = _scores(queries, part, scores.softcap)
-            _hide(z, hidden)
+            z, slope = _scores(queries, part, scores.softcap, hidden)
             p = z.sub_(rows_lse[some, :, rows]).exp_()
             dv[some, :, keys] += _sum_product(p, dout)
             ds = _product(dout, v[some, :, keys].mT).sub_(delta[some, :, rows]).mul_(p)
@@ -75,7 +74,7 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape(B, H, T, x.shape[3]).transpose(1, 2)
 
 
-def _chunks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, slice, list[tuple[slice, Tensor]]]]:
+def _chunks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, slice, list[Hidden]]]:
     """Yield chunks: some KV heads, some queries, the keys that these queries see, and the scores that the mask hides.
 
     A chunk of queries that see no key may be left out.
@@ -96,33 +95,26 @@ def _chunks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[tuple[slice, slice
         rows, start, end = slice(first, last + 1), starts[first], ends[last]
         if start >= end:
             continue
-        hidden = []
-        if starts[last] > start:  # the first keys are hidden from the last queries
-            stop = min(starts[last], end)
-            index = torch.arange(start, stop, device=q.device)
-            hidden.append((slice(0, stop - start), index < low[rows, None]))
-        if ends[first] < end:  # the last keys are hidden from the first queries
-            begin = max(ends[first], start)
-            index = torch.arange(begin, end, device=q.device)
-            hidden.append((slice(begin - start, end - start), index >= high[rows, None]))
+        index, hidden = torch.arange(start, end, device=q.device), []
+        left, right = min(starts[last], end) - start, max(ends[first], start) - start
+        if left > 0:  # the first keys are hidden from the last queries
+            hidden.append((slice(left), index[:left] < low[rows, None]))
+        if right < end - start:  # the last keys are hidden from the first queries
+            hidden.append((slice(right, None), index[right:] >= high[rows, None]))
         step = max(1, CHUNK_SCORES // (G * (last + 1 - first) * (end - start)))
         for n in range(0, N, step):
             yield slice(n, n + step), rows, slice(start, end), hidden
 
 
-def _scores(q: Tensor, k: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Return z `[N, G, rows, keys]` of scaled queries and, with a soft cap, its slope (else `None`)."""
-    z = _product(q, k.mT)
-    if not softcap:
-        return z, None
-    tanh = z.div_(softcap).tanh_()
-    return softcap * tanh, 1 - tanh.square()
-
-
-def _hide(z: Tensor, hidden: list[tuple[slice, Tensor]]) -> None:
-    """Set hidden scores to -inf, in place."""
+def _scores(q: Tensor, k: Tensor, softcap: float, hidden: list[Hidden]) -> tuple[Tensor, Tensor | None]:
+    """Return z `[N, G, rows, keys]` of scaled queries, -inf where hidden, and the slope of the soft cap if any."""
+    z, slope = _product(q, k.mT), None
+    if softcap:
+        tanh = z.div_(softcap).tanh_()
+        z, slope = softcap * tanh, 1 - tanh.square()
     for columns, mask in hidden:
         z[..., columns].masked_fill_(mask, -math.inf)
+    return z, slope
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

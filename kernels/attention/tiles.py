@@ -80,24 +80,6 @@ def _tiles_of(device: object) -> dict:
     return _BLACKWELL if target.arch >= 100 else _LARGE
 
 
-class Heads(NamedTuple):
-    """A tensor `[B, T, H, K]` whose last dimension is contiguous, and its strides of batch, tokens and heads."""
-
-    x: Tensor
-    strides: tuple[int, int, int]
-
-
-def heads_of(x: Tensor) -> Heads:
-    """View `x` `[B, T, H, K]` as kernels read it; copies only if its last dimension is not contiguous."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    return Heads(x, (x.stride(0), x.stride(1), x.stride(2)))
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """Return `x` contiguous; `None` stays `None`."""
-    return None if x is None else x.contiguous()
-
-
 def constants(query: Tensor, value: Tensor, scores: Scores) -> tuple:
     """Return the constants K, V, BLOCK_K, BLOCK_V, MASK and SOFTCAP that all kernels take."""
     K, V = query.shape[3], value.shape[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,22 +61,32 @@ def functions() -> Iterator[tuple[ModuleType, Callable]]:
         module = importlib.import_module(f"mpcore.kernels.{name}")
         for function in vars(module).values():
             own = inspect.isfunction(function) and f"{function.__module__}.".startswith(f"{module.__name__}.")
-            if own and not function.__name__.startswith("_") and "impl" in inspect.signature(function).parameters:
+            if own and not function.__name__.startswith("_") and "impl" in options(function):
                 yield module, function
+
+
+def options(function: Callable) -> list[str]:
+    """What a call may leave out, `**options: Unpack[...]` one by one."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        listed = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+        if listed:
+            names += inspect.getmodule(function).__dict__[listed[1]].__annotations__
+        elif parameter.default is not parameter.empty:
+            names.append(parameter.name)
+    return names
 
 
 def table() -> str:
     """As Markdown."""
     lines, above = [HEAD], None
     for module, function in functions():
-        parameters = inspect.signature(function).parameters.values()
-        options = [p.name for p in parameters if p.default is not p.empty and p.name != "impl"]
         about = f"`{module.__name__.rpartition('.')[2]}`", inspect.getdoc(module).split("\n")[0]
         cells = [
             *(about if module is not above else ("", "")),
             f"`{function.__name__}`: {inspect.getdoc(function).split(chr(10))[0]}",
             ", ".join(f"`{name}`" for name in GRADIENTS[function.__name__].split()) or "-",
-            ", ".join(f"`{name}`" for name in options) or "-",
+            ", ".join(f"`{name}`" for name in options(function) if name != "impl") or "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
         above = module
