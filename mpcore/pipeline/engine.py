@@ -80,7 +80,7 @@ class Pipeline:
         split_linears(self.stages, self.plan)
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
-        self.trained: list[bool] | None = None
+        self.trained: list[tuple[nn.Parameter, bool]] | None = None
         idle = nullcontext()
         noted = self._noted if trace else lambda *_: idle
         self.executor = Executor(self.mine, self.plan, mesh.pp, mesh.device, self._checked_loss, noted)
@@ -181,15 +181,14 @@ class Pipeline:
         Yields:
             The problem, if parameters were frozen or unfrozen since.
         """
-        parameters = [p for stage in self.stages for p in stage.parameters()]
-        now = [p.requires_grad for p in parameters]
-        self.trained = self.trained or now
-        changed = [(p, was) for p, was in zip(parameters, self.trained, strict=False) if p.requires_grad != was]
+        if self.trained is None:
+            self.trained = [(p, p.requires_grad) for stage in self.stages for p in stage.parameters()]
+        changed = [(p, was) for p, was in self.trained if p.requires_grad != was]
         problem = "parameters were frozen or freed after the first step: make a new Pipeline for them, on all ranks"
         try:
             for p, was in changed:
                 p.requires_grad_(was)
-            yield [ValueError(problem)] if now != self.trained else []
+            yield [ValueError(problem)] if changed else []
         finally:
             for p, was in changed:
                 p.requires_grad_(not was)
