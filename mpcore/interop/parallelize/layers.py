@@ -11,7 +11,7 @@ from mpcore import collectives
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declare import Shard, Sharding, cut_blocks
+from mpcore.sharding.declare import Shard, Sharding
 
 
 class FusedColumnParallelLinear(ColumnParallelLinear):
@@ -27,10 +27,6 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
     ) -> None:
         self.blocks = blocks
         super().__init__(in_features, out_features, bias, **others)
-
-    def output_shard(self, unit: int) -> Shard:
-        """Each block is cut for itself."""
-        return cut_blocks(self.blocks, self.tp, 0, (unit,) * len(self.blocks))
 
     def output_blocks(self) -> tuple[int, ...]:
         """As given."""
