@@ -11,7 +11,7 @@ from mpcore.layers.dropout import Dropout
 from mpcore.layers.module import TensorParallelOptions
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class TransformerBlock(nn.Module):

@@ -12,7 +12,7 @@ from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOpti
 from mpcore.sharding.declarations import named_modules
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class Dropout(ParallelLayer, RandomModule):

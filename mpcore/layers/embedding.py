@@ -20,7 +20,7 @@ from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class _Table(ParallelModule):

@@ -19,7 +19,7 @@ from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 _ALONE = Axis()
 

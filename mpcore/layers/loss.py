@@ -42,7 +42,7 @@ from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.local import is_dtensor
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 def vocab_parallel_cross_entropy(

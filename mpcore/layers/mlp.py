@@ -19,7 +19,7 @@ from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, Row
 from mpcore.layers.module import Init, LayerOptions, check_names, pick
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu_squared": relu_squared}
 GATED = ("swiglu", "geglu")

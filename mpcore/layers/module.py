@@ -15,7 +15,7 @@ from mpcore.random import stream_key
 from mpcore.sharding.declare import Shard, Sharding
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from torch.profiler import Unpack  # as typing has it from Python 3.11 on
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""

@@ -12,7 +12,7 @@ from mpcore.layers.module import LayerOptions, ParallelModule, constant
 from mpcore.mesh.axis import Axis
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class _Norm(ParallelModule):

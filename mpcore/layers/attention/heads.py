@@ -32,7 +32,7 @@ from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class HeadOptions(TensorParallelOptions, total=False):

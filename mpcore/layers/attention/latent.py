@@ -36,7 +36,7 @@ from mpcore.layers.norm import RMSNorm
 from mpcore.sharding.declarations import add_partial
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class MultiLatentAttention(HeadAttention):

@@ -16,7 +16,7 @@ from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from mpcore.layers.module import Unpack
 
 
 class GroupedLinear(ParallelModule):
