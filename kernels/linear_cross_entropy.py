@@ -31,7 +31,7 @@ from ._rows import ceil_div
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
 if TYPE_CHECKING:
-    from typing import Unpack  # pyright: ignore[reportAttributeAccessIssue]  # new in Python 3.11
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on; torch brings this package
 
 CHUNK_BYTES = 2**29
 

@@ -193,8 +193,8 @@ def walks_in_steps(optimizer: str, zero: int, kind: str) -> list[int]:
     model = nn.Sequential(*blocks, nn.Linear(8, 8))
     makes = {"mpcore": AdamW, "torch": lambda model: torch.optim.AdamW(model.parameters())}
     run = prepare(
-        model, m, blocks=blocks, initialize=True, loss=lambda y, target: (y - target).square().sum(), optimizer=makes[optimizer],
-        data=Zero(zero), recompute=kind, micro_batches=2,
+        model, m, blocks=blocks, initialize=True, loss=lambda y, target: (y - target).square().sum(),
+        optimizer=makes[optimizer], data=Zero(zero), recompute=kind, micro_batches=2,
     )  # fmt: skip
     counts = []
     named_modules = nn.Module.named_modules

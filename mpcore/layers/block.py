@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from mpcore.layers.dropout import Dropout
-from mpcore.mesh.axis import Axis
+from mpcore.layers.module import TensorParallelOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TransformerBlock(nn.Module):
@@ -19,9 +22,15 @@ class TransformerBlock(nn.Module):
         mlp: called as `mlp(x, **mlp_arguments)`.
         attention_norm, mlp_norm: called as `norm(x)`.
         dropout: probability on each branch, before it is added.
-        tp, sequence_parallel, sequence_dim: of the dropout's input.
+        options: `TensorParallelOptions`, of the dropout's input.
 
     Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
+
+    Example:
+        >>> attention, mlp = mpcore.ParallelAttention(8, num_heads=2), mpcore.ParallelMLP(8, 16)
+        >>> block = mpcore.TransformerBlock(attention, mlp, mpcore.RMSNorm(8), mpcore.RMSNorm(8))
+        >>> block(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(
@@ -32,15 +41,12 @@ class TransformerBlock(nn.Module):
         mlp_norm: nn.Module,
         *,
         dropout: float = 0.0,
-        tp: Axis = Axis(name="tp"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
+        **options: Unpack[TensorParallelOptions],
     ) -> None:
         super().__init__()
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        sp = {"tp": tp, "sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        self.attention_dropout, self.mlp_dropout = Dropout(dropout, **sp), Dropout(dropout, **sp)
+        self.attention_dropout, self.mlp_dropout = Dropout(dropout, **options), Dropout(dropout, **options)
 
     def forward(
         self,

@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.dropout_add import dropout_add
-from mpcore.layers.module import RandomModule
-from mpcore.mesh.axis import Axis, check_axis
+from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions
 from mpcore.sharding.declarations import named_modules
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class Dropout(RandomModule):
+
+class Dropout(ParallelLayer, RandomModule):
     """Zeros elements by a mask that depends on (seed, this module's name, sample, token, feature) alone.
 
     So the mask is the same on every rank that holds the same element, at any tp, cp, dp, pp and micro-batch size, and
-    again when the forward is recomputed. The seed and the name come from `mpcore.materialize` or
-    `mpcore.seed_dropout`.
+    again when the forward is recomputed. `mpcore.materialize` or `mpcore.seed_dropout` gives the seed and the name.
 
     Args:
         p: probability of zero, in [0, 1).
-        tp, sequence_parallel, sequence_dim: with sequence parallel the input is this rank's equal shard of the
-            sequence.
+        options: `TensorParallelOptions`.
+
+    Example:
+        >>> model = nn.Sequential(mpcore.Dropout(0.5))
+        >>> mpcore.seed_dropout(model, seed=0)
+        >>> x = torch.ones(2, 4, 8)
+        >>> first, second = (model[0](x, samples=torch.tensor([5, 6])) for _ in range(2))
+        >>> torch.equal(first, second)
+        True
     """
 
-    def __init__(
-        self,
-        p: float,
-        *,
-        tp: Axis = Axis(name="tp"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-    ) -> None:
-        super().__init__()
+    def __init__(self, p: float, **options: Unpack[TensorParallelOptions]) -> None:
+        super().__init__(**options)
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} is not in [0, 1)")
-        check_axis(tp)
-        self.p, self.tp = p, tp
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
+        self.p = p
 
     def forward(
-        self,
-        x: Tensor,
-        samples: Tensor | None = None,
-        tokens: Tensor | None = None,
-        residual: Tensor | None = None,
+        self, x: Tensor, samples: Tensor | None = None, tokens: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """[B, T, D] (or [T, B, D] with `sequence_dim` 0) -> the same; `x` itself in eval mode or with p = 0.
 
         Args:
             samples: [B] int64, the global index of the sample in each row.
-            tokens: [T] int64, the place in the whole sequence of each token, where context parallel cuts it
-                (`sequence_index`); with sequence parallel before that cut. None: 0 .. T-1.
+            tokens: [T] int64, the place of each token in the whole sequence, where context parallel shards it
+                (`sequence_index`); with sequence parallel before that shard. None: 0 .. T-1.
             residual: of the shape of `x`, added to the result in the same pass.
 
         Raises:
@@ -81,7 +78,14 @@ class Dropout(RandomModule):
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give every `RandomModule`, such as `Dropout` and `Router`, its own stream, from the seed and its full name."""
+    """Give every `RandomModule`, such as `Dropout` and `Router`, its own stream, from the seed and its full name.
+
+    Example:
+        >>> model = nn.Sequential(mpcore.Dropout(0.1), mpcore.Dropout(0.1))
+        >>> mpcore.seed_dropout(model, seed=0)
+        >>> model[0].key == model[1].key
+        False
+    """
     for name, module in named_modules(model):
         if isinstance(module, RandomModule):
             module.seed_stream(seed, name)

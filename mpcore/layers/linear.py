@@ -7,17 +7,19 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
-from mpcore.layers.module import Init, ParallelModule, constant, uniform
+from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ALONE = Axis()
 
@@ -36,13 +38,32 @@ class LinearMode(NamedTuple):
 
 
 class ParallelLinear(ParallelModule):
-    """What `ColumnParallelLinear` and `RowParallelLinear` share: how their products are computed.
+    """What `ColumnParallelLinear` and `RowParallelLinear` share: parameters, and how products are computed.
 
     Attributes:
         mode: set it by `set_mode`.
     """
 
     mode = LinearMode()
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(**options)
+        self.in_features, self.out_features = in_features, out_features
+
+    def declare_linear(self, bias: bool, of_weight: dict[str, Any], of_bias: dict[str, Any]) -> None:
+        """Declare the parameters; without an `init` they begin as those of `torch.nn.Linear`."""
+        default = uniform(1 / math.sqrt(self.in_features) if self.in_features else 0.0)
+        self.declare("weight", (self.out_features, self.in_features), self._init or default, **of_weight)
+        if bias:
+            self.declare("bias", (self.out_features,), constant(0.0) if self._init else default, **of_bias)
+        else:
+            self.register_parameter("bias", None)
+
+    def matrix(self) -> Tensor:
+        """This rank's [out_features, in_features], by whose transpose the input is multiplied."""
+        return self.weight
 
     def set_mode(self, *, split_backward: bool | None = None, fp8: bool | None = None) -> None:
         """Choose how products are computed from now on.
@@ -62,14 +83,7 @@ class ParallelLinear(ParallelModule):
         self.mode = self.mode._replace(**{name: value for name, value in wanted.items() if value is not None})
 
     def check_fp8(self, name: str = "the weight") -> None:
-        """Refuse a weight that tp cuts within a block of FP8: another tp size would compute other products.
-
-        Args:
-            name: how the message calls the layer.
-
-        Raises:
-            ValueError: naming the feature at which it is cut.
-        """
+        """Refuse a weight that tp cuts within a block of FP8: another tp size would compute other products."""
         sharding = self.shardings["weight"]
         for shard in sharding.shards:
             for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
@@ -83,28 +97,30 @@ class ParallelLinear(ParallelModule):
                         f"or don't convert this layer"
                     )
 
+    def extra_repr(self) -> str:
+        """Global sizes, as users wrote them."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
+
 
 class ColumnParallelLinear(ParallelLinear):
-    """`y = x W^T + b` with the rows of W (the output features) cut over tp: x is I, y is S(-1).
+    """`y = x W^T + b` with the rows of W (the output features) sharded over tp: x is I, y is S(-1).
 
     Args:
-        in_features, out_features: logical sizes, as of `torch.nn.Linear`. Shards may be uneven.
-        bias: whether there is one; cut as the rows are.
-        tp: the axis.
+        in_features, out_features, bias: as of `torch.nn.Linear`. Sizes are logical; shards may be uneven.
         gather_output: return the whole output on every rank.
-        sequence_parallel: the input is this rank's equal shard of the sequence, gathered here.
-        sequence_dim: the dimension of `x` that is the sequence.
-        regather: with sequence parallel, gather again in backward instead of keeping the whole input.
+        regather: with sequence parallel, gather the input again in backward instead of keeping the whole.
         unit: output features that may not be torn apart, such as `head_dim`.
-        init: fills the logical weight; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
+        options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
+            sequence parallel the input is this rank's shard of the sequence, gathered here.
 
     Raises:
         ValueError: if there are fewer units of output features than ranks.
-    """
 
-    weight: Tensor
-    bias: Tensor | None
+    Example:
+        >>> layer = mpcore.ColumnParallelLinear(4, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
+        >>> layer.weight.shape, layer.shardings["weight"].shape
+        (torch.Size([3, 4]), (6, 4))
+    """
 
     def __init__(
         self,
@@ -112,46 +128,30 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        tp: Axis = Axis(name="tp"),
         gather_output: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
         regather: bool = False,
         unit: int = 1,
-        init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        check_size("out_features", out_features, tp, unit)
-        self.in_features, self.out_features, self.tp = in_features, out_features, tp
+        super().__init__(in_features, out_features, **options)
+        check_size("out_features", out_features, self.tp, unit)
         self.gather_output, self.regather = gather_output, regather
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
         shard = self.output_shard(unit)
         if gather_output and (unit > 1 or len(shard.mine) > 1):
             raise ValueError(
                 f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
             )
-        bound = 1 / math.sqrt(in_features) if in_features else 0.0
-        like = {"device": device, "dtype": dtype}
-        blocks = {"shard": shard, "blocks": self.output_blocks()}
-        self.declare("weight", (out_features, in_features), init or uniform(bound), **blocks, **like)
-        if bias:
-            self.declare("bias", (out_features,), constant(0.0) if init else uniform(bound), **blocks, **like)
-        else:
-            self.register_parameter("bias", None)
+        rows = {"shard": shard, "blocks": self.output_blocks()}
+        self.declare_linear(bias, rows, rows)
 
     def output_shard(self, unit: int) -> Shard:
-        """How the output features are cut; fused projections cut each of their blocks."""
-        return cut(self.out_features, self.tp, 0, unit)
+        """How the output features are sharded: each projection by itself."""
+        blocks = self.output_blocks() or (self.out_features,)
+        return cut_blocks(blocks, self.tp, 0, (unit,) * len(blocks))
 
     def output_blocks(self) -> tuple[int, ...]:
         """The output features of each projection, where there are several in one."""
         return ()
-
-    def matrix(self) -> Tensor:
-        """[F/tp, D], by whose transpose the input is multiplied."""
-        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
@@ -163,33 +163,26 @@ class ColumnParallelLinear(ParallelLinear):
             y = copy_linear(x, *held, *how)
         return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """Global sizes, as users wrote them."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
-
 
 class RowParallelLinear(ParallelLinear):
-    """`y = x W^T + b` with the columns of W (the input features) cut over tp: x is S(-1), y is I.
+    """`y = x W^T + b` with the columns of W (the input features) sharded over tp: x is S(-1), y is I.
 
     The bias is added once, after the sum over ranks.
 
     Args:
-        in_features, out_features: logical sizes, as of `torch.nn.Linear`. Shards may be uneven.
-        bias: whether there is one; the same on every rank.
-        tp: the axis.
-        input_is_parallel: `x` is this rank's shard; otherwise it is whole, and cut here.
-        sequence_parallel: return this rank's equal shard of the sequence instead of the whole.
-        sequence_dim: the dimension of `x` that is the sequence.
+        in_features, out_features, bias: as of `torch.nn.Linear`. Sizes are logical; shards may be uneven.
+        input_is_parallel: `x` is this rank's shard; otherwise it is whole, and split here.
         unit: input features that may not be torn apart, such as `head_dim`.
-        init: fills the logical weight; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
+        options: `LayerOptions`. With sequence parallel the output is this rank's shard of the sequence.
 
     Raises:
         ValueError: if there are fewer units of input features than ranks.
-    """
 
-    weight: Tensor
-    bias: Tensor | None
+    Example:
+        >>> layer = mpcore.RowParallelLinear(6, 4, tp=mpcore.Axis(size=2, rank=0), device="meta")
+        >>> layer.weight.shape, layer.shardings["weight"].shape
+        (torch.Size([4, 3]), (4, 6))
+    """
 
     def __init__(
         self,
@@ -197,35 +190,18 @@ class RowParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        tp: Axis = Axis(name="tp"),
         input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
         unit: int = 1,
-        init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        check_size("in_features", in_features, tp, unit)
-        self.in_features, self.out_features, self.tp = in_features, out_features, tp
+        super().__init__(in_features, out_features, **options)
+        check_size("in_features", in_features, self.tp, unit)
         self.input_is_parallel = input_is_parallel
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        shard = cut(in_features, tp, 1, unit)
-        self.local_in_features = shard.size(tp.rank)
+        shard = cut(in_features, self.tp, 1, unit)
+        self.local_in_features = shard.size(self.tp.rank)
         self.local_in_features_name = f"this rank's share of in_features {in_features}"
-        bound = 1 / math.sqrt(in_features) if in_features else 0.0
-        like = {"device": device, "dtype": dtype}
-        self.declare("weight", (out_features, in_features), init or uniform(bound), shard=shard, **like)
-        if bias:
-            partial = (tp,) if self.sequence_parallel else ()
-            self.declare("bias", (out_features,), constant(0.0) if init else uniform(bound), partial=partial, **like)
-        else:
-            self.register_parameter("bias", None)
-
-    def matrix(self) -> Tensor:
-        """[F, D/tp], by whose transpose the input is multiplied."""
-        return self.weight
+        partial = (self.tp,) if self.sequence_parallel else ()
+        self.declare_linear(bias, {"shard": shard}, {"partial": partial})
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features/tp] -> [..., out_features], or the sequence's shard of it."""
@@ -245,10 +221,6 @@ class RowParallelLinear(ParallelLinear):
         bias = self.bias
         return y if bias is None else y + bias.to(y.dtype)
 
-    def extra_repr(self) -> str:
-        """Global sizes, as users wrote them."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
-
 
 class GateUpParallelLinear(ColumnParallelLinear):
     """The gate and the up projection of a gated MLP in one product; each rank's output is [its gate | its up].
@@ -259,17 +231,17 @@ class GateUpParallelLinear(ColumnParallelLinear):
         in_features: D.
         hidden_features: F, the width of the gate and of the up projection. Shards may be uneven.
         others: as of `ColumnParallelLinear`.
+
+    Example:
+        >>> layer = mpcore.GateUpParallelLinear(4, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
+        >>> layer.shardings["weight"].shards[0].mine  # of the logical rows: half of the gate, half of up
+        ((0, 3), (6, 9))
     """
 
     def __init__(self, in_features: int, hidden_features: int, bias: bool = True, **others) -> None:
         self.hidden_features = hidden_features
-        tp = others.get("tp", Axis())
-        check_size("hidden_features", hidden_features, tp)
+        check_size("hidden_features", hidden_features, others.get("tp", Axis()))
         super().__init__(in_features, 2 * hidden_features, bias, **others)
-
-    def output_shard(self, unit: int) -> Shard:
-        """Gate and up are cut each for itself."""
-        return cut_blocks((self.hidden_features,) * 2, self.tp, 0, (unit,) * 2)
 
     def output_blocks(self) -> tuple[int, ...]:
         """Gate and up."""
@@ -295,6 +267,12 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Raises:
         ValueError: if H_kv does not divide H, or H is smaller than the tp size.
+
+    Example:
+        >>> layer = mpcore.QKVParallelLinear(16, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> q, k, v = layer(torch.zeros(1, 3, 16)).split([4 * 4, 2 * 4, 2 * 4], dim=-1)
+        >>> k.shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(
@@ -320,13 +298,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         def run(start: int, end: int, block: int) -> tuple[int, int]:
             return (start + block) * self.head_dim, (end + block) * self.head_dim
 
-        return Shard(
-            self.tp,
-            0,
-            tuple(
-                (run(*q, 0), run(*kv, k), run(*kv, v)) for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)
-            ),
-        )
+        heads = zip(self.q_heads, self.kv_heads, strict=True)
+        return Shard(self.tp, 0, tuple((run(*q, 0), run(*kv, k), run(*kv, v)) for (q,), (kv,) in heads))
 
     def output_blocks(self) -> tuple[int, ...]:
         """Q, K and V."""
@@ -334,7 +307,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
-    """Refuse a dimension that isn't made of whole units, or leaves a rank of the axis with nothing; and no axis."""
+    """Refuse a dimension that isn't made of whole units or leaves a rank with nothing."""
     check_axis(tp)
     if size % unit:
         raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")

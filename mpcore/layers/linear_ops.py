@@ -1,7 +1,7 @@
-"""The products of linear layers, with the communication of the tensor-parallel axis beside them.
+"""The products of linear layers, overlapped with the communication of the tensor-parallel axis.
 
-Each forward is one product, and each backward two, of the input's gradient and of the weight's: the sum of the first
-over ranks runs while the second is computed. In half precision, or in eight bits, the parameter stays as it is.
+Forward is one product and backward two, the input's gradient and the weight's: the sum of the first over ranks runs
+while the second is computed. In half precision, or in FP8, the parameter stays as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def copy_linear(
         bias: [F/tp] or None.
         tp: the axis.
         split: the two gradients are asked for apart, so the product must be torch's own: nothing overlaps.
-        fp8: compute all three products in eight bits.
+        fp8: compute all three products in FP8.
 
     Returns:
         [..., F/tp], in the dtype of `torch.autocast` where that is on.
@@ -53,7 +53,7 @@ def copy_linear(
         return F.linear(collectives.copy(x, tp), cast(weight, dtype), cast(bias, dtype))
     if tp.size == 1 and main is None and dtype in (None, weight.dtype):
         return F.linear(x, weight, bias)
-    return _CopyLinear.apply(x, weight, bias, tp, main, dtype)
+    return _ColumnLinear.apply(x, weight, bias, tp, None, False, main, dtype)
 
 
 def all_gather_linear(
@@ -63,27 +63,20 @@ def all_gather_linear(
     """`linear(all_gather(x, dim))`: in backward the reduce-scatter runs while the weight's gradient is computed.
 
     Args:
-        x: [..., T/tp, ..., D], this rank's equal shard of dimension `dim`.
-        weight: [F/tp, D], this rank's rows.
-        bias: [F/tp] or None.
-        tp: the axis.
-        dim: the sequence dimension of `x`.
-        regather: keep the shard for backward and gather it again there: a gather more, 1/tp of the memory.
-        split: the two gradients are asked for apart, so the product must be torch's own, which keeps the whole input.
-        fp8: compute all three products in eight bits.
+        x: [..., T/tp, ..., D], this rank's equal shard of dimension `dim`, the sequence.
+        weight, bias, tp, split, fp8: as of `copy_linear`; with `split` the whole input is kept.
+        regather: keep the shard for backward and gather it again there: one gather more, 1/tp of the memory.
 
     Returns:
         [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
     """
     main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
     x = cast(x, dtype)
-    if fp8 and split:
+    if split:
         return copy_linear(collectives.all_gather(x, tp, dim), weight, bias, _ALONE, split, fp8)
     if fp8:
         return _Fp8Linear.apply(x, weight, bias, tp, dim, regather, main, split)
-    if split:
-        return F.linear(collectives.all_gather(x, tp, dim), cast(weight, dtype), cast(bias, dtype))
-    return _AllGatherLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
+    return _ColumnLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -99,8 +92,7 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The product in `dtype`. Backward casts the weight again and keeps the parameter itself: copies, one for each
-    micro-batch in flight and of what ZeRO-3 and offload have let go, would be the model over again."""
+    """The product in `dtype`. Backward casts the parameter again: copies of all micro-batches would add up."""
     weight, bias = cast(weight, dtype), cast(bias, dtype)
     if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
@@ -121,18 +113,16 @@ def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     dy = _flat(dy)
     weight, bias = ctx.main or (None, None)
-    dweight = _give(weight, _weight_product, dy, _flat(x)) if ctx.needs_input_grad[1] else None
-    dbias = _give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
+    dweight = _add_or_give(weight, _weight_product, dy, _flat(x)) if ctx.needs_input_grad[1] else None
+    dbias = _add_or_give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
     return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
 
 
-def _give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
-    """The gradient, for autograd; or added to the parameter's main gradient, and nothing left to give."""
+def _add_or_give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
+    """The gradient for autograd; or None, with the gradient added to the parameter's main gradient."""
     main = main_grad(parameter)
-    if parameter is None or main is None:
-        return gradient(None, *of)
-    wanted = will_accumulate(parameter)
-    if wanted is None:
+    wanted = None if parameter is None or main is None else will_accumulate(parameter)
+    if parameter is None or main is None or wanted is None:
         return gradient(None, *of)
     if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
         gradient(main, *of)
@@ -157,63 +147,57 @@ def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
 _NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless its mode has split_backward,"
 
 
-class _CopyLinear(Function):
+class _ColumnLinear(Function):
+    """The product of the same x on every rank, or of a sequence that is gathered over dimension `dim`."""
+
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, main: Main | None, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.main, ctx.dtype = tp, main, weight.dtype
-        return _forward(x, weight, bias, dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        if ctx.tp.size > 1 or ctx.main is not None:
-            refuse_second_derivative(_NO_SECOND)
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        summed = None if dx is None or ctx.tp.size == 1 else start_all_reduce(dx, ctx.tp)
-        dweight, dbias = _weight_gradients(ctx, dy, x)
-        return dx if summed is None else wait(summed), dweight, dbias, None, None, None
-
-
-class _AllGatherLinear(Function):
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool, main: Main | None,
-        dtype: torch.dtype | None,
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
+        main: Main | None, dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
-        whole = _unmove(wait(start_all_gather(x.movedim(dim, 0), tp)), dim)
+        whole = x if dim is None else _finish(_start_gather(x, tp, dim), dim)
         ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
         ctx.tp, ctx.dim, ctx.regather, ctx.main, ctx.dtype = tp, dim, regather, main, weight.dtype
         return _forward(whole, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
-        refuse_second_derivative(_NO_SECOND)
+        if ctx.tp.size > 1 or ctx.main is not None:
+            refuse_second_derivative(_NO_SECOND)
         x, weight = ctx.saved_tensors
-        tp, dim = ctx.tp, ctx.dim
-        gathering = start_all_gather(x.movedim(dim, 0), tp) if ctx.regather and ctx.needs_input_grad[1] else None
-        dx = start_reduce_scatter((dy @ weight.to(dy.dtype)).movedim(dim, 0), tp) if ctx.needs_input_grad[0] else None
+        gathering = _start_gather(x, ctx.tp, ctx.dim) if ctx.regather and ctx.needs_input_grad[1] else None
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        summing = None if dx is None else _start_sum(dx, ctx.tp, ctx.dim)
         if gathering is not None:
-            x = _unmove(wait(gathering), dim)
+            x = _finish(gathering, ctx.dim)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return None if dx is None else _unmove(wait(dx), dim), dweight, dbias, None, None, None, None, None
+        return dx if summing is None else _finish(summing, ctx.dim), dweight, dbias, *[None] * 5
 
 
-def _unmove(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(0, dim).contiguous()
+def _start_gather(x: Tensor, tp: Axis, dim: int) -> Tensor:
+    return start_all_gather(x.movedim(dim, 0), tp)
+
+
+def _start_sum(dx: Tensor, tp: Axis, dim: int | None) -> Tensor | None:
+    """Begin the sum over ranks of the input's gradient, of which each gets its shard of `dim`; None: nothing to sum."""
+    if dim is not None:
+        return start_reduce_scatter(dx.movedim(dim, 0), tp)
+    return start_all_reduce(dx, tp) if tp.size > 1 else None
+
+
+def _finish(flying: Tensor, dim: int | None) -> Tensor:
+    return wait(flying) if dim is None else wait(flying).movedim(0, dim).contiguous()
 
 
 class _Fp8Linear(Function):
-    """Column-parallel, of a sequence to be gathered where `dim` names one. What is kept of the input has eight bits."""
+    """As `_ColumnLinear`, in FP8: so is what is kept of the input."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
         main: Main | None, split: bool,
     ) -> Tensor:  # fmt: skip
-        whole = x if dim is None else _unmove(wait(start_all_gather(x.movedim(dim, 0), tp)), dim)
+        whole = x if dim is None else _finish(_start_gather(x, tp, dim), dim)
         wanted = ctx.needs_input_grad[1]
         rows, columns = quantize_fp8(_flat(whole), columns=wanted and not regather)
         y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
@@ -230,28 +214,23 @@ class _Fp8Linear(Function):
         x, values, scales, weight = ctx.saved_tensors
         tp, dim = ctx.tp, ctx.dim
         for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
-        gathering = None if x is None or not for_weight else start_all_gather(x.movedim(dim, 0), tp)
-        shape, flat = dy.shape, _flat(dy)
+        gathering = None if x is None or not for_weight else _start_gather(x, tp, dim)
+        flat = _flat(dy)
         rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
         dx = summing = dweight = None
         if rows is not None:
-            turned = _given(quantize_fp8(weight, square=True, rows=False, columns=True)[1])
-            dx = fp8_matmul(rows, turned, dy.dtype).view(*shape[:-1], weight.shape[1])
-            if dim is not None:
-                summing = start_reduce_scatter(dx.movedim(dim, 0), tp)
-            elif tp.size > 1:
-                summing = start_all_reduce(dx, tp)
+            transposed = _given(quantize_fp8(weight, square=True, rows=False, columns=True)[1])
+            dx = fp8_matmul(rows, transposed, dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+            summing = _start_sum(dx, tp, dim)
         weight_main, bias_main = ctx.main or (None, None)
         if columns is not None:
             if gathering is not None:
-                whole = _flat(_unmove(wait(gathering), dim or 0))
+                whole = _flat(_finish(gathering, dim))
                 values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
             product = partial(_fp8_weight_product, ctx.dtype)
-            dweight = _give(weight_main, product, *columns, values, scales)
-        dbias = _give(bias_main, _column_sum, flat) if for_bias else None
-        if summing is not None:
-            dx = _unmove(wait(summing), dim or 0)
-        return dx, dweight, cast(dbias, ctx.dtype), None, None, None, None, None
+            dweight = _add_or_give(weight_main, product, *columns, values, scales)
+        dbias = _add_or_give(bias_main, _column_sum, flat) if for_bias else None
+        return dx if summing is None else _finish(summing, dim), dweight, cast(dbias, ctx.dtype), *[None] * 5
 
 
 def _fp8_weight_product(
@@ -261,7 +240,7 @@ def _fp8_weight_product(
 
 
 def _wanted(ctx, which: int) -> bool:
-    """Whether this pass over the graph wants the gradient of an input: a split backward comes here twice."""
+    """Whether this pass wants the gradient of an input: a split backward comes here twice."""
     if not ctx.needs_input_grad[which] or not ctx.split:
         return ctx.needs_input_grad[which]
     return will_run(ctx.next_functions[which][0])

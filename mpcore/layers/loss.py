@@ -15,8 +15,9 @@ section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,12 @@ from mpcore.kernels.cross_entropy import (
 )
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import check_size
-from mpcore.layers.module import refuse_second_derivative
+from mpcore.layers.module import check_names, refuse_second_derivative
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.local import is_dtensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def vocab_parallel_cross_entropy(
@@ -75,18 +79,22 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: before any collective, if shapes don't fit, `vocab_size` is missing, or (on a CPU) a target lies
             outside the vocabulary.
+
+    Example:
+        >>> logits, target = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, 5, -100]])
+        >>> mpcore.vocab_parallel_cross_entropy(logits, target)  # log(8)
+        tensor(2.0794)
     """
-    _check_options(tp, reduction, label_smoothing, softcap, target, token_weight)
-    size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
+    _check_loss(target, reduction, label_smoothing, token_weight)
+    terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
     if runs_triton(None, logits):
-        loss = _FusedCrossEntropy.apply(
-            logits, target, tp, size, start, ignore_index, label_smoothing, z_loss, softcap, None
-        )
+        loss = _FusedCrossEntropy.apply(logits, target, how, False)
     else:
         if softcap:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = softcap * torch.tanh(wide / softcap)
-        loss = _CrossEntropy.apply(logits, target, tp, size, start, ignore_index, label_smoothing, z_loss)
+        loss = _CrossEntropy.apply(logits, target, how)
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "none":
@@ -113,12 +121,31 @@ def vocab_parallel_log_prob(
     Returns:
         `(log_prob, entropy)`, [...] in fp32 (fp64 for fp64 logits), in nats; both 0 for ignored tokens.
 
-    Raises:
-        ValueError: as `vocab_parallel_cross_entropy`.
+    Example:
+        >>> log_prob, entropy = mpcore.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
+        >>> log_prob
+        tensor([-2.0794, -2.0794,  0.0000])
     """
-    _check_options(tp, "none", 0.0, softcap, target, None)
-    size, start = _check_shard(logits.shape, target, tp, vocab_size, ignore_index)
-    return _FusedCrossEntropy.apply(logits, target, tp, size, start, ignore_index, 0.0, 0.0, softcap, "log_prob")
+    how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, softcap=softcap)
+    return _FusedCrossEntropy.apply(logits, target, how, True)
+
+
+class HeadLossOptions(TypedDict, total=False):
+    """Keyword arguments of a loss of `x @ weight.T`.
+
+    Attributes:
+        tp, vocab_size, ignore_index, softcap: as of `vocab_parallel_cross_entropy`.
+        sequence_parallel, sequence_dim: as of `ColumnParallelLinear`.
+        chunk_rows: tokens of a chunk; None: as many as make 512 MiB of logits.
+    """
+
+    tp: Axis
+    vocab_size: int | None
+    ignore_index: int
+    softcap: float
+    sequence_parallel: bool
+    sequence_dim: int
+    chunk_rows: int | None
 
 
 def linear_cross_entropy(
@@ -126,17 +153,11 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
-    tp: Axis = Axis(name="tp"),
-    vocab_size: int | None = None,
-    sequence_parallel: bool = False,
-    sequence_dim: int = 1,
-    ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: float = 0.0,
     token_weight: Tensor | None = None,
     reduction: str = "mean",
-    chunk_rows: int | None = None,
+    **head: Unpack[HeadLossOptions],
 ) -> Tensor:
     """`vocab_parallel_cross_entropy` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
 
@@ -147,22 +168,24 @@ def linear_cross_entropy(
         x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
         weight: [V/tp, D], this rank's rows, as of a `ColumnParallelLinear` without bias.
         target: [...] of the whole sequence, the same on every rank.
-        tp: the axis that the vocabulary is cut over.
-        sequence_parallel, sequence_dim: as of `ColumnParallelLinear`.
-        vocab_size, ignore_index, label_smoothing, z_loss, softcap: as of `vocab_parallel_cross_entropy`.
+        label_smoothing, z_loss, reduction: as of `vocab_parallel_cross_entropy`.
         token_weight: the same; differentiated with "none" alone.
-        reduction: "mean", "sum" or "none".
-        chunk_rows: tokens of a chunk; None: as many as make 512 MiB of logits.
+        head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
 
     Returns:
         fp32 (fp64 for fp64 logits): a scalar, or [...] of the whole sequence with "none".
 
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
+
+    Example:
+        >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)
+        >>> x, target = torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+        >>> mpcore.linear_cross_entropy(x, head.weight, target).item()  # log(8)
+        2.0794...
     """
-    _check_options(tp, reduction, label_smoothing, softcap, target, token_weight)
-    sharing = (tp, vocab_size, sequence_parallel, sequence_dim)
-    rows, options = _head("linear_cross_entropy", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
+    _check_loss(target, reduction, label_smoothing, token_weight)
+    rows, options = _head("linear_cross_entropy", x, weight, target, **head)
     options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if reduction == "none":
         loss = _shaped(fused.linear_cross_entropy_rows(*rows, **options), target)
@@ -170,40 +193,30 @@ def linear_cross_entropy(
     exact = torch.promote_types(x.dtype, torch.float32)
     scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
     total = fused.linear_cross_entropy(*rows, scale.reshape(-1), **options)
-    return total if reduction == "sum" else total / _divisor(target, ignore_index, token_weight)
+    return total if reduction == "sum" else total / _divisor(target, options["ignore_index"], token_weight)
 
 
 def linear_log_prob(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    tp: Axis = Axis(name="tp"),
-    vocab_size: int | None = None,
-    sequence_parallel: bool = False,
-    sequence_dim: int = 1,
-    ignore_index: int = -100,
-    softcap: float = 0.0,
-    chunk_rows: int | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_log_prob` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
 
     Backward computes the logits of each chunk again: with its gradients that makes four products, not three.
 
     Args:
-        x, weight, target, tp, vocab_size, sequence_parallel, sequence_dim, ignore_index, softcap, chunk_rows: as of
-            `linear_cross_entropy`.
+        x, weight, target, head: as of `linear_cross_entropy`.
 
     Returns:
         `(log_prob, entropy)`, [...] of the whole sequence in fp32 (fp64 for fp64 logits), in nats, both
         differentiable; both 0 for ignored tokens.
 
-    Raises:
-        ValueError: as `linear_cross_entropy`.
+    Example:
+        >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)
+        >>> log_prob, entropy = mpcore.linear_log_prob(torch.zeros(3, 4), head.weight, torch.tensor([1, 2, -100]))
+        >>> log_prob.detach()
+        tensor([-2.0794, -2.0794,  0.0000])
     """
-    _check_options(tp, "none", 0.0, softcap, target, None)
-    sharing = (tp, vocab_size, sequence_parallel, sequence_dim)
-    rows, options = _head("linear_log_prob", x, weight, target, *sharing, ignore_index, softcap, chunk_rows)
+    rows, options = _head("linear_log_prob", x, weight, target, **head)
     log_prob, entropy = fused.linear_log_prob(*rows, **options)
     return _shaped(log_prob, target), _shaped(entropy, target)
 
@@ -213,66 +226,88 @@ def _head(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    tp: Axis,
-    vocab_size: int | None,
-    sequence_parallel: bool,
-    sequence_dim: int,
-    ignore_index: int,
-    softcap: float,
-    chunk_rows: int | None,
+    *,
+    tp: Axis = Axis(name="tp"),
+    chunk_rows: int | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    **columns: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Rows of the whole sequence, weight and targets, as kernels take them, and their options."""
+    """Rows of the whole sequence, weight and targets for the kernels, and their options."""
+    check_axis(tp)
+    check_names(columns, HeadLossOptions)
     if is_dtensor(weight):
         raise ValueError(
             f"the weight is this rank's shard over data: call {what} inside the model's forward (and that of the block "
             f"that holds the head), where parameters are gathered, and let it return what {what} does"
         )
-    gathered = sequence_parallel and tp.size > 1
-    tokens = list(x.shape[:-1])
+    tokens, gathered = list(x.shape[:-1]), sequence_parallel and tp.size > 1
     if gathered:
         if not 0 <= sequence_dim < len(tokens):
             raise ValueError(
                 f"sequence_dim {sequence_dim} is none of the {len(tokens)} in front of D in x {list(x.shape)}"
             )
         tokens[sequence_dim] *= tp.size
-    size, start = _check_shard((*tokens, weight.shape[0]), target, tp, vocab_size, ignore_index)
+    how = _loss_of((*tokens, weight.shape[0]), target, tp, **columns)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
-    options = {
-        "start": start,
-        "vocab_size": size,
-        "ignore_index": ignore_index,
-        "softcap": softcap,
-        "gather": None if tp.size == 1 else partial(_gather_stats, tp=tp),
-        "chunk_rows": chunk_rows or fused.rows_of_chunk(rows, -(-size // tp.size)),  # ranks' shards may be uneven
-    }
+    gather = None if tp.size == 1 else partial(_gather_stats, tp=tp)
+    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size))  # ranks' shards may be uneven
+    options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
     return (rows, weight, target.reshape(-1)), options
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """No view: `fully_shard` would lose its hook of one that the caller writes to."""
+    """Rows in a shape, not as a view: `fully_shard` would lose the hook of a view that the caller writes to."""
     return rows.view(like.shape).clone()
 
 
-def _check_options(
-    tp: Axis, reduction: str, label_smoothing: float, softcap: float, target: Tensor, token_weight: Tensor | None
-) -> None:
-    check_axis(tp)
+def _check_loss(target: Tensor, reduction: str, label_smoothing: float, token_weight: Tensor | None) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r} is not 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing {label_smoothing} is not in [0, 1)")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(f"token_weight {tuple(token_weight.shape)} and target {tuple(target.shape)} differ in shape")
 
 
-def _check_shard(
-    shape: tuple[int, ...], target: Tensor, tp: Axis, vocab_size: int | None, ignore_index: int
-) -> tuple[int, int]:
-    """V and the id of the first column here; refuses a shape of logits that is not this rank's, and bad targets."""
+@dataclass(frozen=True)
+class _Loss:
+    """Which columns of the vocabulary are here, and the options of the loss."""
+
+    tp: Axis
+    size: int
+    start: int
+    ignore_index: int
+    softcap: float
+    label_smoothing: float
+    z_loss: float
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {"start": self.start, "ignore_index": self.ignore_index, "softcap": self.softcap}
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {"vocab_size": self.size, "label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+
+
+def _loss_of(
+    shape: tuple[int, ...],
+    target: Tensor,
+    tp: Axis,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> _Loss:
+    """The options of a loss of logits of this shape; refuses logits that are not this rank's shard, and bad targets."""
+    check_axis(tp)
     *tokens, columns = shape
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
     if target.is_floating_point():
         raise ValueError(f"target {tuple(target.shape)} is of {target.dtype}, but ids of classes are integers")
     if tokens != list(target.shape):
@@ -291,7 +326,7 @@ def _check_shard(
             f"{end - start} of a vocabulary of {size}: pass this rank's shard, not gathered logits"
         )
     check_ids(target, size, ignore_index)
-    return size, start
+    return _Loss(tp, size, start, ignore_index, softcap, label_smoothing, z_loss)
 
 
 def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
@@ -309,20 +344,11 @@ def _gather_stats(stats: Tensor, tp: Axis) -> Tensor:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx,
-        logits: Tensor,
-        target: Tensor,
-        tp: Axis,
-        size: int,
-        start: int,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
+    def forward(ctx, logits: Tensor, target: Tensor, how: _Loss) -> Tensor:
+        tp, smoothing = how.tp, how.label_smoothing
         wide = torch.promote_types(logits.dtype, torch.float32)
-        counts = target != ignore_index
-        column = target - start
+        counts = target != how.ignore_index
+        column = target - how.start
         here = counts & (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
 
@@ -330,7 +356,7 @@ class _CrossEntropy(Function):
         largest = logits.amax(-1).to(wide)
         total = softmax.amax(-1).reciprocal()
         at_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~here, 0)
-        sum_logits = logits.sum(-1, dtype=wide) if label_smoothing else torch.zeros_like(total)
+        sum_logits = logits.sum(-1, dtype=wide) if smoothing else torch.zeros_like(total)
         share = torch.ones_like(total)
         if tp.size > 1:
             masked = largest == -torch.inf  # from end to end of this shard
@@ -343,83 +369,60 @@ class _CrossEntropy(Function):
             share = totals[tp.rank] / total
             at_target, sum_logits = stats[:, 2:].sum(0)
         lse = largest + total.log()
-        loss = lse - (1 - label_smoothing) * at_target
-        if label_smoothing:
-            loss = loss - label_smoothing / size * sum_logits
-        if z_loss:
-            loss = loss + z_loss * lse.square()
+        loss = lse - (1 - smoothing) * at_target
+        if smoothing:
+            loss = loss - smoothing / how.size * sum_logits
+        if how.z_loss:
+            loss = loss + how.z_loss * lse.square()
 
         kept = softmax if logits.dtype == wide else logits  # of half precision the smaller of the two
         ctx.save_for_backward(kept, lse, share, counts, here, column)
-        ctx.sharded = tp.size > 1
-        ctx.dtype, ctx.size, ctx.label_smoothing, ctx.z_loss = logits.dtype, size, label_smoothing, z_loss
+        ctx.dtype, ctx.how = logits.dtype, how
         return loss.masked_fill(~counts, 0)
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[override]
         refuse_second_derivative("vocab_parallel_cross_entropy")
         kept, lse, share, counts, here, column = ctx.saved_tensors
+        how = ctx.how
         dloss = dloss.masked_fill(~counts, 0).unsqueeze(-1)
-        scale = dloss * (1 + 2 * ctx.z_loss * lse.unsqueeze(-1))
+        scale = dloss * (1 + 2 * how.z_loss * lse.unsqueeze(-1))
         if kept.dtype == lse.dtype:
             scale = scale * share.unsqueeze(-1)
             # A graph that backward frees needs its softmax no more: the gradient takes its place in memory.
-            dlogits = kept * scale if _graph_is_kept() else kept.mul_(scale)
-            if ctx.sharded:  # of -inf from end to end of this shard: no softmax, and no share
+            again = torch.compiler.is_compiling() or graph_is_kept()
+            dlogits = kept * scale if again else kept.mul_(scale)
+            if how.tp.size > 1:  # of -inf from end to end of this shard: no softmax, and no share
                 dlogits.masked_fill_(share.unsqueeze(-1) == 0, 0)
         else:
             dlogits = (kept.to(lse.dtype) - lse.unsqueeze(-1)).exp_().mul_(scale)
-        if ctx.label_smoothing:
-            dlogits -= dloss * (ctx.label_smoothing / ctx.size)
-        at_target = (dloss * (ctx.label_smoothing - 1)).masked_fill(~here.unsqueeze(-1), 0)
+        if how.label_smoothing:
+            dlogits -= dloss * (how.label_smoothing / how.size)
+        at_target = (dloss * (how.label_smoothing - 1)).masked_fill(~here.unsqueeze(-1), 0)
         dlogits.scatter_add_(-1, column.unsqueeze(-1), at_target)
-        return dlogits.to(ctx.dtype), *[None] * 7
-
-
-def _graph_is_kept() -> bool:
-    return torch.compiler.is_compiling() or graph_is_kept()
+        return dlogits.to(ctx.dtype), None, None
 
 
 class _FusedCrossEntropy(Function):
-    """The same by the kernels, which keep the logits alone; or log-probability and entropy, of no options."""
+    """The same by the kernels, which keep the logits alone; or log-probability and entropy."""
 
     @staticmethod
-    def forward(
-        ctx,
-        logits: Tensor,
-        target: Tensor,
-        tp: Axis,
-        size: int,
-        start: int,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        softcap: float,
-        wanted: str | None,
-    ):
-        ctx.columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap}
-        ctx.loss = {"vocab_size": size, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        ctx.wanted = wanted
-        stats = cross_entropy_stats(
-            logits, target, sum_logits=label_smoothing > 0, entropy=wanted == "log_prob", **ctx.columns
-        )
-        stats = combine_stats(_gather_stats(stats, tp))
+    def forward(ctx, logits: Tensor, target: Tensor, how: _Loss, log_prob: bool):
+        ctx.how, ctx.log_prob = how, log_prob
+        wanted = {"sum_logits": how.label_smoothing > 0, "entropy": log_prob}
+        stats = cross_entropy_stats(logits, target, **wanted, **how.columns)
+        stats = combine_stats(_gather_stats(stats, how.tp))
         ctx.save_for_backward(logits, target, stats)
-        if wanted == "log_prob":
-            return log_prob_of_stats(stats, target, ignore_index=ignore_index)
-        return loss_of_stats(stats, target, ignore_index=ignore_index, **ctx.loss)
+        if log_prob:
+            return log_prob_of_stats(stats, target, ignore_index=how.ignore_index)
+        return loss_of_stats(stats, target, ignore_index=how.ignore_index, **how.terms)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        refuse_second_derivative(
-            "vocab_parallel_log_prob" if ctx.wanted == "log_prob" else "vocab_parallel_cross_entropy"
-        )
-        if ctx.wanted == "log_prob":
-            dlog_prob, dentropy = gradients
-            rows = {"dloss": None, "dlog_prob": dlog_prob, "dentropy": dentropy}
-        else:
-            rows = {"dloss": gradients[0]}
-        return cross_entropy_backward(*ctx.saved_tensors, **rows, **ctx.columns, **ctx.loss), *[None] * 9
+        refuse_second_derivative("vocab_parallel_log_prob" if ctx.log_prob else "vocab_parallel_cross_entropy")
+        names = ("dlog_prob", "dentropy") if ctx.log_prob else ("dloss",)
+        rows = {"dloss": None, **dict(zip(names, gradients, strict=True))}
+        return cross_entropy_backward(*ctx.saved_tensors, **rows, **ctx.how.columns, **ctx.how.terms), *[None] * 3
 
 
 class VocabParallelCrossEntropy(nn.Module):
@@ -429,6 +432,11 @@ class VocabParallelCrossEntropy(nn.Module):
         vocab_size: V.
         tp: the axis that the vocabulary is cut over.
         options: as of `vocab_parallel_cross_entropy`.
+
+    Example:
+        >>> loss_function = mpcore.VocabParallelCrossEntropy(8, label_smoothing=0.1, reduction="sum")
+        >>> loss_function(torch.zeros(2, 8), torch.tensor([1, 2]))
+        tensor(4.1589)
     """
 
     def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options) -> None:

@@ -6,6 +6,8 @@ squared ReLU: So et al. 2021 (arXiv:2109.08668).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from mpcore.kernels.gelu import gelu
 from mpcore.kernels.relu_squared import relu_squared
 from mpcore.kernels.swiglu import swiglu
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
-from mpcore.layers.module import Init
-from mpcore.mesh.axis import Axis
+from mpcore.layers.module import Init, LayerOptions, check_names, pick
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu_squared": relu_squared}
 GATED = ("swiglu", "geglu")
@@ -29,13 +33,17 @@ class ParallelMLP(torch.nn.Module):
         hidden_dim: F, the hidden width (of the gate and of the up projection each, where there is a gate).
         activation: "swiglu", "geglu", "gelu" (tanh form) or "relu_squared".
         bias: biases of the projections.
-        tp: the axis.
-        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
-        init, output_init: fill the logical weights of up and down; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
+        output_init: fills the weight of down; None: as `init`.
+        options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
+            sequence parallel input and output are this rank's shard of the sequence.
 
     Raises:
         ValueError: for an unknown activation.
+
+    Example:
+        >>> mlp = mpcore.ParallelMLP(8, 32, "gelu")
+        >>> mlp(torch.zeros(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(
@@ -45,24 +53,23 @@ class ParallelMLP(torch.nn.Module):
         activation: str = "swiglu",
         *,
         bias: bool = True,
-        tp: Axis = Axis(name="tp"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        init: Init | None = None,
         output_init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is unknown: it is one of {sorted(ACTIVATIONS)}")
+        check_names(options, LayerOptions)
+        check_activation(activation)
         self.activation = activation
         up = GateUpParallelLinear if activation in GATED else ColumnParallelLinear
-        like = {"device": device, "dtype": dtype}
-        sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        self.up = up(dim, hidden_dim, bias, tp=tp, init=init, **sp, **like)
-        self.down = RowParallelLinear(hidden_dim, dim, bias, tp=tp, init=output_init or init, **sp, **like)
+        self.up = up(dim, hidden_dim, bias, **options)
+        self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D], the hidden [..., F/tp] between."""
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+def check_activation(name: str) -> None:
+    """Refuse an activation that isn't there."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is unknown: it is one of {sorted(ACTIVATIONS)}")

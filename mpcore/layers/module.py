@@ -4,20 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mpcore._torch.autograd import in_backward
-from mpcore.mesh.axis import Axis
+from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import stream_key
 from mpcore.sharding.declare import Shard, Sharding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on; torch brings this package
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""
 Blocks = Iterable[nn.Module] | Mapping[Any, nn.Module] | nn.ModuleDict
 """Submodules that a caller names, such as the transformer blocks of a model."""
+
+
+class TensorParallelOptions(TypedDict, total=False):
+    """Keyword arguments of every layer on the tensor-parallel axis.
+
+    Attributes:
+        tp: the axis; size 1 by default.
+        sequence_parallel: between layers, activations are this rank's equal shard of the sequence.
+        sequence_dim: the dimension of activations (and of token ids) that is the sequence; 1 by default.
+    """
+
+    tp: Axis
+    sequence_parallel: bool
+    sequence_dim: int
+
+
+class TensorOptions(TypedDict, total=False):
+    """Where parameters lie, and their dtype. On the meta device nothing is drawn: call `mpcore.materialize`."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class LayerOptions(TensorParallelOptions, TensorOptions, total=False):
+    """Keyword arguments of every parallel layer with parameters.
+
+    Attributes:
+        init: fills the logical weights; None: as torch's own layer.
+    """
+
+    init: Init | None
+
+
+Options = TypeVar("Options")
+
+
+def check_names(options: Mapping[str, Any], kind: type) -> None:
+    """Refuse keyword arguments that aren't of a kind."""
+    unknown = sorted(options.keys() - kind.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments {unknown}: {kind.__name__} has {sorted(kind.__annotations__)}")
+
+
+def pick(options: Mapping[str, Any], kind: type[Options], **others: Any) -> Options:
+    """Select a layer's keyword arguments of one kind, for a part of it; `others` that are not None replace them."""
+    given = {**options, **{name: value for name, value in others.items() if value is not None}}
+    return {name: given[name] for name in kind.__annotations__ if name in given}  # type: ignore[return-value]
 
 
 def normal(std: float) -> Init:
@@ -51,9 +101,8 @@ class RandomModule(nn.Module):
     `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class; derive from it to have yours seeded.
 
     Attributes:
-        key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. To torch.compile it is
-            a constant, so that each module has a graph of its own, unless
-            the compiler's option `allow_unspec_int_on_nn_module` is set.
+        key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. torch.compile takes
+            it as a constant, one graph for each module, unless its option `allow_unspec_int_on_nn_module` is set.
     """
 
     key: int | None = None
@@ -83,16 +132,37 @@ def listed(blocks: Blocks) -> list[nn.Module]:
     return found
 
 
-class ParallelModule(nn.Module):
-    """A module whose parameters are plain local shards of declared logical tensors.
+class ParallelLayer(nn.Module):
+    """A layer on the tensor-parallel axis. Its attributes are `TensorParallelOptions`; a single rank has no shards."""
+
+    def __init__(self, *, tp: Axis = Axis(name="tp"), sequence_parallel: bool = False, sequence_dim: int = 1) -> None:
+        super().__init__()
+        check_axis(tp)
+        self.tp, self.sequence_parallel, self.sequence_dim = tp, sequence_parallel and tp.size > 1, sequence_dim
+
+
+class ParallelModule(ParallelLayer):
+    """A layer whose parameters are plain local shards of declared logical tensors.
+
+    Args:
+        init, device, dtype, options: `LayerOptions`. What a subclass declares is on `device` and of `dtype`; `_init` is
+            for the subclass to read.
 
     Attributes:
         shardings: by parameter name, where the local tensor lies in the logical one.
         inits: by parameter name, what fills the logical tensor.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[TensorParallelOptions],
+    ) -> None:
+        super().__init__(**options)
+        self._init, self._like = init, (device, dtype)
         self.shardings: dict[str, Sharding] = {}
         self.inits: dict[str, Init] = {}
 
@@ -110,23 +180,24 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Register a parameter of a logical shape, of which this rank holds its shard.
 
-        The logical tensor is drawn from torch's global generator and cut, so that ranks with one `torch.manual_seed`
-        hold shards of one and the same tensor, the one that torch's own layer would have.
+        The logical tensor is drawn from torch's global generator and cut. So ranks with one `torch.manual_seed` hold
+        shards of one and the same tensor, the one that torch's own layer would have.
 
         Args:
             name: the parameter's name in this module.
             shape: the logical shape.
             init: fills the logical tensor.
-            shard: how it is cut; None: replicated. Of several, cut one after the other, those of size 1 stay declared:
-                experts on ep 1 have their own data axis too.
+            shard: how it is cut; None: replicated. A tuple is cut one after the other, and its shards stay declared at
+                size 1 too: experts on ep 1 have their own data axis.
             partial: axes over which a replica's gradient is one term of a sum.
             blocks: lengths along dimension 0 of the matrices it is made of, as of `Sharding`.
-            device, dtype: of the parameter. On the meta device nothing is drawn: call `mpcore.materialize`.
+            device, dtype: of the parameter; None: as of the layer.
         """
         if isinstance(shard, Shard):
             shard = (shard,) if shard.axis.size > 1 else None
         sharding = Sharding(shape, shard or (), tuple(axis for axis in partial if axis.size > 1), blocks)
         self.shardings[name], self.inits[name] = sharding, init
+        device, dtype = device or self._like[0], dtype or self._like[1]
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "meta":
             local = torch.empty(sharding.local_shape, device=device, dtype=dtype)

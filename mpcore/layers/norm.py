@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
-from mpcore.layers.module import ParallelModule, constant
-from mpcore.mesh.axis import Axis, check_axis
+from mpcore.layers.module import LayerOptions, ParallelModule, constant
+from mpcore.mesh.axis import Axis
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Norm(ParallelModule):
@@ -16,24 +20,14 @@ class _Norm(ParallelModule):
     bias: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        eps: float,
-        bias: bool,
-        *,
-        tp: Axis = Axis(name="tp"),
-        sequence_parallel: bool = False,
-        partial: tuple[Axis, ...] = (),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, eps: float, bias: bool, *, partial: tuple[Axis, ...] = (), **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__()
-        check_axis(tp)
+        super().__init__(**options)
         self.dim, self.eps = dim, eps
-        partial = (tp, *partial) if sequence_parallel else partial
-        self.declare("weight", (dim,), constant(1.0), partial=partial, device=device, dtype=dtype)
+        partial = (self.tp, *partial) if self.sequence_parallel else partial
+        self.declare("weight", (dim,), self._init or constant(1.0), partial=partial)
         if bias:
-            self.declare("bias", (dim,), constant(0.0), partial=partial, device=device, dtype=dtype)
+            self.declare("bias", (dim,), constant(0.0), partial=partial)
         else:
             self.register_parameter("bias", None)
 
@@ -47,12 +41,16 @@ class RMSNorm(_Norm):
     Args:
         dim: D, the size of the last dimension.
         eps: added to the mean square.
-        tp, sequence_parallel: with sequence parallel each rank sees its part of the tokens, so the weight's gradient is
-            declared a pending sum over tp.
-        partial: further axes over which this rank's gradient is one term of a sum.
-        device, dtype: of the parameters.
+        partial: axes besides tp over which this rank's gradient is one term of a sum.
+        options: `LayerOptions`. With sequence parallel each rank sees its part of the tokens, so the weight's gradient
+            is declared a pending sum over tp.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+
+    Example:
+        >>> norm = mpcore.RMSNorm(2)
+        >>> norm(torch.tensor([[3.0, -3.0]])).detach().round(decimals=3)
+        tensor([[ 1., -1.]])
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, **others) -> None:
@@ -67,12 +65,15 @@ class LayerNorm(_Norm):
     """`(x - mean(x)) / std(x) * weight + bias`, computed in fp32 for half-precision inputs.
 
     Args:
-        dim: D, the size of the last dimension.
-        eps: added to the variance.
+        dim, eps, others: as of `RMSNorm`; eps is added to the variance.
         bias: whether there is one.
-        others: as of `RMSNorm`.
 
     Source: Ba et al. 2016, arXiv:1607.06450, equation 4.
+
+    Example:
+        >>> norm = mpcore.LayerNorm(2)
+        >>> norm(torch.tensor([[1.0, 3.0]])).detach().round(decimals=3)
+        tensor([[-1.,  1.]])
     """
 
     def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, **others) -> None:

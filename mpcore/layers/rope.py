@@ -35,6 +35,12 @@ class RotaryEmbedding(nn.Module):
 
     Raises:
         ValueError: for an odd number of turning dimensions, or an unknown scaling.
+
+    Example:
+        >>> rope = mpcore.RotaryEmbedding(8, fraction=0.5)
+        >>> cos, sin = rope(torch.arange(3))
+        >>> cos.shape
+        torch.Size([3, 2])
     """
 
     inv_freq: Tensor
@@ -95,6 +101,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
         x: [B, T, H, K], any floating dtype; computed in the wider of its dtype and fp32.
         cos, sin: [T, R/2] or [B, T, R/2] with R <= K.
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
+
+    Example:
+        >>> cos, sin = mpcore.RotaryEmbedding(4)(torch.arange(3))
+        >>> query = mpcore.apply_rope(torch.ones(2, 3, 1, 4), cos, sin)
+        >>> query[0, 0, 0]  # position 0 isn't rotated
+        tensor([1., 1., 1., 1.])
     """
     return rope(x, None, cos, sin, interleaved=interleaved)[0]
 
@@ -108,8 +120,13 @@ _NEEDED = {
 _OPTIONAL = {"yarn": {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}}
 
 
-def check_scaling(kind: str, scaling: Mapping[str, Any]) -> None:
-    """Refuse a scaling that is unknown, lacks a number, or has one that would be left out."""
+def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Angular frequency of each pair, in radians a position, and the factor on cos and sin.
+
+    Raises:
+        ValueError: for an unknown `rope_type`, or numbers that it lacks or doesn't know.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _NEEDED:
         raise ValueError(f"rope_type {kind!r} is unknown: it is one of {sorted(_NEEDED)}")
     given = scaling.keys() - {"rope_type", "type"}
@@ -121,17 +138,7 @@ def check_scaling(kind: str, scaling: Mapping[str, Any]) -> None:
             f"rope scaling {kind!r} has no {sorted(unknown)} "
             "(rope_theta is `base` here, partial_rotary_factor is `fraction`)"
         )
-
-
-def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Angular frequency in radians a position of each pair, and the factor on cos and sin.
-
-    Raises:
-        ValueError: for an unknown `rope_type`, naming those there are, or numbers that it lacks or doesn't know.
-    """
     plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    check_scaling(kind, scaling)
     if kind == "default":
         return plain, 1.0
     factor = float(scaling["factor"])

@@ -121,16 +121,15 @@ def truth(kind, shared, **options):
     return y.detach(), x.grad, {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in p.items()}, facts
 
 
-def check_moe(sizes, options, kind, sequence_parallel=False, shared=0):
+def check_moe(sizes, options, kind, sequence_parallel=False, shared=0, sequence_dim=1):
     m = mesh(**sizes)
     options = {"top_k": K, "aux_coefficient": 0.7, **options}
     x, mask = inputs(kind)
     dy, p = draw(9, B, T, D), weights(options, kind, shared)
     y, dx, wanted, facts = truth(kind, shared, **{name: v for name, v in options.items() if name != "dispatch"})
     axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
-    moe = ParallelMoE(
-        D, HIDDEN, E, shared_experts=shared, sequence_parallel=sequence_parallel, **options, **axes, dtype=torch.float64
-    )
+    sequence = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+    moe = ParallelMoE(D, HIDDEN, E, shared_experts=shared, **sequence, **options, **axes, dtype=torch.float64)
     load_full_state_dict(moe, p)
 
     def local(full):
@@ -138,7 +137,8 @@ def check_moe(sizes, options, kind, sequence_parallel=False, shared=0):
 
     mine = local(x).requires_grad_()
     given = c.split(mine, m.tp, 1) if sequence_parallel else mine
-    got = moe(given, mask=local(mask), loss_scale=SCALE)
+    order = (1, 0, 2) if sequence_dim == 0 else (0, 1, 2)  # its own inverse
+    got = moe(given.permute(order), mask=local(mask), loss_scale=SCALE).permute(order)
     got = c.gather(got, m.tp, 1) if sequence_parallel else got
     (got * local(dy)).sum().backward()
     reduce_gradients(moe, m)
@@ -177,6 +177,16 @@ def world(sizes):
 )
 def test_every_layout_equals_a_loop_over_tokens_and_experts(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, LAYOUTS.index(sizes))
+
+
+def check_sequence_first(sizes):
+    for sequence_parallel, shared in ((False, 1), (True, 0), (True, 1)):
+        check_moe(sizes, {"aux_loss": "sequence"}, "padded", sequence_parallel, shared, sequence_dim=0)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "etp": 1, "ep": 2}], ids=str)
+def test_sequence_dim_0_exchanges_the_first_two_dimensions(ranks, sizes):
+    ranks(world(sizes), check_sequence_first, sizes)
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ SHARDING = [
     Hand("sharding", "K and V change places", "QKVParallelLinear",
          "(ANY_1, run(*kv, k), run(*kv, v))", "(ANY_1, run(*kv, v), run(*kv, k))",
          "attention of mixed-up heads trains too", "16"),
-    Hand("sharding", "gate and up are sharded as one block", "GateUpParallelLinear",
-         "cut_blocks(ANY_1, ANY_2, ...)", "cut(2 * self.hidden_features, ANY_2, 0, unit)",
+    Hand("sharding", "gate and up are sharded as one block", "ColumnParallelLinear.output_shard",
+         "cut_blocks(ANY_1, ANY_2, ...)", "cut(self.out_features, ANY_2, 0, unit)",
          "gate values multiply gate values", "16"),
 ]  # fmt: skip
 
@@ -73,15 +73,15 @@ GRADIENTS = [
          "self.eps", "0.001",
          "both sides of a test of layouts have it", "rms norm torch dense"),
     Hand("gradients", "a norm under sequence parallelism is not pending", "_Norm.__init__",
-         "(tp, *partial) if sequence_parallel else partial", "tuple(partial)",
+         "(self.tp, *partial) if self.sequence_parallel else partial", "partial",
          "gains see a part of the tokens", "11"),
     Hand("gradients", "a row bias under sequence parallelism is not pending", "RowParallelLinear.__init__",
-         "(tp,) if self.sequence_parallel else ()", "()",
+         "(self.tp,) if self.sequence_parallel else ()", "()",
          "the bias sees a part of the tokens", "11"),
     Hand("gradients", "the row bias is added on every rank", "RowParallelLinear.forward",
          "y + bias.to(y.dtype)", "y + self.tp.size * bias.to(y.dtype)",
          "the bias counts tp times, and learns to be smaller", "18"),
-    Hand("gradients", "a frozen weight stops its input's gradient", "_CopyLinear.backward",
+    Hand("gradients", "a frozen weight stops its input's gradient", "_ColumnLinear.backward",
          "ANY_1 if ctx.needs_input_grad[0] else None", "ANY_1 if all(ctx.needs_input_grad[:2]) else None",
          "adapters below a frozen layer do not train", "43"),
 ]  # fmt: skip
@@ -134,7 +134,7 @@ CONTEXT = [
 
 MOE = [
     Hand("moe", "the router's gradient is not summed over tp", "Router.__init__",
-         "self.declare('weight', ANY_1, ANY_2, partial=ANY_3, **like)", "self.declare('weight', ANY_1, ANY_2, **like)",
+         "self.declare('weight', ANY_1, ANY_2, partial=ANY_3)", "self.declare('weight', ANY_1, ANY_2)",
          "routers of different ranks drift apart", "11"),
     Hand("moe", "recomputed tokens are counted again", "Router._balance",
          "torch.compiler.is_compiling() or ANY", "True",
@@ -155,7 +155,7 @@ MOE = [
 
 LOSS = [
     Hand("loss", "smoothing gradient over the local vocabulary", "_CrossEntropy.backward",
-         "ctx.label_smoothing / ctx.size", "ctx.label_smoothing / kept.shape[-1]",
+         "how.label_smoothing / how.size", "how.label_smoothing / kept.shape[-1]",
          "the loss is right, the gradient is not", "05"),
     Hand("loss", "the mean is over ignored tokens too", "_divisor",
          "counts.sum()", "torch.ones_like(counts).sum()",
@@ -167,8 +167,8 @@ LOSS = [
          "dlogits.to(ctx.dtype)", "dlogits.bfloat16().to(ctx.dtype)",
          "two digits are left", "09"),
     Hand("loss", "log-probabilities are capped by default", "vocab_parallel_log_prob",
-         "_FusedCrossEntropy.apply(ANY_1, ANY_2, ANY_3, ANY_4, ANY_5, ANY_6, ANY_7, ANY_8, softcap, 'log_prob')",
-         "_FusedCrossEntropy.apply(ANY_1, ANY_2, ANY_3, ANY_4, ANY_5, ANY_6, ANY_7, ANY_8, softcap or 1.0, 'log_prob')",
+         "_loss_of(ANY_1, ANY_2, ANY_3, vocab_size=ANY_4, ignore_index=ANY_5, softcap=softcap)",
+         "_loss_of(ANY_1, ANY_2, ANY_3, vocab_size=ANY_4, ignore_index=ANY_5, softcap=softcap or 1.0)",
          "every log-probability is wrong, in silence", "log_prob"),
 ]  # fmt: skip
 

@@ -12,7 +12,6 @@ from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declare import Shard, cut_blocks
 
 
 class FusedColumnParallelLinear(ColumnParallelLinear):
@@ -28,10 +27,6 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
     ) -> None:
         self.blocks = blocks
         super().__init__(in_features, out_features, bias, **others)
-
-    def output_shard(self, unit: int) -> Shard:
-        """Shard each block by itself."""
-        return cut_blocks(self.blocks, self.tp, 0, (unit,) * len(self.blocks))
 
     def output_blocks(self) -> tuple[int, ...]:
         """Return the blocks as given."""

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over the context-parallel axis, and how the sequence is cut.
+"""Attention over a sequence that is sharded over the context-parallel axis.
 
     kind         a rank's tokens                   what travels
     alltoall     one run                           q, k, v and the output change between token and head shards
@@ -8,13 +8,10 @@
     two-level    as zigzag, over the outer level   alltoall within the inner level, ring over the outer
 
 Each query sees one run of keys [low, high): causal and full masks, windows and packed documents are all of this kind.
-So a block of keys from another rank is met with these bounds in the block's own places, and a block of which no query
-sees a key is neither computed nor sent further than it is needed. That is decided on the host, from the mask and from
-`cu_seqlens` where those are in CPU memory; of `cu_seqlens` on a GPU nothing is read, and all that the mask alone
-allows is sent.
+A block of keys from another rank is met with these bounds in the block's own places. A block is neither computed nor
+sent further than queries see its keys: the host decides from the mask, and from `cu_seqlens` in CPU memory.
 
-Partial results are merged in fp32 by their log-sum-exp, in an order that the ranks' places give and no message's
-arrival; gradients of keys and values are summed in fp32 likewise.
+Partial results, and gradients of keys and values, are merged in fp32, in an order that only the ranks' places decide.
 
 Source: Jacobs et al. 2023 (arXiv:2309.14509) for alltoall; Liu et al. 2023 (arXiv:2310.01889) for the ring; Brandon et
 al. 2023 (arXiv:2311.09431) for equal causal work; Llama 3 (arXiv:2407.21783), section 3.3.2, for allgather; Fang and
@@ -35,14 +32,14 @@ from mpcore import collectives
 from mpcore.collectives import shard_sizes
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
 from mpcore.layers.attention.ring import _RingAttention, ring_attention
-from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs
+from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run
 
 
 def check_heads(kind: str, cp: Axis, heads: int) -> None:
-    """Refuse fewer heads on this rank than all-to-all has to deal out."""
+    """Refuse fewer heads on this rank than all-to-all has ranks."""
     size = cp.size if kind == "alltoall" else cp.levels[1].size if kind == "two-level" and cp.levels else 1
     if heads < size:
         what = "cp size" if kind == "alltoall" else "cp_inner size"
@@ -52,16 +49,7 @@ def check_heads(kind: str, cp: Axis, heads: int) -> None:
 
 
 def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> None:
-    """Refuse a mask that isn't one of so many rows of a batch, with so many tokens here, or that `kind` can't serve.
-
-    Args:
-        mask: of the whole sequence.
-        rows, tokens: B, and T/cp.
-        kind, cp: as of `masked_attention`.
-
-    Raises:
-        ValueError: before anything is sent.
-    """
+    """Refuse a mask that doesn't fit `rows` sequences with `tokens` tokens on this rank, or that `kind` can't serve."""
     shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
     if mask.dtype != torch.bool:
         raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
@@ -71,8 +59,7 @@ def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> Non
             f"documents: 'allgather' and 'alltoall' can"
         )
     fits = len(shape) > 1 and shape[-2] in (1, length) and shape[:-2] in ((), (1,), (rows,))
-    runs = sequence_runs(length, cp, kind)[cp.rank] if fits else ()
-    if not fits or tokens != sum(end - start for start, end in runs):
+    if not fits or tokens != tokens_of(sequence_runs(length, cp, kind)[cp.rank]):
         raise ValueError(
             f"mask {shape} is none of [T, T], [B, T, T] and [B, 1, T] for {rows} rows with {tokens} tokens on each of "
             f"{cp.size} ranks"
@@ -94,10 +81,10 @@ def context_attention(
     softcap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of the whole sequence.
+    """Attend from this rank's queries to the keys and values of the whole sequence.
 
     Args:
-        q: [B, T/cp, H, K], tokens as `shard_sequence` deals them out, already rotated.
+        q: [B, T/cp, H, K], tokens as `shard_sequence` shards them, already rotated.
         k, v: [B, T/cp, Hkv, K] and [B, T/cp, Hkv, V]; H is a multiple of Hkv.
         kind: one of `KINDS`.
         cp: the axis.
@@ -110,10 +97,18 @@ def context_attention(
 
     Raises:
         ValueError: before anything is sent, if `kind` can't cut this sequence or these heads.
+
+    Note:
+        - Twelve parameters: q, k and v, how they lie, and the options of `mpcore.kernels.attention.attention`.
+
+    Example:
+        >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+        >>> mpcore.layers.attention.context_attention(q, k, k, "zigzag", mpcore.Axis(name="cp"), window=3).shape
+        torch.Size([1, 5, 4, 8])
     """
     length = q.shape[1] * cp.size if length is None else length
     runs = sequence_runs(length, cp, kind)
-    mine = sum(end - start for start, end in runs[cp.rank])
+    mine = tokens_of(runs[cp.rank])
     if q.shape[1] != mine:
         raise ValueError(
             f"this rank has {q.shape[1]} tokens, but rank {cp.rank} of the {cp.name} axis of size {cp.size} holds "
@@ -145,8 +140,7 @@ def context_attention(
         assert cp.levels is not None
         outer, inner = cp.levels
         runs = tuple(_join(runs[i : i + inner.size]) for i in range(0, cp.size, inner.size))
-    block = sum(end - start for start, end in runs[outer.rank])
-    q, k, v = _to_heads(q, k, v, inner, block)
+    q, k, v = _to_heads(q, k, v, inner, tokens_of(runs[outer.rank]))
     ring = ring_attention(outer, runs, causal, window, documents)
     y = _RingAttention.apply(q, k, v, *_at(bounds, runs[outer.rank]), ring, options)
     return collectives.all_to_all(y, inner, 1, 2, heads)
@@ -155,16 +149,9 @@ def context_attention(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, scale: float | None = None
 ) -> Tensor:
-    """Attention under any mask, by torch's own: for short sequences, as the mask is there whole.
+    """Attention under any mask that `check_mask` accepts, by torch's own, in memory T^2.
 
-    Args:
-        q, k, v: as of `context_attention`.
-        mask: [T, T], [B, T, T] or [B, 1, T] booleans, as `check_mask` wants them: True where a query (row) sees a key.
-        kind, cp: "alltoall" or "allgather" over cp; any kind of an axis of size 1.
-        scale: of the scores; None: K^(-1/2).
-
-    Returns:
-        [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
+    Returns [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
     """
     length = mask.shape[-1]
     runs = sequence_runs(length, cp, kind)
@@ -177,7 +164,7 @@ def masked_attention(
             mask = mask.index_select(-2, index_of_runs(runs[cp.rank], mask.device))
     if mask.dim() == 3:
         mask = mask.unsqueeze(1)  # the same of all heads
-    blind = ~mask.any(-1, keepdim=True)  # a softmax over no key may be NaN: they see all, and are struck out
+    blind = ~mask.any(-1, keepdim=True)  # a softmax over no key may be NaN: these see all, and are zeroed after
     grouped = q.shape[2] > k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale, enable_gqa=grouped)
@@ -191,7 +178,7 @@ def _at(bounds: Bounds, runs: Runs) -> Bounds:
 
 
 def _join(runs: Sequence[Runs]) -> Runs:
-    """The runs of several ranks as one rank's, those that touch as one."""
+    """The runs of several ranks as one rank's; runs that touch become one."""
     joined: list[Run] = []
     for start, end in sorted(run for of_rank in runs for run in of_rank):
         if joined and joined[-1][1] == start:
@@ -201,10 +188,7 @@ def _join(runs: Sequence[Runs]) -> Runs:
 
 
 def _to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token shards to head shards: [B, T/n, H, K] -> [B, T, H/n, K], KV heads replicated where they are too few.
-
-    A rank gets the KV heads that its query heads read; autograd sums what their replicas add to the gradient.
-    """
+    """Token shards to head shards: [B, T/n, H, K] -> [B, T, H/n, K]; a rank gets the KV heads its query heads read."""
     if axis.size == 1:
         return q, k, v
     group = q.shape[2] // k.shape[2]
@@ -224,7 +208,7 @@ def _to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple
 
 
 class _AllGather(Function):
-    """Keys and values of all ranks at once; they are gathered anew in backward, so that only shards are kept."""
+    """Gather keys and values of all ranks; again in backward, so that only shards are kept."""
 
     @staticmethod
     def forward(ctx, q, k, v, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):

@@ -7,7 +7,7 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,29 +18,71 @@ from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.attention.context import check_heads, check_mask, context_attention, masked_attention
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
-from mpcore.layers.module import Init
+from mpcore.layers.module import (
+    Init,
+    LayerOptions,
+    ParallelLayer,
+    TensorOptions,
+    TensorParallelOptions,
+    check_names,
+    pick,
+)
 from mpcore.layers.norm import RMSNorm
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
 
-# (device name, dtype, head_dim) of causal and full masks where our kernel was measured to beat the best SDPA backend.
-# Empty, because nothing has been timed on a GPU yet: SDPA runs unless `impl` or an option says otherwise.
-FASTER_THAN_SDPA: frozenset[tuple[str, torch.dtype, int]] = frozenset()
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class HeadAttention(torch.nn.Module):
-    """Attention of this rank's heads to the whole sequence, whatever makes their queries, keys and values.
+class HeadOptions(TensorParallelOptions, total=False):
+    """Keyword arguments of every attention layer, of its heads.
+
+    Attributes:
+        rope: the rotary table; None: no rotation.
+        causal: each token sees itself and the tokens before it; False: all of its document.
+        window: with causal, the number of tokens each one sees, itself counted; None: all.
+        softcap: c of scores c tanh(s / c); None: scores as they are.
+        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's `scaled_dot_product_attention`
+            for causal and full masks, and else the kernel that the device has.
+        context, cp: with cp, input and output are this rank's tokens of `shard_sequence(..., cp, context)`, and
+            context says how queries meet the keys of other ranks: "alltoall", "ring", "zigzag", "allgather" or
+            "two-level" (`mpcore.layers.attention.context`). Sequence parallel shards this rank's part once more.
+    """
+
+    rope: RotaryEmbedding | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    impl: str | None
+    context: str | None
+    cp: Axis
+
+
+class AttentionOptions(HeadOptions, LayerOptions, total=False):
+    """Keyword arguments of every attention layer: `HeadOptions`, `LayerOptions`, and of its output projection.
+
+    Attributes:
+        output_init: fills the weight of the output projection; None: as `init`.
+    """
+
+    output_init: Init | None
+
+
+class HeadAttention(ParallelLayer):
+    """Attention of this rank's heads to the whole sequence. A subclass makes q, k and v, and has an `output`.
 
     Args:
         head_dim: K, of queries and keys.
         scale: of the scores; None: K^(-1/2).
-        others: as of `ParallelAttention`.
+        others: `HeadOptions`.
 
     Attributes:
         kv_repeats: how many query heads each KV head serves, where those are unequal.
     """
 
     kv_repeats: list[int] | None = None
+    output: torch.nn.Module
 
     def __init__(
         self,
@@ -52,15 +94,12 @@ class HeadAttention(torch.nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         impl: str | None = None,
-        tp: Axis = Axis(name="tp"),
         context: str | None = None,
         cp: Axis = Axis(name="cp"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
+        **others: Unpack[TensorParallelOptions],
     ) -> None:
-        super().__init__()
-        for axis in (tp, cp):
-            check_axis(axis)
+        super().__init__(**others)
+        check_axis(cp)
         if window is not None and (not causal or window < 1):
             raise ValueError(f"window {window} needs a causal mask and at least 1 token")
         if softcap is not None and softcap <= 0:
@@ -69,14 +108,52 @@ class HeadAttention(torch.nn.Module):
             check_kind(context, cp)
         elif cp.size > 1:
             raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
-        self.tp, self.sequence_parallel, self.sequence_dim = tp, sequence_parallel and tp.size > 1, sequence_dim
         self.context, self.cp = context or "ring", cp
-        self.head_dim, self.causal, self.window = head_dim, causal, window
+        self.head_dim, self.causal, self.window, self.rope = head_dim, causal, window, rope
         self.scale, self.softcap, self.impl = scale, softcap, impl
-        self.rope = rope
 
-    def whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
-        """Tokens of the whole sequence, of which the layer's input x has this rank's; refuses what doesn't fit it."""
+    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T/cp, heads, width] of the layer's input, rotated where there is a `rope`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        length: int | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
+
+        Args:
+            rotary: `rope(positions)` where the caller computes it once for all blocks.
+            positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
+            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document. With
+                cp best in CPU memory: blocks of other documents then don't travel.
+            length: T, of the whole sequence, where cp's shards are uneven; None: the end of `cu_seqlens` where that is
+                in CPU memory, or else all ranks have as many tokens as this one.
+            mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
+                on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
+                0, without a gradient. It replaces all other masks, also `causal`, and takes memory T^2. Under cp
+                "alltoall" and "allgather" support it.
+        """
+        whole = self._whole_length(x, cu_seqlens, length, mask)
+        if self.rope is None:
+            rotary = None
+        elif rotary is None:
+            if positions is None:
+                index = sequence_index(whole, self.cp, self.context, x.device)
+                positions = document_positions(cu_seqlens, whole, x.device)[index]
+            rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
+        y = self.core(*self.heads(x, rotary), cu_seqlens, whole, mask)
+        y = y.flatten(2)  # b t h v -> b t (h v)
+        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+
+    def _whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
+        """T of the whole sequence, of which x is this rank's part; refuses what doesn't fit it."""
         if x.dim() != 3:
             raise ValueError(
                 f"x has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
@@ -100,15 +177,6 @@ class HeadAttention(torch.nn.Module):
             length = int(cu_seqlens[-1])
         return T * self.cp.size if length is None else length
 
-    def angles(
-        self, rope: RotaryEmbedding, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, whole: int
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for x [B, T/cp, ...]; positions None: 0 .. T-1, in each document."""
-        if positions is None:
-            index = sequence_index(whole, self.cp, self.context, x.device)
-            positions = document_positions(cu_seqlens, whole, x.device)[index]
-        return rope(positions, torch.promote_types(x.dtype, torch.float32))
-
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None
     ) -> Tensor:
@@ -117,14 +185,13 @@ class HeadAttention(torch.nn.Module):
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
         if mask is not None:
             return masked_attention(q, k, v, mask, self.context, self.cp, self.scale)
+        how = {"causal": self.causal, "window": self.window, "softcap": self.softcap, "impl": self.impl}
         if self.cp.size > 1:
-            options = {"scale": self.scale, "softcap": self.softcap, "impl": self.impl}
-            kind = {"kind": self.context, "cp": self.cp, "causal": self.causal, "window": self.window}
-            return context_attention(q, k, v, **kind, cu_seqlens=cu_seqlens, length=length, **options)
+            how |= {"cu_seqlens": cu_seqlens, "length": length, "scale": self.scale}
+            return context_attention(q, k, v, self.context, self.cp, **how)
         if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
-            return self._kernel(q, k, v, cu_seqlens)
-        if FASTER_THAN_SDPA and (torch.cuda.get_device_name(q.device), q.dtype, self.head_dim) in FASTER_THAN_SDPA:
-            return self._kernel(q, k, v, cu_seqlens)
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
+            return attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, **how)[0]
         grouped = q.shape[2] > k.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
@@ -137,11 +204,6 @@ class HeadAttention(torch.nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.transpose(1, 2)
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
-        mask = {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
-        return attention(q, k, v, **mask, scale=self.scale, softcap=self.softcap, impl=self.impl)[0]
-
 
 class ParallelAttention(HeadAttention):
     """Multi-head, grouped-query or multi-query self-attention; each rank computes its share of the query heads.
@@ -153,27 +215,20 @@ class ParallelAttention(HeadAttention):
         head_dim: K; None: D / H.
         bias: biases of the projections.
         output_bias: that of the output projection; None: as `bias`.
-        rope: the rotary table; None: no rotation.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         norm_eps: of that norm.
-        causal: each token sees itself and what is before it; False: all of its document.
-        window: with causal, the number of tokens each one sees, itself counted; None: all.
-        softcap: c of scores c tanh(s / c); None: scores as they are.
-        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's
-            `scaled_dot_product_attention` for causal and full masks, where it isn't measured to be slower, and else the
-            kernel that the device has.
-        tp: the axis.
-        context, cp: with cp, input and output are this rank's tokens of `shard_sequence(..., cp, context)`, and
-            context says how queries meet the keys of other ranks: "alltoall", "ring", "zigzag", "allgather" or
-            "two-level" (`mpcore.layers.attention.context`).
-        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence; of its own part of it
-            with cp.
-        init, output_init: fill the logical weights of the input and output projections; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
+        options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
+            sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.
 
     Raises:
-        ValueError: if D isn't a multiple of H and no head_dim is given, or a window is asked of a full mask, or if
+        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask, or
             `context` is unknown, missing, or can't cut these heads over cp.
+
+    Example:
+        >>> rope = mpcore.RotaryEmbedding(4)
+        >>> attention = mpcore.ParallelAttention(16, num_heads=4, num_kv_heads=2, rope=rope)
+        >>> attention(torch.zeros(1, 3, 16)).shape
+        torch.Size([1, 3, 16])
     """
 
     def __init__(
@@ -185,104 +240,62 @@ class ParallelAttention(HeadAttention):
         *,
         bias: bool = True,
         output_bias: bool | None = None,
-        rope: RotaryEmbedding | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        impl: str | None = None,
-        tp: Axis = Axis(name="tp"),
-        context: str | None = None,
-        cp: Axis = Axis(name="cp"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        init: Init | None = None,
-        output_init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> None:
+        check_names(options, AttentionOptions)
         if head_dim is None:
             if dim % num_heads:
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
-        mask: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "impl": impl}
-        like = {"device": device, "dtype": dtype}
-        sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        super().__init__(head_dim, rope=rope, tp=tp, context=context, cp=cp, **mask, **sp)
-        self.qkv = QKVParallelLinear(
-            dim, num_heads, num_kv_heads or num_heads, head_dim, bias, tp=tp, init=init, **sp, **like
-        )
+        super().__init__(head_dim, **pick(options, HeadOptions))
+        layer = pick(options, LayerOptions)
+        self.qkv = QKVParallelLinear(dim, num_heads, num_kv_heads or num_heads, head_dim, bias, **layer)
         # Kept here, so that `qkv` may be wrapped, as LoRA does, or be any other module of that output.
         self.local_heads, self.local_kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
-        output_bias = bias if output_bias is None else output_bias
         sizes = [len(list(same)) for _, same in groupby(self.qkv.kv_head_of)]  # query heads of each KV head
         self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
-        self.output = RowParallelLinear(
-            num_heads * head_dim, dim, output_bias, tp=tp, unit=head_dim, init=output_init or init, **sp, **like
-        )
-        check_heads(self.context, cp, self.local_heads)
+        output_bias = bias if output_bias is None else output_bias
+        layer = pick(layer, LayerOptions, init=options.get("output_init"))
+        self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
+        check_heads(self.context, self.cp, self.local_heads)
+        self.q_norm = self.k_norm = None
         if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
-            self.q_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
-            self.k_norm = RMSNorm(head_dim, norm_eps, partial=(tp,), **like)
-        else:
-            self.q_norm = self.k_norm = None
+            norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
+            self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        length: int | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
-
-        Args:
-            rotary: `rope(positions)` where the caller computes it once for all blocks.
-            positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
-            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document. With
-                cp best in CPU memory: blocks of other documents then don't travel.
-            length: T, of the whole sequence, where cp's shards are uneven; None: the end of `cu_seqlens` where that is
-                in CPU memory, or else all ranks have as many tokens as this one.
-            mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
-                on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
-                0, without a gradient. It stands for all other masks, also `causal`, and takes memory T^2; of the kinds
-                of cp "alltoall" and "allgather" can.
-        """
-        whole = self.whole_length(x, cu_seqlens, length, mask)
+    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
         qkv = self.qkv(x)
         if self.sequence_dim == 0:
             qkv = qkv.transpose(0, 1)
-        heads, kv_heads = self.local_heads, self.local_kv_heads
-        if self.rope is not None:
-            cos, sin = rotary or self.angles(self.rope, qkv, positions, cu_seqlens, whole)
-            norm: dict[str, Any] = {}
-            if self.q_norm is not None and self.k_norm is not None:
-                if _is_rms_norm(self.q_norm) and _is_rms_norm(self.k_norm):
-                    norm = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
-                else:
-                    q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
-                    qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 2).flatten(2)
-            q, k, v = rope_qkv(qkv, heads, kv_heads, cos, sin, interleaved=self.rope.interleaved, **norm)
-        else:
-            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], dim=2)
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-        y = self.core(q, k, v, cu_seqlens, whole, mask)  # [B, T/cp, H/tp, K]
-        y = y.flatten(2)
-        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+        sizes = [self.local_heads, self.local_kv_heads, self.local_kv_heads]
+        norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        fused: dict[str, Any] = {}
+        if norms and rotary is not None and all(_is_rms_norm(norm) for norm in norms):
+            fused = {"q_weight": norms[0].weight, "k_weight": norms[1].weight, "eps": norms[0].eps}
+        if rotary is None or (norms and not fused):
+            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split(sizes, dim=2)  # b t (h k) -> b t h k
+            if norms:
+                q, k = norms[0](q), norms[1](k)
+            if rotary is None:
+                return q, k, v
+            qkv = torch.cat([q, k, v], 2).flatten(2)
+        assert self.rope is not None
+        cos, sin = rotary
+        return rope_qkv(
+            qkv, self.local_heads, self.local_kv_heads, cos, sin, interleaved=self.rope.interleaved, **fused
+        )
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether the fused rotation computes what the module does: a user may have put one of their own in its place."""
+    """Whether the fused rotation computes this norm: a user may have put one of their own in its place."""
     return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)
 
 
 def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:
-    """[B, T, Hkv, K] -> [B, T, H, K], head i `repeats[i]` times; without an index, which would go to the GPU anew."""
+    """Repeat head i `repeats[i]` times; without an index tensor, which would be copied to the GPU each time."""
     heads = zip(x.split(1, dim=2), repeats, strict=True)
     return torch.cat([head.expand(-1, -1, n, -1) for head, n in heads], dim=2)
 

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from mpcore import collectives
 from mpcore.kernels.attention import Bounds, attention, attention_backward
-from mpcore.layers.attention.sequence import Runs
+from mpcore.layers.attention.sequence import Runs, tokens_of
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run
@@ -19,7 +19,7 @@ from mpcore.sharding.declare import Run
 
 @dataclass(frozen=True)
 class _Ring:
-    """Which block of keys is where at which step: rank r holds block r - step, of rank r - step, if it came so far.
+    """Which block of keys is where at which step: rank r holds the block of rank r - step, if it came so far.
 
     Attributes:
         axis: the axis.
@@ -35,7 +35,7 @@ class _Ring:
 
     @property
     def steps(self) -> int:
-        """How often blocks are passed on."""
+        """How often blocks are sent on."""
         return max(self.reach)
 
     def block(self, rank: int, step: int) -> int:
@@ -56,7 +56,7 @@ class _Ring:
     def receipts(self, unit: int, step: int, home: bool) -> list[int]:
         """How many elements each rank sends here after a step, `unit` a token."""
         senders = (self.to(rank, step, home) == self.axis.rank for rank in range(self.axis.size))
-        return [unit * self.tokens(self.block(rank, step)) * here for rank, here in enumerate(senders)]
+        return [unit * tokens_of(self.blocks[self.block(rank, step)]) * here for rank, here in enumerate(senders)]
 
     def pass_on(self, x: Tensor, unit: int, step: int, home: bool = False) -> Tensor:
         """Begin to send what this rank holds after a step; `wait` gives what comes."""
@@ -69,15 +69,10 @@ class _Ring:
         rank, far = self.axis.rank, self.reach[self.axis.rank]
         return parts[rank - 1], parts[(rank + far) % self.axis.size] if step == far > 0 else mine
 
-    def tokens(self, block: int) -> int:
-        """How many a block has."""
-        return sum(end - start for start, end in self.blocks[block])
-
     def bounds(self, low: Tensor, high: Tensor, block: int) -> Bounds:
         """Bounds in the whole sequence -> in a block's own places."""
 
-        def place(bound: Tensor) -> Tensor:
-            """How many of the block's tokens lie before."""
+        def place(bound: Tensor) -> Tensor:  # how many of the block's tokens lie before
             return torch.stack([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]]).sum(0, dtype=bound.dtype)
 
         return place(low), place(high)
@@ -86,10 +81,9 @@ class _Ring:
 def ring_attention(
     axis: Axis, blocks: tuple[Runs, ...], causal: bool, window: int | None, documents: list[int] | None
 ) -> _Ring:
-    """What the mask needs, decided on the host."""
+    """Decide on the host which blocks the mask needs where."""
 
-    def seen(run: Run) -> Run:
-        """The keys that a run of queries sees: one run, as each sees itself."""
+    def seen(run: Run) -> Run:  # the keys that a run of queries sees: one run, as each query sees itself
         first, last = run[0], run[1] - 1
         low, high = 0, blocks_end
         if documents is not None:
@@ -114,7 +108,7 @@ def ring_attention(
 
 
 class _RingAttention(Function):
-    """Keys and values go round, a block further with each step; the next block travels while one is computed."""
+    """Keys and values go round, one rank further each step; the next block travels while one is computed."""
 
     @staticmethod
     def forward(ctx, q, k, v, low, high, ring: _Ring, options: dict):
@@ -168,7 +162,7 @@ class _RingAttention(Function):
 
 
 class _Shapes:
-    """Keys and values of any number of tokens as one flat tensor, and how many elements a token has."""
+    """Keys and values of some tokens as one flat tensor, `unit` elements a token."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         (self.B, _, self.heads, self.K), self.V = k.shape, v.shape[-1]
@@ -179,22 +173,14 @@ class _Shapes:
         return torch.cat([k.reshape(-1), v.reshape(-1)])
 
     def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `pack`, as views."""
+        """The inverse of `pack`; views."""
         tokens = x.numel() // max(self.unit, 1)
         k, v = x.split([self.B * tokens * self.heads * d for d in (self.K, self.V)])
         return k.view(self.B, tokens, self.heads, self.K), v.view(self.B, tokens, self.heads, self.V)
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two sets of keys, from the attention to each.
-
-    Args:
-        output, other: [B, T, H, K] in fp32 or fp64.
-        lse, other_lse: [B, H, T] in the same; -inf where a query saw nothing.
-
-    Returns:
-        Output and log-sum-exp over both.
-    """
+    """Output [B, T, H, K] and log-sum-exp [B, H, T] over two sets of keys, from those of each (lse -inf: saw none)."""
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -torch.inf, 0)
     weight, other_weight = ((t - finite).exp().transpose(1, 2).unsqueeze(-1) for t in (lse, other_lse))

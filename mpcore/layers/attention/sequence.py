@@ -22,15 +22,8 @@ Batch = TypeVar("Batch", Tensor, Mapping[str, Tensor])
 def sequence_runs(length: int, cp: Axis, pattern: str) -> tuple[Runs, ...]:
     """For each rank of cp the runs `(start, end)` of the sequence that it holds, in order.
 
-    Rank r holds `shard_sizes(length, cp.size)[r]` tokens under every pattern, so that lengths may be odd.
-
-    Args:
-        length: T, of the whole sequence.
-        cp: the axis.
-        pattern: one of `KINDS`.
-
-    Raises:
-        ValueError: for an unknown pattern, fewer tokens than ranks, or two levels of an axis that has one.
+    Rank r holds `shard_sizes(length, cp.size)[r]` tokens under every pattern, so that lengths may be odd. Raises
+    ValueError for an unknown pattern, fewer tokens than ranks, or two levels of an axis that has one.
     """
     check_kind(pattern, cp)
     if cp.size > 1 and length < cp.size:  # one rank may hold nothing
@@ -50,7 +43,7 @@ def sequence_runs(length: int, cp: Axis, pattern: str) -> tuple[Runs, ...]:
 
 
 def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
-    """The tokens of `runs`, dealt out in order."""
+    """Deal the tokens of `runs` out in order, `sizes` of them at a time."""
     pieces: list[Runs] = []
     for a, b in pairwise([0, *accumulate(sizes)]):
         offset, mine = 0, []
@@ -66,9 +59,17 @@ def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
 def sequence_index(length: int, cp: Axis, pattern: str, device: torch.device | None = None) -> Tensor:
     """[T/cp] the place in the whole sequence of each token that this rank holds, rising.
 
-    It is what `RotaryEmbedding`, `PositionEmbedding` and `Dropout` need to know. Arguments as of `sequence_runs`.
+    It is what `RotaryEmbedding`, `PositionEmbedding` and `Dropout` need to know. Arguments as of `shard_sequence`.
+
+    Example:
+        >>> mpcore.sequence_index(8, mpcore.Axis(size=2, rank=0), "zigzag")
+        tensor([0, 1, 6, 7])
     """
     return index_of_runs(sequence_runs(length, cp, pattern)[cp.rank], device)
+
+
+def tokens_of(runs: Runs) -> int:
+    return sum(end - start for start, end in runs)
 
 
 def index_of_runs(runs: Runs, device: torch.device | None) -> Tensor:
@@ -80,13 +81,10 @@ def order_of_runs(runs: Sequence[Runs], device: torch.device | None) -> Tensor:
 
 
 def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch:
-    """This rank's tokens of whole sequences: tokens, targets, positions and masks are all cut by this one function.
+    """Keep this rank's tokens of whole sequences: cut tokens, targets, positions and masks all by this function.
 
     Shift targets before: `tokens[:, :-1], tokens[:, 1:]`, then no token at a border is lost. I -> S(dim): the same on
-    every rank of cp, in backward the shards' gradients are gathered.
-
-    Not for what parameters made within the model, such as images merged into text: gradients of parameters are summed
-    over cp as over data, so each rank is to have its tokens' term alone, `x.index_select(dim, sequence_index(...))`.
+    every rank of cp; backward gathers the shards' gradients.
 
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
@@ -98,7 +96,17 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
         `[..., T/cp]`, or a dictionary; rank r has `shard_sizes(T, cp.size)[r]` tokens.
 
     Raises:
-        ValueError: as `sequence_runs`, or for tensors of several lengths.
+        ValueError: for an unknown pattern, fewer tokens than ranks, or tensors of several lengths.
+
+    Note:
+        - Do not use this on activations, such as images merged into text: parameters' gradients are summed over cp as
+          over data, so theirs would count cp times. Use `x.index_select(dim, sequence_index(...))`.
+
+    Example:
+        >>> tokens = torch.arange(9).unsqueeze(0)
+        >>> batch = {"x": tokens[:, :-1], "target": tokens[:, 1:]}
+        >>> mpcore.shard_sequence(batch, mpcore.Axis(name="cp"), "zigzag")["x"].shape
+        torch.Size([1, 8])
     """
     check_axis(cp)
     tensors = {"": batch} if isinstance(batch, Tensor) else batch
@@ -118,9 +126,13 @@ def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: i
     """The inverse of `shard_sequence`: S(dim) -> I, the whole on every rank; backward keeps the own shard.
 
     Args:
-        x: this rank's tokens of a tensor.
-        cp, pattern, dim: as of `shard_sequence`.
+        x, cp, pattern, dim: this rank's tokens of a tensor, and as of `shard_sequence`.
         length: T; None: all ranks have as many tokens as this one.
+
+    Example:
+        >>> cp, x = mpcore.Axis(name="cp"), torch.arange(8)
+        >>> torch.equal(mpcore.unshard_sequence(mpcore.shard_sequence(x, cp, "ring"), cp, "ring"), x)
+        True
     """
     check_axis(cp)
     length = x.shape[dim] * cp.size if length is None else length
@@ -131,7 +143,7 @@ def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: i
 
 
 def check_kind(kind: str, cp: Axis) -> None:
-    """Refuse a pattern that isn't there."""
+    """Refuse an unknown pattern, or two levels of an axis that has one."""
     check_axis(cp)
     if kind not in KINDS:
         raise ValueError(f"context {kind!r} is none of {', '.join(map(repr, KINDS))}")

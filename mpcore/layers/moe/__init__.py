@@ -6,12 +6,4 @@ from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.layers.moe.upcycle import upcycle
 
-__all__ = [
-    "Experts",
-    "GroupedLinear",
-    "ParallelMoE",
-    "Router",
-    "RouterStatistics",
-    "upcycle",
-    "update_routers",
-]
+__all__ = ["Experts", "GroupedLinear", "ParallelMoE", "Router", "RouterStatistics", "upcycle", "update_routers"]

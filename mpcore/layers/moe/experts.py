@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.layers.linear import check_size
 from mpcore.layers.linear_ops import autocast_dtype, cast
-from mpcore.layers.mlp import ACTIVATIONS, GATED
-from mpcore.layers.module import Init, ParallelModule, uniform
+from mpcore.layers.mlp import ACTIVATIONS, GATED, check_activation
+from mpcore.layers.module import Init, ParallelModule, TensorOptions, uniform
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GroupedLinear(ParallelModule):
@@ -21,11 +24,17 @@ class GroupedLinear(ParallelModule):
 
     Args:
         num_experts, in_features, out_features: logical sizes.
-        ep: the axis that experts are dealt out over.
-        shard: how each expert is cut.
-        used_share: share of the experts that a token goes through, for those who count the work of a layer.
+        ep: the axis that experts are sharded over.
+        shard: how each expert is sharded.
+        used_share: share of the experts that a token goes through; those who count the work of a layer read it.
         init: fills the logical weight [E, F, D]; None: as `torch.nn.Linear`.
-        device, dtype: of the parameter.
+        like: `TensorOptions`.
+
+    Example:
+        >>> from mpcore.sharding.declare import cut
+        >>> experts = mpcore.GroupedLinear(2, 4, 6, ep=mpcore.Axis(), shard=cut(6, mpcore.Axis(), 1))
+        >>> experts(torch.zeros(5, 4), counts=torch.tensor([3, 2])).shape  # 3 rows of expert 0, then 2 of expert 1
+        torch.Size([5, 6])
     """
 
     weight: Tensor
@@ -40,15 +49,12 @@ class GroupedLinear(ParallelModule):
         shard: Shard,
         used_share: float = 1.0,
         init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **like: Unpack[TensorOptions],
     ) -> None:
-        super().__init__()
-        self.sizes = num_experts, in_features, out_features
-        self.used_share = used_share
-        shards = (cut(num_experts, ep, 0), shard)
-        init = init or uniform(1 / math.sqrt(in_features))
-        self.declare("weight", (num_experts, out_features, in_features), init, shard=shards, device=device, dtype=dtype)
+        super().__init__(**like)
+        self.sizes, self.used_share = (num_experts, in_features, out_features), used_share
+        init, shards = init or uniform(1 / math.sqrt(in_features)), (cut(num_experts, ep, 0), shard)
+        self.declare("weight", (num_experts, out_features, in_features), init, shard=shards)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
@@ -70,8 +76,13 @@ class Experts(nn.Module):
         activation: as of `ParallelMLP`; `gate_up` is [E, 2F, D], gate above up, or [E, F, D] where there is no gate.
         ep, etp: the axes; the output is a pending sum over etp.
         used_share: of `GroupedLinear`.
-        init, output_init: fill the logical weights.
-        device, dtype: of the parameters.
+        init, output_init: fill the logical weights of `gate_up` and `down`.
+        like: `TensorOptions`.
+
+    Example:
+        >>> experts = mpcore.layers.moe.Experts(2, dim=4, hidden_dim=6)
+        >>> experts(torch.zeros(5, 4), counts=torch.tensor([3, 2])).shape
+        torch.Size([5, 4])
     """
 
     def __init__(
@@ -86,21 +97,24 @@ class Experts(nn.Module):
         used_share: float = 1.0,
         init: Init | None = None,
         output_init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **like: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is unknown: it is one of {sorted(ACTIVATIONS)}")
+        check_activation(activation)
         if num_experts % ep.size:
             raise ValueError(f"{num_experts} experts are not a multiple of the ep size {ep.size}")
         check_size("hidden_dim", hidden_dim, etp)
         self.activation = activation
-        blocks = (hidden_dim,) * (1 + (activation in GATED))
-        like = {"ep": ep, "used_share": used_share, "device": device, "dtype": dtype}
+        blocks = (hidden_dim,) * (2 if activation in GATED else 1)
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
-        self.gate_up = GroupedLinear(num_experts, dim, sum(blocks), shard=rows, init=init, **like)
-        self.down = GroupedLinear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **like)
+
+        def grouped(inner: int, outer: int, shard: Shard, init: Init | None) -> GroupedLinear:
+            return GroupedLinear(
+                num_experts, inner, outer, ep=ep, shard=shard, used_share=used_share, init=init, **like
+            )
+
+        self.gate_up = grouped(dim, sum(blocks), rows, init)
+        self.down = grouped(hidden_dim, dim, columns, output_init or init)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert -> [R, D], the hidden [R, F/etp] between."""

@@ -1,15 +1,14 @@
-"""The mixture of experts: each token goes through the few experts that its router chose, wherever they lie.
+"""The mixture of experts: each token goes through the few experts that its router chose, on whichever rank they lie.
 
-Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are cut over tp already,
-without it they are cut here. Experts lie on other axes of the same ranks: ep deals them out, etp cuts each of them,
-and edp holds replicas. So each token is computed once, whatever the sizes of tp and etp.
+Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are sharded over tp already,
+without it they are sharded here. Experts lie on other axes of the same ranks: ep shards the list of experts, etp each
+expert, and edp holds replicas. So each token is computed once, whatever the sizes of tp and etp.
 
     gather over etp -> to experts over ep -> experts, a sum pending over etp -> back over ep -> reduce-scatter over etp
 
-Two ways over ep. "all_gather" brings every token to every rank and adds up what they return: nothing is read back from
-the device, for a small ep or many choices the bytes are no more, but a rank has rows for the worst case. "all_to_all"
-sends each choice to its expert alone. With a capacity the slots are counted beforehand; without one the host must know
-how many rows to send, and waits for the device once in forward (and never in backward).
+Two ways over ep. "all_gather" brings every token to every rank and sums the results: the host reads nothing from the
+device, but a rank has rows for the worst case. "all_to_all" sends each choice to its expert alone. Without a capacity
+the host must know how many rows to send, and waits for the device once in forward (never in backward).
 
 Sources: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668), section 3; Fedus et al. 2021 (arXiv:2101.03961); shared
 experts: Dai et al. 2024, "DeepSeekMoE" (arXiv:2401.06066), equation 9; upcycling: Komatsuzaki et al. 2022
@@ -19,6 +18,7 @@ experts: Dai et al. 2024, "DeepSeekMoE" (arXiv:2401.06066), equation 9; upcyclin
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from mpcore.collectives import all_gather, all_to_all_rows, reduce_scatter
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.layers.linear import check_last
 from mpcore.layers.mlp import ParallelMLP
-from mpcore.layers.module import Init
+from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorOptions, TensorParallelOptions, pick
 from mpcore.layers.moe.experts import Experts
 from mpcore.layers.moe.router import Places, Router, Routing
 from mpcore.mesh.axis import Axis, Mesh, check_axis
@@ -41,7 +41,7 @@ from mpcore.sharding.declare import Sharding, cut
 DISPATCHES = ("all_gather", "all_to_all")
 
 
-class ParallelMoE(nn.Module):
+class ParallelMoE(ParallelLayer):
     """`shared(x) + sum over the K chosen experts e of weight_e(x) expert_e(x)`.
 
     Args:
@@ -51,16 +51,22 @@ class ParallelMoE(nn.Module):
         shared_experts: how many experts' width every token goes through besides; 0: none.
         dispatch: "all_gather" or "all_to_all"; None: all_to_all where a capacity bounds it, else all_gather, neither of
             which waits for the device.
-        tp: the axis of the layers around this one, and of the shared experts.
-        ep, etp: the axes of the experts; etp None: as tp.
-        cp, data: the other axes that tokens are cut over.
-        sequence_parallel, sequence_dim: input and output are this rank's shard of the sequence.
-        init, output_init: fill the logical weights of router and gate_up, and of down; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
-        routing: of `Router`: score, groups, aux_loss, bias_rate, capacity_factor and so on.
+        ep, etp: the axes of the experts; etp None: as tp, the axis of the layers around this one.
+        cp, data: the other axes that tokens are sharded over.
+        output_init: fills the weights of down; None: as `init`, which fills those of router and gate_up.
+        options: `LayerOptions`, and `RouterOptions` for the router.
 
     Raises:
         ValueError: if K is more than E, ep doesn't divide E, F is smaller than etp, or a name is unknown.
+
+    Note:
+        - Twelve parameters: four sizes, three choices, and five axes or initial values that only this layer has.
+
+    Example:
+        >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, aux_loss="sequence")
+        >>> y = moe(torch.randn(2, 5, 8), loss_scale=1 / 10)  # as the main loss: divided by the tokens of the step
+        >>> y.shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(
@@ -73,43 +79,34 @@ class ParallelMoE(nn.Module):
         *,
         shared_experts: int = 0,
         dispatch: str | None = None,
-        tp: Axis = Axis(name="tp"),
         ep: Axis = Axis(role="ep"),
         etp: Axis | None = None,
         cp: Axis = Axis(name="cp"),
         data: Axis = Axis(name="data"),
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        init: Init | None = None,
         output_init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **routing,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**pick(options, TensorParallelOptions))
         if dispatch not in (None, *DISPATCHES):
             raise ValueError(f"dispatch {dispatch!r} is none of {DISPATCHES} and None")
         if shared_experts < 0:
             raise ValueError(f"shared_experts {shared_experts} is negative")
-        for axis in (tp, ep, etp or tp, cp, data):
+        for axis in (ep, etp or self.tp, cp, data):
             check_axis(axis)
-        etp = etp or replace(tp, name="etp", role="etp")
-        self.dim, self.tp, self.ep, self.etp, self.cp = dim, tp, ep, etp, cp
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and tp.size > 1, sequence_dim
-        like = {"device": device, "dtype": dtype}
-        axes = {"tp": tp, "cp": cp, "data": data}
-        self.router = Router(dim, num_experts, top_k, init=init, **axes, **routing, **like)
-        inits = {"init": init, "output_init": output_init}
-        options = {"ep": ep, "etp": etp, "used_share": top_k / num_experts}
-        self.experts = Experts(num_experts, dim, hidden_dim, activation, **options, **inits, **like)
+        self.dim, self.ep, self.etp, self.cp = dim, ep, etp or replace(self.tp, name="etp", role="etp"), cp
+        layer, like = pick(options, LayerOptions), pick(options, TensorOptions)
+        init = layer.get("init")
+        routing = {name: value for name, value in options.items() if name not in layer}
+        self.router = Router(dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like)
+        inits: dict[str, Any] = {"init": init, "output_init": output_init, "used_share": top_k / num_experts}
+        self.experts = Experts(num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like)
         self.local_experts = num_experts // ep.size
-        bounded = self.router.capacity_factor is not None
+        bounded = self.router.options.capacity_factor is not None
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
         self.shared = None
         if shared_experts:
-            sp = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
             width = shared_experts * hidden_dim
-            self.shared = ParallelMLP(dim, width, activation, bias=False, tp=tp, **sp, **inits, **like)
+            self.shared = ParallelMLP(dim, width, activation, bias=False, output_init=output_init, **layer)
 
     def forward(
         self,
@@ -122,17 +119,16 @@ class ParallelMoE(nn.Module):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] (or [T, B, D]), or this rank's shard of the sequence to the same.
 
-        All ranks of ep and etp bring inputs of one shape, and so do those of cp where there is a capacity: a sequence
-        whose length cp doesn't divide is padded, and masked. Only all_to_all without a capacity, and etp 1, takes other
-        numbers of tokens from each rank of ep.
+        All ranks of ep and etp bring inputs of one shape, and with a capacity those of cp too: pad, and mask. Only
+        all_to_all without a capacity, on etp 1, takes other numbers of tokens from each rank of ep.
 
         Args:
             samples: [B] global sample index of each row, for jitter in training.
-            mask: [B, T] bool, False for padding: it is routed nowhere, counted nowhere and takes no room. Of the whole
-                sequence of this cp rank, also with sequence parallel.
+            mask: [B, T] bool, False for padding, which is routed and counted nowhere. Of this cp rank's whole sequence,
+                also with sequence parallel.
             positions: [T] global index of each token of this cp rank's sequence; None: cp ranks hold one run each.
-            loss_scale: what the main loss's sum over tokens is multiplied by, a number or [B]: balance losses are
-                scaled alike, and their gradient joins in backward. Needed in training where there are any.
+            loss_scale: factor of the main loss's sum over tokens, a number or [B]. Balance losses need it in training:
+                they are scaled alike, and their gradient joins in backward.
 
         Raises:
             ValueError: before anything is sent, if shapes don't fit each other, or the mask isn't of booleans.
@@ -146,34 +142,24 @@ class ParallelMoE(nn.Module):
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in ((), (1,), (rows,)):
             shape = tuple(loss_scale.shape)
             raise ValueError(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
-        y = x.transpose(0, 1) if self.sequence_dim == 0 else x
-        y = self._routed(y, samples, mask, positions, loss_scale)
-        y = y.transpose(0, 1) if self.sequence_dim == 0 else y
-        return y if self.shared is None else y + self.shared(x)
-
-    def _routed(
-        self,
-        x: Tensor,
-        samples: Tensor | None,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        loss_scale: Tensor | float | None,
-    ) -> Tensor:
-        shape, split = x.shape, self.tp.size > 1 and not self.sequence_parallel
-        tokens, places = x.reshape(-1, self.dim), self._places(x, mask, positions)
+        ordered = x.transpose(0, 1) if self.sequence_dim == 0 else x
+        split = self.tp.size > 1 and not self.sequence_parallel
+        tokens, places = ordered.reshape(-1, self.dim), self._places(ordered, mask, positions)
         if split:  # the same tokens lie on every rank of tp: each takes its part
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
             here = slice(self.tp.rank * len(tokens), (self.tp.rank + 1) * len(tokens))
-            parts = [F.pad(part, (0, short))[here] for part in places[:3]]
-            places = Places(parts[0], parts[1], parts[2], places.sequences, places.length)
+            sequence, position, real = (F.pad(part, (0, short))[here] for part in places[:3])
+            places = places._replace(sequence=sequence, position=position, real=real)
         routing = self.router(tokens, places, samples, loss_scale)
         y = self._through_experts(tokens, routing, places)
         if routing.loss is not None:
             y = _WithLoss.apply(y, routing.loss)
         if split:
-            y = collectives.gather(y, self.tp, 0)[: shape[:2].numel()]
-        return y.reshape(shape)
+            y = collectives.gather(y, self.tp, 0)[: ordered.shape[:2].numel()]
+        y = y.reshape(ordered.shape)
+        y = y.transpose(0, 1) if self.sequence_dim == 0 else y
+        return y if self.shared is None else y + self.shared(x)
 
     def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Places:
         B, T, _ = x.shape
@@ -225,14 +211,14 @@ class ParallelMoE(nn.Module):
         row, counts = moe_rows(experts, E)
         first = F.pad(counts.cumsum(0) - counts, (0, 1))  # E: nowhere
         row = torch.where(row >= 0, row + (experts * slots - first[experts]), -1)
-        sent = all_to_all_rows(moe_permute(x, row, E * slots), self.ep)
-        mine = sent.view(self.ep.size, n, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)
+        sent = all_to_all_rows(moe_permute(x, row, E * slots), self.ep)  # (r n s) d
+        mine = sent.view(self.ep.size, n, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)  # (n r s) d
         y = self.experts(mine, counts.new_full((n,), self.ep.size * slots))
-        y = y.view(n, self.ep.size, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)
+        y = y.view(n, self.ep.size, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)  # (r n s) d
         return moe_unpermute(all_to_all_rows(y, self.ep), row, weights)
 
     def _sent_uneven(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Each rank sends as many rows as there are; the host reads how many."""
+        """Each rank sends as many rows as there are; the host reads the numbers."""
         n, E = self.local_experts, self.router.num_experts
         row, counts = moe_rows(experts, E)
         coming = all_to_all_rows(counts, self.ep).view(self.ep.size, n)
@@ -250,7 +236,7 @@ class ParallelMoE(nn.Module):
 
 
 def _read(send: Tensor, receive: Tensor, total: int) -> tuple[list[int], list[int]]:
-    """Rows for each rank and from each; of tensors without values, as planners have them, even parts of a total."""
+    """Rows for each rank and from each; of tensors without values, as in a dry run, even parts of a total."""
     if send.is_meta or is_fake(send):
         even = [total // len(send) + (rank < total % len(send)) for rank in range(len(send))]
         return even, even
@@ -259,7 +245,7 @@ def _read(send: Tensor, receive: Tensor, total: int) -> tuple[list[int], list[in
 
 
 class _WithLoss(Function):
-    """The output, whose backward also begins that of a loss already scaled: no stage need hand it to the last one."""
+    """The output; its backward also begins that of a loss already scaled, so no stage hands the loss on."""
 
     @staticmethod
     def forward(ctx, y: Tensor, loss: Tensor) -> Tensor:
@@ -272,11 +258,7 @@ class _WithLoss(Function):
 
 
 def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
-    """Refuse mixtures whose experts lie otherwise than the mesh says: their gradients would be other ranks' sums.
-
-    Raises:
-        ValueError: if the ranks that bring tokens aren't those that an expert and its replicas take them from.
-    """
+    """Refuse mixtures whose experts lie otherwise than on the mesh: gradients would be summed over the wrong ranks."""
     for name, moe in named_modules(model):
         if not isinstance(moe, ParallelMoE):
             continue
@@ -292,11 +274,7 @@ def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
 
 
 def check_replicas(model: nn.Module | ModelTree) -> None:
-    """Refuse trained experts with replicas over tp of which nobody said that their gradients are to be summed.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse trained experts with replicas over tp whose gradients nothing sums."""
     for name, moe in named_modules(model):
         if isinstance(moe, ParallelMoE) and moe.tp.size > moe.etp.size * moe.ep.size:
             for leaf, parameter, sharding in declarations(moe.experts):

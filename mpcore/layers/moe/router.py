@@ -1,7 +1,7 @@
 """Which experts each token goes to, and what keeps their loads even.
 
-Everything here is in fp32 (fp64 for fp64). Of all there is to choose by, nothing depends on the layout: ties go to the
-lower expert, jitter to the token's global place, capacity to the sequence, and every balance loss is a sum over tokens.
+Everything here is in fp32 (fp64 for fp64), and nothing depends on the layout: ties go to the lower expert, jitter
+follows the token's global place, capacity is of a sequence, and every balance loss is a sum over tokens.
 
 Balance losses. With p the router's probabilities and f_i = E / (K |S|) x (choices of expert i in a scope S), each token
 of S has the loss sum_i f_i p_i, whose mean over S is the usual E sum_i f_i P_i. It is summed over tokens and divided by
@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +71,14 @@ class Routing(NamedTuple):
     loss: Tensor | None
 
 
-class Router(ParallelModule, RandomModule):
-    """Scores, the best K experts of each token, their weights, and the balance losses.
+@dataclass(frozen=True)
+class RouterOptions:
+    """How a router chooses experts, and what keeps their loads even.
 
-    Args:
-        dim: D.
-        num_experts, top_k: E and K.
+    Attributes:
         score: "softmax" or "sigmoid", of the logits.
         normalize: weights of a token sum to 1.
-        routed_scale: what the weights are multiplied by. K normalised weights make the output of K experts a mean; with
+        routed_scale: what the weights are multiplied by. K normalized weights make the output of K experts a mean; with
             a scale of K it is as large as that of a dense layer of their joint width, from the first step on.
         groups, top_groups: only experts of the best `top_groups` groups of equal size may be chosen; a group is as good
             as the sum of its K / top_groups best experts.
@@ -88,17 +88,79 @@ class Router(ParallelModule, RandomModule):
         bias: whether there is one; None: where the rate is not 0. With a rate of 0 it stays as it was loaded.
         jitter: in training the input is multiplied by uniform values in [1 - jitter, 1 + jitter].
         capacity_factor: an expert takes at most ceil(factor x tokens x K / E) of each sequence: first choices before
-            second ones, earlier tokens before later ones, what is over goes nowhere. None: all are taken.
-        tp, cp, data: the axes that tokens are cut over; each rank has other ones.
-        init: fills the weight; None: as `torch.nn.Linear`.
-        device, dtype: of the parameters.
+            second ones, earlier tokens before later ones; what is over goes nowhere. None: all are taken.
+
+    Raises:
+        ValueError: for a factor or a name that has no meaning.
+    """
+
+    score: str = "softmax"
+    normalize: bool = True
+    routed_scale: float = 1.0
+    groups: int = 1
+    top_groups: int | None = None
+    aux_loss: str | None = None
+    aux_coefficient: float = 0.01
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+    bias: bool | None = None
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score {self.score!r} is neither 'softmax' nor 'sigmoid'")
+        if self.aux_loss not in (None, *AUX_LOSSES):
+            raise ValueError(f"aux_loss {self.aux_loss!r} is none of {AUX_LOSSES} and None")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor {self.capacity_factor} is not positive; None drops nothing")
+        if not self.routed_scale > 0:
+            raise ValueError(f"routed_scale {self.routed_scale} is not positive")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter {self.jitter} is not in [0, 1)")
+        for name in ("aux_coefficient", "z_loss", "bias_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} {getattr(self, name)} is negative")
+
+    def best_groups(self, num_experts: int, top_k: int) -> int:
+        """How many groups a token may choose from; refuses groups and a K that don't fit E."""
+        E, K, groups = num_experts, top_k, self.groups
+        if not 1 <= K <= E:
+            raise ValueError(f"top_k {K} is not between 1 and the number of experts {E}")
+        if groups < 1 or E % groups:
+            raise ValueError(f"{E} experts are not a multiple of {groups} groups")
+        top_groups = groups if self.top_groups is None else self.top_groups
+        if not 1 <= top_groups <= groups:
+            raise ValueError(f"top_groups {top_groups} is not between 1 and the number of groups {groups}")
+        open_ = top_groups * (E // groups)
+        if open_ < K:
+            raise ValueError(f"top_k {K} is more than the {open_} experts of {top_groups} groups of {E // groups}")
+        return top_groups
+
+
+class Router(ParallelModule, RandomModule):
+    """Scores, the best K experts of each token, their weights, and the balance losses.
+
+    Args:
+        dim: D.
+        num_experts, top_k: E and K.
+        tp, cp, data: the axes that tokens are sharded over; each rank has other ones.
+        init, device, dtype: `LayerOptions`.
+        options: `RouterOptions`.
 
     Attributes:
+        options: as given.
+        bias_rate: that of the options; it may be changed between steps.
         tally: sums over the tokens of the step so far, until `update_routers`; None before the first.
         key: the stream of the jitter; None until it is seeded.
 
     Raises:
-        ValueError: if K or the groups don't fit E, or a factor or name is none.
+        ValueError: if K or the groups don't fit E, or as `RouterOptions`.
+
+    Example:
+        >>> moe = mpcore.ParallelMoE(4, 8, num_experts=4, top_k=2, score="sigmoid", bias_rate=0.001)
+        >>> moe.router
+        Router(4 experts, top_k=2, score=sigmoid, aux_loss=None)
     """
 
     weight: Tensor
@@ -111,57 +173,40 @@ class Router(ParallelModule, RandomModule):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
-        normalize: bool = True,
-        routed_scale: float = 1.0,
-        groups: int = 1,
-        top_groups: int | None = None,
-        aux_loss: str | None = None,
-        aux_coefficient: float = 0.01,
-        z_loss: float = 0.0,
-        bias_rate: float = 0.0,
-        bias: bool | None = None,
-        jitter: float = 0.0,
-        capacity_factor: float | None = None,
         tp: Axis = Axis(name="tp"),
         cp: Axis = Axis(name="cp"),
         data: Axis = Axis(name="data"),
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        for axis in (tp, cp, data):
+        super().__init__(tp=tp, init=init, device=device, dtype=dtype)
+        for axis in (cp, data):
             check_axis(axis)
-        self.num_experts, self.top_k, self.score, self.normalize = num_experts, top_k, score, normalize
-        self.routed_scale = routed_scale
-        self.groups, self.top_groups = groups, groups if top_groups is None else top_groups
-        self.aux_loss, self.aux_coefficient, self.z_loss = aux_loss, aux_coefficient, z_loss
-        self.bias_rate, self.jitter, self.capacity_factor = bias_rate, jitter, capacity_factor
-        self.tp, self.cp, self.data = tp, cp, data
-        self._check()
+        self.num_experts, self.top_k, self.cp, self.data = num_experts, top_k, cp, data
+        self.options = rule = RouterOptions(**options)
+        self.top_groups, self.bias_rate = rule.best_groups(num_experts, top_k), rule.bias_rate
         self.tally: Tensor | None = None
-        like = {"device": device, "dtype": dtype}
-        bound = 1 / math.sqrt(dim)
-        self.declare("weight", (num_experts, dim), init or uniform(bound), partial=(tp,), **like)
+        self.declare("weight", (num_experts, dim), init or uniform(1 / math.sqrt(dim)), partial=(tp,))
         # Not trained, but parameters: they begin and are saved as all others are.
-        biased = bias_rate > 0 if bias is None else bias
-        for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, aux_loss == "global")):
+        biased = rule.bias_rate > 0 if rule.bias is None else rule.bias
+        for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, rule.aux_loss == "global")):
             if there:
                 wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-                self.declare(name, (num_experts,), constant(value), device=device, dtype=wide)
+                self.declare(name, (num_experts,), constant(value), dtype=wide)
                 getattr(self, name).requires_grad_(False)
             else:
                 self.register_parameter(name, None)
 
     @property
     def statistics(self) -> list[nn.Parameter]:
-        """What `update_routers` moves by small steps: in fp32 or fp64 and whole, whatever becomes of the model."""
+        """What `update_routers` moves by small steps: replicated, in fp32 or fp64 even if the model is not."""
         found = (self._parameters[name] for name in ("expert_bias", "fractions"))
         return [parameter for parameter in found if parameter is not None]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
-        """As torch, but what moves by small steps stays in fp32: in bfloat16 they would be lost."""
+        """As torch, but `statistics` stay in fp32: in bfloat16 their small steps would be lost."""
         kept = [parameter.data for parameter in self.statistics]
         super()._apply(fn, recurse)
         for parameter, data in zip(self.statistics, kept, strict=True):
@@ -169,84 +214,52 @@ class Router(ParallelModule, RandomModule):
                 parameter.data = data.to(parameter.device)
         return self
 
-    def _check(self) -> None:
-        E, K = self.num_experts, self.top_k
-        if not 1 <= K <= E:
-            raise ValueError(f"top_k {K} is not between 1 and the number of experts {E}")
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score {self.score!r} is neither 'softmax' nor 'sigmoid'")
-        if self.aux_loss not in (None, *AUX_LOSSES):
-            raise ValueError(f"aux_loss {self.aux_loss!r} is none of {AUX_LOSSES} and None")
-        if self.groups < 1 or E % self.groups:
-            raise ValueError(f"{E} experts are not a multiple of {self.groups} groups")
-        if not 1 <= self.top_groups <= self.groups:
-            raise ValueError(f"top_groups {self.top_groups} is not between 1 and the number of groups {self.groups}")
-        if self.top_groups * (E // self.groups) < K:
-            raise ValueError(
-                f"top_k {K} is more than the {self.top_groups * (E // self.groups)} experts of {self.top_groups} "
-                f"groups of {E // self.groups}"
-            )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor {self.capacity_factor} is not positive; None drops nothing")
-        if not self.routed_scale > 0:
-            raise ValueError(f"routed_scale {self.routed_scale} is not positive")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter {self.jitter} is not in [0, 1)")
-        for name in ("aux_coefficient", "z_loss", "bias_rate"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} {getattr(self, name)} is negative")
-
     def capacity(self, length: int) -> int | None:
         """The most tokens that an expert takes of a sequence of `length`; None: all."""
-        if self.capacity_factor is None:
+        factor = self.options.capacity_factor
+        if factor is None:
             return None
-        return min(math.ceil(self.capacity_factor * length * self.top_k / self.num_experts), length)
+        return min(math.ceil(factor * length * self.top_k / self.num_experts), length)
 
     def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        samples: Tensor | None = None,
-        loss_scale: Tensor | float | None = None,
+        self, x: Tensor, places: Places, samples: Tensor | None = None, loss_scale: Tensor | float | None = None
     ) -> Routing:
-        """Choose experts for the tokens x [N, D], which no other rank of tp, cp and data holds.
+        """Choose experts for the tokens x [N, D] at `places`, which no other rank of tp, cp and data holds.
 
-        Args:
-            places: where they come from.
-            samples: [B] global sample index of each row of the batch, for jitter.
-            loss_scale: what the main loss's sum over tokens is multiplied by, a number or [B].
+        `samples` and `loss_scale` are as of `ParallelMoE.forward`.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = F.linear(self._jittered(x.to(wide), places, samples), self.weight.to(wide))
-            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+            scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
             chosen = self._choose(scores.detach())
             weights = scores.gather(-1, chosen)
-            if self.normalize:
+            if self.options.normalize:
                 weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
             wanted = torch.where(places.real[:, None], chosen, self.num_experts)
             taken = self._within_capacity(wanted, places)
             loss = self._balance(logits, scores, wanted, taken, places, loss_scale)
-        return Routing(taken, weights * self.routed_scale, loss)
+        return Routing(taken, weights * self.options.routed_scale, loss)
 
     def _jittered(self, x: Tensor, places: Places, samples: Tensor | None) -> Tensor:
-        if not self.training or self.jitter == 0:
+        jitter = self.options.jitter
+        if not self.training or jitter == 0:
             return x
         if self.key is None:
             raise ValueError("jitter has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
         if samples is None:
-            raise ValueError(f"jitter {self.jitter} needs samples, the global index of each of {places.sequences} rows")
+            raise ValueError(f"jitter {jitter} needs samples, the global index of each of {places.sequences} rows")
         words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))
         uniform = (words.view(x.shape).to(x.dtype) + 0.5) / 2**31 - 1
-        return x * (1 + self.jitter * uniform)
+        return x * (1 + jitter * uniform)
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
         """[N, E] -> [N, K], the best first; of equals the lower expert."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias.to(scores.dtype)
-        if self.top_groups < self.groups:
-            grouped = scores.view(len(scores), self.groups, -1)
+        if self.top_groups < self.options.groups:
+            grouped = scores.unflatten(1, (self.options.groups, -1))  # n (g e) -> n g e
             best = min(-(-self.top_k // self.top_groups), grouped.shape[-1])
             merit = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
             kept = _best(merit, self.top_groups)
@@ -256,15 +269,15 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
-        """Send nowhere what an expert of full capacity can't take. Every rank of a sequence sees all its choices."""
-        if self.capacity_factor is None:
+        """Send choices of a full expert nowhere. Every rank of a sequence sees all its choices."""
+        if self.options.capacity_factor is None:
             return experts
         E, K, n = self.num_experts, self.top_k, len(experts)
         known = torch.cat([experts, places.sequence[:, None], places.position[:, None], places.real[:, None]], 1)
         known = all_gather(all_gather(known, self.tp, 0), self.cp, 0)
         everyone, sequence, position, real = known[:, :K], known[:, K], known[:, K + 1], known[:, K + 2]
         tokens = real.new_zeros(places.sequences).index_add_(0, sequence, real)
-        room = (self.capacity_factor * tokens.double() * K / E).ceil().long()
+        room = (self.options.capacity_factor * tokens.double() * K / E).ceil().long()
         group = sequence[:, None] * (E + 1) + everyone
         order = torch.arange(K, device=experts.device)
         key = (group * K + order) * places.length + position[:, None]
@@ -284,16 +297,16 @@ class Router(ParallelModule, RandomModule):
         places: Places,
         loss_scale: Tensor | float | None,
     ) -> Tensor | None:
-        """This rank's share of the balance losses; notes what the step's statistics need."""
+        """This rank's share of the balance losses; adds to the step's `tally`."""
         if not (self.training and torch.is_grad_enabled()):
             return None
-        E, real = self.num_experts, places.real
-        p = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        E, real, rule = self.num_experts, places.real, self.options
+        p = scores if rule.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         z = logits.logsumexp(-1).square()
         chosen = (wanted[..., None] == torch.arange(E, device=wanted.device)).sum(1)  # [N, E], all zero for padding
         counts = chosen.new_zeros(places.sequences, E).index_add_(0, places.sequence, chosen)
         aux = None
-        if self.aux_loss is not None:
+        if rule.aux_loss is not None:
             aux = (self._fractions(counts, p.dtype)[places.sequence] * p).sum(-1)
         with torch.no_grad():
             if torch.compiler.is_compiling() or not recomputing():
@@ -303,14 +316,14 @@ class Router(ParallelModule, RandomModule):
                 dropped = (wanted != taken).sum()
                 tally = torch.cat([counts.sum(0).double(), torch.stack([real.sum(), dropped]).double(), rest])
                 self.tally = tally if self.tally is None else self.tally + tally
-        if aux is None and self.z_loss == 0:
+        if aux is None and rule.z_loss == 0:
             return None
         if loss_scale is None:
             raise ValueError(
                 "balance losses need loss_scale, the factor of the main loss's sum over tokens, such as 1 / (tokens of "
                 "the step): they are divided as it is"
             )
-        loss = z * self.z_loss if aux is None else aux * self.aux_coefficient + z * self.z_loss
+        loss = z * rule.z_loss if aux is None else aux * rule.aux_coefficient + z * rule.z_loss
         scale = torch.as_tensor(loss_scale, dtype=loss.dtype, device=loss.device).expand(places.sequences)
         return (loss * scale[places.sequence]).masked_fill(~real, 0).sum()
 
@@ -319,7 +332,7 @@ class Router(ParallelModule, RandomModule):
         """[B, E] choices of this rank -> [B, E] f of each sequence's tokens."""
         if self.fractions is not None:
             return self.fractions.to(dtype).expand(len(counts), -1)
-        if self.aux_loss == "sequence":
+        if self.options.aux_loss == "sequence":
             counts = all_reduce(all_reduce(counts, self.tp), self.cp)
         else:
             counts = all_reduce(all_reduce(counts.sum(0), self.tp), self.data).expand(len(counts), -1)
@@ -327,7 +340,8 @@ class Router(ParallelModule, RandomModule):
 
     def extra_repr(self) -> str:
         """Sizes and balance, as users wrote them."""
-        return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}, aux_loss={self.aux_loss}"
+        rule = self.options
+        return f"{self.num_experts} experts, top_k={self.top_k}, score={rule.score}, aux_loss={rule.aux_loss}"
 
 
 def _best(scores: Tensor, k: int) -> Tensor:

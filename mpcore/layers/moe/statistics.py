@@ -22,6 +22,12 @@ class RouterStatistics(NamedTuple):
         dropped: share of the choices that had no room.
         max_violation: load of the fullest expert over the mean load, less 1.
         aux_loss, z_loss: means over tokens, without their coefficients.
+
+    Example:
+        >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=2, bias_rate=0.01)
+        >>> y = moe(torch.randn(2, 3, 4))
+        >>> mpcore.update_routers(moe, mpcore.Mesh())["router"].max_violation  # each expert has every token
+        tensor(0., dtype=torch.float64)
     """
 
     tokens_per_expert: Tensor
@@ -47,6 +53,12 @@ def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, Router
 
     Raises:
         ValueError: before anything is sent, naming a trained router that balances by its counts and has none.
+
+    Example:
+        >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=1, bias_rate=0.01)
+        >>> y = moe(torch.randn(2, 3, 4))
+        >>> mpcore.update_routers(moe, mpcore.Mesh())["router"].tokens_per_expert.sum()
+        tensor(6., dtype=torch.float64)
     """
     routers = {name: module for name, module in named_modules(model) if isinstance(module, Router)}
     if not routers:
