@@ -31,12 +31,7 @@ def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Te
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # int64 wraps; the low 64 bits are exact
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c0, c1, c2, c3 = (((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
     return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)

@@ -279,12 +279,7 @@ class _ReduceScatter(Function):
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None) -> Tensor:
-        ctx.axis, ctx.split_dim, ctx.concat_dim, ctx.split_length = (
-            axis,
-            split_dim,
-            concat_dim,
-            x.shape[split_dim],
-        )
+        ctx.axis, ctx.split_dim, ctx.concat_dim, ctx.split_length = (axis, split_dim, concat_dim, x.shape[split_dim])
         return _all_to_all(x, axis, split_dim, concat_dim, concat_length)
 
     @staticmethod

@@ -29,13 +29,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def dropout(
-    x: Tensor,
-    p: float,
-    *,
-    key: int,
-    samples: Tensor,
-    tokens: Tensor | None = None,
-    first_feature: int = 0,
+    x: Tensor, p: float, *, key: int, samples: Tensor, tokens: Tensor | None = None, first_feature: int = 0
 ) -> Tensor:
     """Dropout whose mask is the same for every layout, batch size and order of computation.
 

@@ -76,10 +76,7 @@ def step(on: Mesh, kind: str, name: str = "1f1b", half: bool = False, every: int
     samples = torch.arange(BATCH).chunk(on.data.size)[on.data.rank]
     losses, calls = [], Counter()
     for _ in range(2):
-        with (
-            torch.autocast("cpu", torch.bfloat16) if half else nullcontext(),
-            Collectives() as collectives,
-        ):
+        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext(), Collectives() as collectives:
             losses.append(pipeline.forward_backward(tokens, targets, samples=samples))
         calls = collectives.calls
     gradients = {n: local_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}

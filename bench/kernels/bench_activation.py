@@ -74,10 +74,7 @@ def kernel(name: str, ours: Function, reference: Function, eager: Function, widt
         ours,
         reference,
         {"eager": always(eager), "torch.compile": compiled(eager), **peers},
-        cost=lambda s, b: (
-            (width + 1) * b * s["M"] * s["F"],
-            (3 * width + 2) * b * s["M"] * s["F"],
-        ),
+        cost=lambda s, b: ((width + 1) * b * s["M"] * s["F"], (3 * width + 2) * b * s["M"] * s["F"]),
         shapes=[{"M": 8192, "F": size}],
         toy={"M": 5, "F": 40},
     )
@@ -93,10 +90,7 @@ KERNELS = [
     ),
     kernel(
         *("geglu", geglu, geglu_reference, gated(gelu_tanh), 2, 14336),
-        {
-            "Liger": liger("geglu", "LigerGELUMulFunction"),
-            "Megatron": megatron("fused_bias_geglu", "bias_geglu_impl"),
-        },
+        {"Liger": liger("geglu", "LigerGELUMulFunction"), "Megatron": megatron("fused_bias_geglu", "bias_geglu_impl")},
     ),
     kernel(
         *("gelu", gelu, gelu_reference, gelu_eager, 1, 16384),

@@ -36,9 +36,7 @@ CROSS_ENTROPY = Kernel(
             lambda f: lambda logits, target: f(logits, target, reduction="sum"),
         ),
         "quack": imported(
-            "quack.cross_entropy",
-            "cross_entropy",
-            lambda f: lambda logits, target: f(logits, target, reduction="sum"),
+            "quack.cross_entropy", "cross_entropy", lambda f: lambda logits, target: f(logits, target, reduction="sum")
         ),
         "Megatron": imported(
             "megatron.core.fusions.fused_cross_entropy",

@@ -51,11 +51,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="over data shard nothing, optimizer state, gradients too, parameters too (default 1)",
     )
     add("--replicate", type=int, default=1, help="groups of data ranks, such as nodes, that hold replicas (default 1)")
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help="cut activations along the sequence between tp regions",
-    )
+    add("--sequence-parallel", action="store_true", help="cut activations along the sequence between tp regions")
     add("--cp-kind", choices=KINDS, default="zigzag", help="how --cp cuts sequences and attends (default zigzag)")
     add("--cp-inner", type=int, help="ranks of a sub-group of --cp-kind two-level (default: as a node allows)")
     add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
@@ -69,11 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--outer-momentum", type=float, help="Nesterov momentum of the merge (default 0.9)")
     add("--fragments", type=int, help="merge so many parts of the model in turn (default 1)")
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--preset",
-        choices=sorted(PRESETS),
-        help="shape that the flags below change (default tiny)",
-    )
+    add("--preset", choices=sorted(PRESETS), help="shape that the flags below change (default tiny)")
     add("--layers", type=int, help="blocks (default: the preset's, as of those below; tiny has 4)")
     add("--d-model", type=int, help="width (tiny: 128)")
     add("--heads", type=int, help="attention heads (tiny: 4)")
@@ -146,12 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=0,
         help="of weights, dropout and the order of the data, not of what is held out (default 0)",
     )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="bfloat16, float16: fp32 weights, matrix products in it",
-    )
+    add("--dtype", choices=DTYPES, default="float32", help="bfloat16, float16: fp32 weights, matrix products in it")
     add(
         "--fp8",
         action="store_true",
@@ -204,13 +191,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("faults").add_argument
     add("--timeout", type=float, default=600, help="seconds without progress: a hang, to be explained (default 600)")
     add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for NaN or infinity (20)")
-    add(
-        "--check-replicas",
-        type=int,
-        default=100,
-        metavar="N",
-        help="compare replicas every N steps; 0: never (100)",
-    )
+    add("--check-replicas", type=int, default=100, metavar="N", help="compare replicas every N steps; 0: never (100)")
     add("--check-speed", type=int, default=50, metavar="N", help="look for slow ranks every N steps; 0: never (50)")
     return parser.parse_args(argv)
 

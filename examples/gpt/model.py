@@ -136,11 +136,7 @@ class GPT(nn.Module):
                 self.head.weight = self.embedding.weight
 
     def forward(
-        self,
-        x: Tensor,
-        samples: Tensor | None = None,
-        loss_factor: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, samples: Tensor | None = None, loss_factor: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """[B, T/cp] token ids -> [B, T/cp, V/tp] logits; between stages [B, T/cp, D], with sequence parallel 1/tp of T.
 

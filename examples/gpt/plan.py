@@ -12,16 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import (
-    DTYPES,
-    check,
-    flag,
-    merge_options,
-    model_config,
-    parse,
-    plan_stages,
-    recompute_kind,
-)
+from examples.gpt.arguments import DTYPES, check, flag, merge_options, model_config, parse, plan_stages, recompute_kind
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.policies import hidden, keywords, policies

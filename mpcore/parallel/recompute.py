@@ -179,10 +179,7 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
 
 
 def _within(
-    budget: float,
-    blocks: list[nn.Module],
-    example: Example | Callable[[nn.Module], Example],
-    axes: Sequence[Axis],
+    budget: float, blocks: list[nn.Module], example: Example | Callable[[nn.Module], Example], axes: Sequence[Axis]
 ) -> list[str]:
     if not 0 < budget <= 1:
         raise ValueError(f"budget {budget} is not in (0, 1]: it is the share of the blocks' activations to keep")

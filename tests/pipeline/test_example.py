@@ -61,10 +61,7 @@ def check_refused(path: str) -> None:
         (["--schedule", "zigzag"], "schedule 'zigzag' is none of naive, gpipe"),
         (["--schedule", "zbv", "--virtual-stages", "3"], "zbv has exactly 2 virtual stages a rank, not 3"),
         (["--schedule", "interleaved", "--virtual-stages", "3"], "5 blocks are fewer than the 6 stages"),
-        (
-            ["--schedule", "dualpipev", "--global-batch", "3"],
-            "3 micro-batches are fewer than the 4 stages",
-        ),
+        (["--schedule", "dualpipev", "--global-batch", "3"], "3 micro-batches are fewer than the 4 stages"),
         (["--schedule", path], "deadlocks: 1B0, action 0 of rank 1, waits for 1F0"),
         (["--schedule", path + ".csv"], r"can't be read"),
     ]:

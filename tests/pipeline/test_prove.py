@@ -9,10 +9,7 @@ from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, Span, build_schedule, with_messages
 
 # (ranks, micro-batches): all small ones, and a thinned rest up to (16, 64)
-SIZES = [
-    *itertools.product(range(1, 6), range(1, 9)),
-    *itertools.product((7, 8, 16), (1, 3, 8, 16, 17, 32, 64)),
-]
+SIZES = [*itertools.product(range(1, 6), range(1, 9)), *itertools.product((7, 8, 16), (1, 3, 8, 16, 17, 32, 64))]
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])

@@ -273,12 +273,7 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
             r"give optimizer=lambda model: AdamW\(model.parameters\(\), lr=...\)",
         ),
         (1, {}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, r"optimizer=lambda model: SGD\(model.parameters"),
-        (
-            1,
-            {},
-            {"optimizer": callable},
-            r"optimizer\(model\) returned True: return the torch.optim.Optimizer",
-        ),
+        (1, {}, {"optimizer": callable}, r"optimizer\(model\) returned True: return the torch.optim.Optimizer"),
         (
             1,
             {},

@@ -122,10 +122,7 @@ def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
     def parts():
         for n in range(blocks):
             held = {name: x[:, n * size : (n + 1) * size] for name, x in inputs.items() if name != "query"}
-            yield (
-                held,
-                {"bounds": (torch.zeros_like(index), index + 1 - n * size)} | common,
-            )
+            yield (held, {"bounds": (torch.zeros_like(index), index + 1 - n * size)} | common)
 
     output, lse = torch.zeros(want[0].shape), torch.full(want[1].shape, -torch.inf)
     for held, options in parts():
