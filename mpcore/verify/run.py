@@ -162,7 +162,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     with eagerly():  # or what listens to modules is compiled with them, anew for each call
         seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
     seen.output = _joined(returned) if returned else None
-    seen.outputs = _joined(forwards[-layout.micro_batches :])  # those before are a pipeline's dry run
+    seen.outputs = _joined(forwards)
     parameters = {name: p for name, p, _ in declarations(model)}
     if layout.zero == 0:
         seen.local = {
