@@ -1131,7 +1131,7 @@ def check_refused() -> None:
         ({"zero": -1}, "zero -1 is none of"),
         ({"replicate": 3}, "replicate 3 does not divide the data size 4: take one of 1, 2, 4"),
         ({"blocks": other}, "blocks is a Linear: give a list of the model's submodules"),
-        ({"blocks": ["0"]}, "blocks is a list: give a list"),
+        ({"blocks": ["0"]}, "blocks holds a str: give a list"),
         ({"replicate": 0}, "replicate 0 does not divide"),
         ({"replicate": 4}, "replicate 4 with zero 1 on 4 data ranks leaves nothing to shard"),
         ({"replicate": 2, "zero": 0}, "replicate 2 with zero 0 on 4 data ranks leaves nothing to shard"),

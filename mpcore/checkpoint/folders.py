@@ -94,7 +94,12 @@ def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
-    """Return the first of `checkpoints`, the newest complete one; None where there is none."""
+    """Return the first of `checkpoints`, the newest complete one; None where there is none.
+
+    Example:
+        >>> mpcore.latest("no such folder") is None
+        True
+    """
     return next(iter(checkpoints(root, mesh)), None)
 
 

@@ -193,7 +193,14 @@ def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
 
 
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
-    """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`."""
+    """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`.
+
+    Example:
+        >>> table, pp = nn.Embedding(4, 2), mpcore.Axis(size=2, rank=0, name="pp")
+        >>> mpcore.add_partial(table, "weight", pp)  # each of two stages has a part of its gradient
+        >>> mpcore.shardings(table)["weight"].partial
+        (Axis(pp: rank 0 of 2),)
+    """
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
         declare_anew(module, leaf, replace(old, partial=(*old.partial, axis), added=(*old.added, axis)))

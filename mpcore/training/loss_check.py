@@ -16,6 +16,7 @@ from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Mesh
 
 Loss = Callable[[Any, Tensor], Tensor]
+SHARDED = "sharded logits need mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
 
 
 class LossCheck:
@@ -41,7 +42,14 @@ class LossCheck:
                 twice = float(loss(*samples))
         except Exception:  # as of a loss that takes batches of one size alone
             twice = math.nan
-        once = loss(output, target)
+        try:
+            once = loss(output, target)
+        except IndexError as error:
+            if self.mesh.tp.size == 1:
+                raise
+            raise ValueError(
+                f"the loss looked outside of its input ({error}); if its input is sharded: {SHARDED}"
+            ) from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
             self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
@@ -54,10 +62,7 @@ class LossCheck:
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
         error = None
         if high - low > 1e-4 * abs(high):
-            error = ValueError(
-                f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: sharded logits need "
-                f"mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
-            )
+            error = ValueError(f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: {SHARDED}")
         elif self.is_mean:
             error = ValueError(
                 f"the loss is a mean, as it stays the same when each sample comes twice: return the sum over tokens "

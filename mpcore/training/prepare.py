@@ -37,6 +37,7 @@ from mpcore.parallel.compile import compile_blocks
 from mpcore.pipeline.engine import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
+from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.training.loss_check import Loss
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
@@ -139,6 +140,12 @@ def prepare(
     made = optimizer(whole)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
+    stale = {p for group in made.param_groups for p in group["params"]} - set(whole.parameters())
+    if stale:
+        raise ValueError(
+            f"the optimizer holds {len(stale)} parameters that the prepared model has not: make it from the argument, "
+            f"optimizer=lambda model: AdamW(model.parameters(), lr=...)"
+        )
     if precision.autocast is not None and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
         main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
     if not isinstance(made, AdamW):  # mpcore's optimizers guard themselves
@@ -172,6 +179,7 @@ def lay_out(
         ValueError: on every rank, as the steps do.
     """
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
+    _check_names(whole, mesh)
     if initialize:
         materialize(whole, seed, mesh.device)
     else:
@@ -203,6 +211,22 @@ def _check_optimizer(optimizer: object) -> None:
             f"optimizer is {what}, and prepare calls optimizer(model) when the parameters are sharded: give "
             f"optimizer=lambda model: {name or 'AdamW'}({'model' if takes_model else 'model.parameters()'}, lr=...)"
         )
+
+
+def _check_names(whole: nn.Module, mesh: Mesh) -> None:
+    """Refuse two pipeline ranks that call different parameters by one name: they would begin with the same values."""
+    tied = {mesh.pp, mesh.ends}
+    own = [name for name, _, sharding in declarations(whole) if tied.isdisjoint(sharding.partial)]
+    holder: dict[str, int] = {}
+    for rank, names in enumerate(exchange(None, own, mesh.pp.group)):
+        for name in names:
+            if name in holder:
+                raise ValueError(
+                    f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}: call it as in the whole "
+                    f"model, such as ModuleDict({{str(i): block}}) with i the block's number there; if it is one tied "
+                    f"weight, declare that with add_partial(module, leaf, mesh.ends)"
+                )
+            holder[name] = rank
 
 
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None) -> None:

@@ -78,6 +78,8 @@ class Run:
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._refuse_bare_step)
         self._next = "forward_backward"  # the call that may come; "clip_gradients", "optimizer_step" follow
         self._loss = self._norm = self._factor
 
@@ -197,7 +199,11 @@ class Run:
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
         taken = self.scaler.update(finite) if self.scaler else finite
         if taken:
-            self.optimizer.step()
+            self._stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._stepping = False
         drop_gradients(self._tree)
         routers = update_routers(self._tree, self.mesh)
         self.step += 1
@@ -214,6 +220,11 @@ class Run:
         for module in (*self.stages, self.model):
             drop_gradients(module)
         self._next = "forward_backward"
+
+    def _refuse_bare_step(self, *_: object) -> None:
+        """Refuse `run.optimizer.step()`, which would skip the sums over ranks and the check for non-finite values."""
+        if not self._stepping:
+            raise ValueError("the optimizer of a run was stepped by itself: call run.optimizer_step() instead")
 
     def _may(self, call: str) -> None:
         """Refuse a call that comes in a wrong order."""

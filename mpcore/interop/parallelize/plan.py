@@ -20,6 +20,9 @@ class Colwise:
         gather_output: return the whole output on every rank.
         unit: consecutive output features that stay on one rank. None: the `head_dim` (or `head_size`,
             `attention_head_size`, `key_value_proj_dim`) of the module that holds a linear layer, and 1 otherwise.
+
+    Example:
+        >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64
     """
 
     blocks: int | tuple[int, ...] = 1
@@ -50,6 +53,9 @@ class Replicate:
     Args:
         partial_gradient: each rank sees its own heads alone, as the norm of a head does. The gradient is a sum over
             tp, which `mpcore.reduce_gradients` finishes.
+
+    Example:
+        >>> plan = {"h.*.attn.q_norm": mpcore.Replicate(partial_gradient=True)}  # a norm over each head's features
     """
 
     partial_gradient: bool = False
@@ -61,7 +67,10 @@ class LocalSizes:
 
     Args:
         names: the attributes, integers that tp divides.
-        kept: attributes that stay, though they are called like a number of sharded heads.
+        kept: attributes that stay, though their names are those of a number of heads.
+
+    Example:
+        >>> plan = {"h.*.attn": mpcore.LocalSizes(("n_head",)), "h.*.attn.q": "colwise"}
     """
 
     names: tuple[str, ...]

@@ -22,9 +22,9 @@ CONFIGS = {
     "primer": GPTConfig(vocab_size=37, seq_len=12, layers=1, d_model=24, heads=2, activation="relu_squared"),
 }  # fmt: skip
 KERNELS = {
-    "llama": {"rms_norm", "swiglu", "rope", "dropout_add", "cross_entropy"},
-    "gpt2": {"layer_norm", "gelu", "dropout_add", "cross_entropy"},
-    "primer": {"rms_norm", "relu_squared", "rope", "cross_entropy"},
+    "llama": {"rms_norm", "_activation", "rope", "dropout_add", "cross_entropy"},
+    "gpt2": {"layer_norm", "_activation", "dropout_add", "cross_entropy"},
+    "primer": {"rms_norm", "_activation", "rope", "cross_entropy"},
 }
 
 
