@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, V/tp]."""
-        x = self.embedding(tokens) + self.position.weight
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

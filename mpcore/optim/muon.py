@@ -27,8 +27,8 @@ class Muon(AdamW):
     matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up), and the last two
     dimensions of more than two.
 
-    It has more than ten arguments because it is two optimizers, and each argument is one that torch's Muon or AdamW
-    takes under the same name.
+    These are two optimizers, so there are more than ten parameters: those of torch's Muon and of AdamW, under the same
+    names.
 
     Args:
         model: the model, or this rank's stage of it; sharded over data before.

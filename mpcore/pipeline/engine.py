@@ -145,8 +145,11 @@ class Pipeline:
         if isinstance(tensors["x"], (list, tuple)):
             for name, given in tensors.items():
                 if not isinstance(given, (list, tuple)) or len(given) != M:
-                    is_ = f"{len(given)} of them" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
-                    raise ValueError(f"{name} is {is_}: x is a list, so give one tensor for each of {M} micro-batches")
+                    is_ = f"{len(given)} tensors" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
+                    raise ValueError(
+                        f"{name} is {is_}, and x is a list: give a list with one tensor for each of {M} micro-batches, "
+                        f"or another number of micro_batches to prepare"
+                    )
             rows = [dict(zip(tensors, each, strict=True)) for each in zip(*tensors.values(), strict=True)]
             for each in rows:
                 _check_rows(each)

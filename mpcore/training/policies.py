@@ -51,8 +51,9 @@ class Precision:
     """Compute in a dtype: autocast for half precision, a loss scale for float16, FP8 products in the blocks.
 
     Args:
-        dtype: "float64", "float32", "bfloat16" or "float16", as "bf16", or torch's. Parameters keep the dtype that
-            they are built in. With half precision build them in float32, which their gradients get, too.
+        dtype: "float64", "float32", "bfloat16" or "float16", a short name such as "bf16", or a torch.dtype. Parameters
+            keep the dtype that they are built in. With half precision build them in float32, which their gradients get
+            too.
         fp8: the linear layers of the blocks multiply in FP8 (e4m3, a scale for each 128 elements).
         first_loss_scale: the first loss scale of float16: halved at an overflow, doubled after 2,000 good steps.
 

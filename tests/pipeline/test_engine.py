@@ -866,9 +866,11 @@ def check_unequal(name: str) -> None:
     for parameter_name, parameter in run.model.named_parameters():
         got = full_tensor(gradient_of(parameter), declared[parameter_name])
         close(got, grads[parameter_name], parameter_name, TOLERANCE)
-    with pytest.raises(ValueError, match="samples is a Tensor: x is a list, so give one tensor for each of 4 micro-b"):
+    with pytest.raises(
+        ValueError, match="samples is a Tensor, and x is a list: give a list with one tensor for each of 4"
+    ):
         run.pipeline.forward_backward(list(tokens), list(targets), samples=samples[0])
-    with pytest.raises(ValueError, match="x is 3 of them: x is a list, so give one tensor for each of 4 micro-batches"):
+    with pytest.raises(ValueError, match="x is 3 tensors, and x is a list: give a list with one tensor for each of 4"):
         run.pipeline.forward_backward(list(tokens)[:3], list(targets), samples=list(samples))
 
 

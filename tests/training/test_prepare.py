@@ -527,3 +527,57 @@ def test_what_is_no_checkpoint_is_refused_with_the_newest_that_is_there(tmp_path
 def test_the_library_says_in_short_what_it_has():
     assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(mp))
     assert (repr(mp.Axis(2, 1, role="tp")), repr(mp.Mesh(tp=mp.Axis(2, 1)))) == ("Axis(tp: rank 1 of 2)", "Mesh(tp=2)")
+
+
+class Half(nn.Module):
+    """A stage whose blocks are named from 0 on each rank, or by their number in the model."""
+
+    def __init__(self, mesh: mp.Mesh, numbered: bool) -> None:
+        super().__init__()
+        first = 2 * mesh.pp.rank if numbered else 0
+        self.blocks = nn.ModuleDict({str(first + i): nn.Linear(4, 4, device="meta") for i in range(2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def check_names_of_stages() -> None:
+    on = mesh(pp=2)
+
+    def run(numbered: bool, make: Any = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) -> mp.Run:
+        stage = Half(on, numbered)
+        return mp.prepare(
+            stage, on, blocks=stage.blocks, loss=lambda y, t: (y - t).square().sum(), optimizer=make, micro_batches=2
+        )
+
+    with pytest.raises(ValueError, match=r"pipeline ranks 0 and 1 both hold a parameter blocks.0.weight: .*ModuleDict"):
+        run(numbered=False)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer holds 2 parameters that the prepared model has not: make it"):
+        run(numbered=True, make=lambda model: other)
+    ready = run(numbered=True)
+    ready.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"call run.optimizer_step\(\) instead"):
+        ready.optimizer.step()
+    assert ready.optimizer_step().taken
+
+
+def test_stages_of_one_name_other_optimizers_and_bare_steps_are_refused(ranks):
+    ranks(2, check_names_of_stages)
+
+
+def check_index() -> None:
+    on = mesh(tp=2)
+    model = nn.Sequential(mp.ColumnParallelLinear(4, 8, tp=on.tp, device="meta"))
+    run = mp.prepare(
+        model, on, blocks=model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda y, t: nn.functional.cross_entropy(y, t, reduction="sum"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"outside of its input .*vocab_parallel_cross_entropy"):
+        run.forward_backward(torch.ones(3, 4), torch.tensor([1, 5, 7]))
+
+
+def test_targets_beyond_sharded_logits_are_explained(ranks):
+    ranks(2, check_index)
