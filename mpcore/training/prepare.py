@@ -179,8 +179,8 @@ def lay_out(
         ValueError: on every rank, as the steps do.
     """
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
-    _check_names(whole, mesh)
     if initialize:
+        _check_names(whole, mesh)
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
