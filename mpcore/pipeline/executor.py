@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpcore._torch.autograd import run_backward
 from mpcore.mesh.axis import Axis
 from mpcore.parallel.sync import (
     gather,
@@ -303,7 +304,7 @@ class _Step:
         ends, grads = _begin(held)
         try:
             if ends:
-                torch.autograd.backward(ends, grads)
+                run_backward(ends, grads)
         except Exception as error:
             self._failed(error)
 
