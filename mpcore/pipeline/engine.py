@@ -13,10 +13,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.sync import drops_parameters, finish_gradients, gathered
 from mpcore.pipeline.checks import agree_on_schedule, check_pending, split_linears
@@ -131,8 +131,7 @@ class Pipeline:
             told = None
             if mine is not None:
                 told = str(mine) if isinstance(mine, ValueError) else f"{type(mine).__name__}: {mine}"
-            texts = [None] * self.pp.size
-            dist.all_gather_object(texts, told, group=self.pp.group)
+            texts = gather_objects(told, self.pp.group)
         if mine is not None:
             raise mine
         for rank, text in enumerate(texts):
@@ -141,8 +140,8 @@ class Pipeline:
 
     def _cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
         """The micro-batches of a step, checked."""
-        M, rows = self.micro_batches, []
-        if isinstance(tensors["x"], (list, tuple)):
+        M, as_lists = self.micro_batches, isinstance(tensors["x"], (list, tuple))
+        if as_lists:
             for name, given in tensors.items():
                 if not isinstance(given, (list, tuple)) or len(given) != M:
                     is_ = f"{len(given)} tensors" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
@@ -150,9 +149,6 @@ class Pipeline:
                         f"{name} is {is_}, and x is a list: give a list with one tensor for each of {M} micro-batches, "
                         f"or another number of micro_batches to prepare"
                     )
-            rows = [dict(zip(tensors, each, strict=True)) for each in zip(*tensors.values(), strict=True)]
-            for each in rows:
-                _check_rows(each)
         else:
             size = _check_rows(tensors)
             if size == 0 or size % M:
@@ -160,8 +156,10 @@ class Pipeline:
                     f"a batch of {size} is not a multiple of {M} micro-batches: pad it to {max(-(-size // M), 1) * M} "
                     f"with rows whose targets the loss ignores"
                 )
-            cut = [x.chunk(M) for x in tensors.values()]
-            rows = [dict(zip(tensors, each, strict=True)) for each in zip(*cut, strict=True)]
+        cut = [given if as_lists else given.chunk(M) for given in tensors.values()]
+        rows = [dict(zip(tensors, each, strict=True)) for each in zip(*cut, strict=True)]
+        for each in rows if as_lists else ():
+            _check_rows(each)
         mode = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         keys = [(mode, *((name, x.shape, x.dtype) for name, x in each.items())) for each in rows]
         return [MicroBatch(each.pop("x"), each.pop("target"), each, key) for each, key in zip(rows, keys, strict=True)]
@@ -241,10 +239,7 @@ class Pipeline:
         """
         if self.spans is None:
             raise ValueError("nothing was recorded: make the Pipeline with trace=True")
-        every: list = [self.spans]
-        if self.pp.size > 1:
-            every = [None] * self.pp.size
-            dist.all_gather_object(every, self.spans, group=self.pp.group)
+        every = gather_objects(self.spans, self.pp.group)
         self.spans = []
         spans = sorted((span for spans in every for span in spans), key=lambda span: (span.rank, span.start))
         begin = min((span.start for span in spans), default=0.0)

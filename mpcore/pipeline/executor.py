@@ -31,7 +31,17 @@ from mpcore.parallel.sync import (
     reduces_each_micro_batch,
     sync_gradients,
 )
-from mpcore.pipeline.messages import Message, Meta, peer_of, post, receive_header, releases, send_header, sent_on
+from mpcore.pipeline.messages import (
+    Message,
+    Meta,
+    input_of,
+    peer_of,
+    post,
+    receive_header,
+    releases,
+    send_header,
+    sent_on,
+)
 from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, with_messages
 from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
@@ -113,7 +123,7 @@ class Executor:
         found = {}
         for action in actions:
             if action.kind in ("F", "B", "I"):
-                receive = action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+                receive = input_of(action)
                 found[action] = [receive] if receive in self.peers else []
         for action, sends in releases(self.plan, self.pp.rank).items():
             found[action] += sends
@@ -254,12 +264,8 @@ class _Step:
     def backward(self, action: Action, stage: int, m: int) -> None:
         of, held = self.of, self.held.pop((stage, m))
         self._await(action)
-        if of.pp.size > 1 and reduces_each_micro_batch(of.stages[stage]):
-            sync_gradients(of.stages[stage], self._is_last(stage, m))
-        elif of.pp.size > 1:
-            hold_gradients(of.stages[stage])
         with of.noted("B", stage, m):
-            self._whole_backward(held)
+            self._whole_backward(stage, m, held)
         self._send_back(stage, m, held, [x.grad for x in held.inputs or ()])
         self._finish(action, stage)
 
@@ -285,11 +291,7 @@ class _Step:
         module = of.stages[stage]
         with of.noted("W", stage, m):
             if stage == 0:
-                if reduces_each_micro_batch(module):
-                    sync_gradients(module, self._is_last(stage, m))
-                else:
-                    hold_gradients(module)
-                self._whole_backward(held)
+                self._whole_backward(stage, m, held)
             elif held.deferred is not None:
                 gather(module)
                 hold_gradients(module)
@@ -300,7 +302,12 @@ class _Step:
                 reduce_held(module, self._is_last(stage, m))
         self._finish(action, stage)
 
-    def _whole_backward(self, held: Held) -> None:
+    def _whole_backward(self, stage: int, m: int, held: Held) -> None:
+        module = self.of.stages[stage]
+        if self.of.pp.size > 1 and reduces_each_micro_batch(module):
+            sync_gradients(module, self._is_last(stage, m))
+        elif self.of.pp.size > 1:  # on one rank, `forward` has said when to sum
+            hold_gradients(module)
         ends, grads = _begin(held)
         try:
             if ends:

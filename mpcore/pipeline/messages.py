@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcore.mesh.axis import Axis
+from mpcore.pipeline.prove import other_end
 from mpcore.pipeline.schedules import Action, Schedule
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
@@ -139,16 +140,14 @@ def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
     return tuple(x.contiguous() for x in outputs)
 
 
-def other_end(message: Action) -> Action:
-    """The send of a receive, the receive of a send."""
-    verb, letter = message.kind.split("_")
-    stage = message.stage + (1 if message.kind in ("SEND_F", "RECV_B") else -1)
-    return Action(f"{'RECV' if verb == 'SEND' else 'SEND'}_{letter}", stage, message.micro_batch)
-
-
 def peer_of(schedule: Schedule, message: Action) -> int:
     """The rank at the other end of a send or a receive."""
     return schedule.rank_of[other_end(message).stage]
+
+
+def input_of(action: Action) -> Action:
+    """The receive that brings what an F, B or I takes, if that comes from another rank."""
+    return action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
 
 
 def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
@@ -166,7 +165,7 @@ def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     arrivals: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by peer: where it sent, what takes it here
     for action in schedule.ranks[rank]:
         if action.kind in ("F", "B", "I"):
-            receive = action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+            receive = input_of(action)
             if receive in mine:
                 peer = peer_of(schedule, receive)
                 arrivals[peer].append((place[peer][other_end(receive)], action))

@@ -167,10 +167,10 @@ def check_message_order(schedule: Schedule) -> None:
                     received[peer, rank].append(action)
     for (source, to), sends in sent.items():
         for i, (send, receive) in enumerate(zip(sends, received[source, to], strict=True)):
-            if _other_end(send) != receive:
+            if other_end(send) != receive:
                 raise ValueError(
                     f"message {i} from rank {source} to rank {to} is sent as {send}, but received as {receive}: "
-                    f"{_other_end(send)} must be posted there"
+                    f"{other_end(send)} must be posted there"
                 )
 
 
@@ -178,7 +178,8 @@ def _peer_stage(message: Action) -> int:
     return message.stage + (1 if message.kind in ("SEND_F", "RECV_B") else -1)
 
 
-def _other_end(message: Action) -> Action:
+def other_end(message: Action) -> Action:
+    """The send of a receive, the receive of a send."""
     verb, letter = message.kind.split("_")
     return Action(f"{'RECV' if verb == 'SEND' else 'SEND'}_{letter}", _peer_stage(message), message.micro_batch)
 
@@ -196,7 +197,7 @@ def _needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
         yield Action("I", stage, m)
     elif kind.startswith("SEND"):
         yield Action("F", stage, m) if kind == "SEND_F" else _backward(schedule, stage, m)
-        yield _other_end(action)
+        yield other_end(action)
 
 
 def _backward(schedule: Schedule, stage: int, micro_batch: int) -> Action:

@@ -28,7 +28,7 @@ from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
-from mpcore.mesh.agreement import check_same, exchange, raising_together
+from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
@@ -132,7 +132,7 @@ def prepare(
     on_blocks = {"recompute": recompute.kind != "none" or recompute.budget, "precision with fp8": precision.fp8}
     on_blocks |= {"offload of parameters": offload.parameters, "compile": compile}
     idle = [name for name, wanted in on_blocks.items() if wanted]
-    if idle and not sum(exchange(None, len(held), mesh.pp.group)):
+    if idle and not sum(gather_objects(len(held), mesh.pp.group)):
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
     whole = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
@@ -218,7 +218,7 @@ def _check_names(whole: nn.Module, mesh: Mesh) -> None:
     tied = {mesh.pp, mesh.ends}
     own = [name for name, _, sharding in declarations(whole) if tied.isdisjoint(sharding.partial)]
     holder: dict[str, int] = {}
-    for rank, names in enumerate(exchange(None, own, mesh.pp.group)):
+    for rank, names in enumerate(gather_objects(own, mesh.pp.group)):
         for name in names:
             if name in holder:
                 raise ValueError(
