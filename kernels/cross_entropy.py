@@ -215,7 +215,7 @@ def cross_entropy_backward(
 
 
 class _Rows(NamedTuple):
-    """What the backward pass reads beside the logits, in the order of the operators: tensors `[...]`, and numbers."""
+    """What the backward pass reads besides the logits: tensors `[...]` and numbers, in the operators' order."""
 
     target: Tensor
     stats: Tensor

@@ -14,7 +14,7 @@ def count_parameters(config: GPTConfig) -> int:
 
 
 def count_active_parameters(config: GPTConfig) -> int:
-    """Count the logical parameters that one token uses. Of the experts it uses only those that it is routed to."""
+    """Count the logical parameters that one token uses: of the experts, only the `top_k` that the router chooses."""
     if config.moe is None:
         return count_parameters(config)
     held = owners(GPT(config, device="meta"))

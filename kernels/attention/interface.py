@@ -97,7 +97,7 @@ def attention_backward(
     Args:
         grad: `[B, Tq, H, Kv]`, the gradient of the output, in the dtype of `query`.
         query, key, value, causal, window, cu_seqlens, bounds, scale, softcap, impl: as parameters of `attention`, for
-            these keys and values, which may be a part of those that were attended to.
+            these keys and values, which may be a part of the keys of the forward pass.
         output, lse: of the forward pass over all keys.
         dlse: `[B, H, Tq]`, the gradient of lse; `None` for 0.
         out_dtype: dtype of the three gradients, which the caller adds to those of other keys; `None` for that of

@@ -48,7 +48,7 @@ class Count:
 
 
 class Ledger(TorchDispatchMode):
-    """Count collectives and messages while this context is entered, in forward and backward, whoever calls them.
+    """Count all collectives and messages while this context is entered, in forward and backward.
 
     Args:
         mesh: names the axes. Other groups are called by their ranks.

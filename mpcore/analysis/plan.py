@@ -219,7 +219,7 @@ def plan(
     jobs: int = 1,
     each: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Estimate]:
-    """Estimate layouts. Those that fit come first, by time; then those too large, by memory; then those refused.
+    """Estimate layouts: first the ones that fit, by time; then the too large ones, by memory; then the refused ones.
 
     Args:
         name: `module:function` that builds a rank's `mpcore.analysis.dry_run.Work`.

@@ -39,7 +39,7 @@ class Loaded(Manifest):
 
 @dataclass
 class _Plan:
-    """What this rank is going to read, what the checkpoint lacks of that, and what is wrong."""
+    """A rank's plan of a load: the tensors to read, the tensors that the checkpoint lacks, and the problems found."""
 
     files: Files
     held: list[Held] = field(default_factory=list)
@@ -70,8 +70,8 @@ def load(
         optimizer: its optimizer, used or fresh: its state is replaced, in its own memory where that fits. None leaves
             the checkpoint's unread.
         mesh: the mesh it lies on.
-        strict: False: tensors that the checkpoint lacks keep their values, and those that the model lacks are not
-            read. Other shapes or dtypes and damage are refused all the same.
+        strict: if False, a parameter that the checkpoint lacks keeps its value, and a tensor that the model lacks is
+            not read. Other shapes or dtypes and damage are refused all the same.
         check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
         cast: True: the checkpoint may hold the model in another dtype; the model's stays.
 
