@@ -7,10 +7,10 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain quick test soak oldest mutation bench check format clean
+.PHONY: help install pretrain quick test slurm-test soak oldest mutation bench check format clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## set up .venv with the tested versions
 
@@ -28,6 +28,9 @@ quick: $(STAMP) ## one case of each law and a training run of each kind, in a mi
 
 test: $(STAMP) ## the suite: every layout against the unsharded model
 	$(RUN) -m pytest -m "not slow"
+
+slurm-test: $(STAMP) ## launch under a real Slurm of two nodes on this machine, where it is installed; `make test` does so too
+	$(RUN) -m pytest tests/slurm -m "not slow"
 
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"

@@ -76,7 +76,7 @@ def _forward_op(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
     block_m, block_f, tiles = _tiles(F)
     constants = (stride, F, gated, function(f), tiles, block_m, block_f)
     grid = (tiles * ceil_div(M, block_m), 1, 1)
-    launch(_forward_kernel, grid, (x, contiguous(bias), y), (M,), constants, num_warps=4)
+    launch(_forward_kernel, grid, (x, *contiguous(bias), y), (M,), constants, num_warps=4)
     return y
 
 
@@ -96,7 +96,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool)
         groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partial sums: under 3 % of the traffic
         stages, num_warps, partials = 2, 8, x.new_empty((1, groups, width), dtype=torch.float32)
     constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
-    tensors = (dy, x, contiguous(bias), dx, partials)
+    tensors = (dy, x, *contiguous(bias), dx, partials)
     launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M,), constants, num_warps)
     if partials is not None:
         sum_partials(partials, dbias)

@@ -76,40 +76,33 @@ def outside(ids: Tensor, size: int, ignore_index: int | None = None) -> int | No
 _library = torch.library.Library("mpcore", "FRAGMENT")
 
 
-def define(schema: str, empty: Callable) -> Callable:
-    """Define `torch.ops.mpcore.<name>` and return its overload; callers keep it, so that calls skip the lookup.
-
-    Args:
-        schema: the operator's signature, such as `"gelu_forward(Tensor x) -> Tensor"`.
-        empty: allocates the outputs and writes nothing. `torch.compile` traces it and the launcher calls it first, so
-            both agree on shapes, strides and dtypes.
-    """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"mpcore::{name}", empty, lib=_library)
-    return getattr(torch.ops.mpcore, name).default
-
-
 launching_on_cpu = INTERPRETING  # the fake GPU of the tests sets it: its tensors are on the CPU
 
 
-def launches(op: Callable, reference: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Decorate the launcher that runs `op` on CUDA tensors, and on CPU tensors in Triton's interpreter.
+def operator(schema: str, reference: Callable | None = None) -> Callable[[Callable], Callable]:
+    """Decorate a launcher, and return the overload of `torch.ops.mpcore.<name>`; callers keep it and skip the lookup.
 
-    The launcher takes the operator's arguments in the order of its schema. torch passes them one by one, so a launcher
-    may have more than ten parameters.
+    The launcher allocates the outputs. `torch.compile` calls it too, with inputs that have no values (`has_no_values`):
+    then it must return the outputs and launch nothing. So both agree on shapes, strides and dtypes.
+    torch passes the arguments one by one in the order of the schema, so a launcher may have more than ten parameters.
 
     Args:
-        op: as `define` returns it.
+        schema: the operator's signature, such as `"gelu_forward(Tensor x) -> Tensor"`.
         reference: runs on CPU tensors where Triton does not interpret, so that an operator that was traced with fake
             tensors runs in a graph of real CPU tensors.
 
     Note:
-        - Each argument that `op` mutates gets a new version, so that autograd raises if a graph saved the old values.
+        - Each argument that the operator mutates gets a new version, so that autograd raises if a graph saved the old
+          values.
     """
-    mutated = mutated_arguments(op)
+    name = schema.partition("(")[0]
 
     def register(launch: Callable) -> Callable:
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"mpcore::{name}", launch, lib=_library)
+        op = getattr(torch.ops.mpcore, name).default
+        mutated = mutated_arguments(op)
+
         def launch_and_count(*given: Any) -> Any:
             outs = launch(*given)
             torch.autograd.graph.increment_version(
@@ -124,25 +117,6 @@ def launches(op: Callable, reference: Callable | None = None) -> Callable[[Calla
 
         _library.impl(op, run, "CUDA")
         _library.impl(op, run if reference is None else run_on_cpu, "CPU")
-        return launch
-
-    return register
-
-
-def operator(schema: str, reference: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Decorate a launcher that allocates its own outputs, and return the overload of `torch.ops.mpcore.<name>`.
-
-    The launcher also stands for its outputs where `torch.compile` traces it: if its inputs have no values
-    (`has_no_values`), it must return the outputs and launch nothing. So both agree on shapes, strides and dtypes.
-
-    Args:
-        schema: as of `define`.
-        reference: as of `launches`.
-    """
-
-    def register(launch: Callable) -> Callable:
-        op = define(schema, launch)
-        launches(op, reference)(launch)
         return op
 
     return register

@@ -75,7 +75,7 @@ def _forward_op(
     M, D = count_rows(x), x.shape[-1]
     x, x_stride = as_rows(x)
     residual, residual_stride = optional_rows(residual)
-    tensors = (x, residual, weight.contiguous(), contiguous(bias), y, None if residual is None else residual_out, stats)
+    tensors = (x, residual, *contiguous(weight, bias), y, None if residual is None else residual_out, stats)
     constants = (x_stride, residual_stride, D, subtract_mean, zero_centered)
     if D <= WIDEST_FORWARD:
         *tile, num_warps = row_tile(D, elements_per_thread=32)

@@ -56,9 +56,15 @@ def optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if x is None else as_rows(x)
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """Return `x` contiguous, for a tensor that the kernel can do without."""
-    return None if x is None else x.contiguous()
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the tensors contiguous; `None`, where the kernel can do without one, stays `None`."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def by_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Return tensors `[B, T, H, K]`, copied where K is not contiguous, and the strides of B, T and H of each."""
+    views = [t if t is None or t.stride(3) == 1 else t.contiguous() for t in tensors]
+    return views, [0 if t is None else t.stride(dim) for t in views for dim in range(3)]
 
 
 def count_rows(x: Tensor) -> int:

@@ -17,6 +17,7 @@ The sum of squares has two stages of fixed order: a partial sum per program, the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ def adamw(
         now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` returns them.
         betas, eps, weight_decay: as of `torch.optim.AdamW`.
         master: float32 of that shape. The update goes to `master`, and `param` becomes `master` rounded to nearest.
+            Where `param` isn't `master` rounded before, somebody wrote to it: there the step begins with `param`.
         scale: a scalar that multiplies the gradient first.
         key: below 2^63: round every bfloat16 output stochastically. `None`: round to nearest.
         place: with a key, int64 `[R]` and `[C]` with R C elements in all: element i of `param` has the logical index
@@ -72,49 +74,41 @@ def adamw(
     """
     state = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     _check(state if master is None else state | {"master": master}, now, scale, key, place)
-    if runs_triton(impl, param):
-        tensors = (*state.values(), master, now, scale, *(place or (None, None)))
-        _adamw_op(*tensors, *betas, eps, weight_decay, key)
-    else:
-        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "scale": scale, "key": key, "place": place}
-        adamw_reference(**state, now=now, master=master, **options)
+    update = _adamw_op if runs_triton(impl, param) else _reference
+    others = (master, now, scale, *(place or (None, None)), *betas, eps, weight_decay, key)
+    update(param, grad, exp_avg, exp_avg_sq, *others)
 
 
-@torch.no_grad()
-def adamw_reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    now: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    master: Tensor | None = None,
-    scale: Tensor | None = None,
-    key: int | None = None,
-    place: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """`adamw` in plain torch, with its twelve parameters; computes in float32, or float64 for float64 weights."""
+# In plain torch; computes in float32, or float64 for float64 weights.
+adamw_reference = functools.partial(adamw, impl="reference")
+
+
+def _reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
+    master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
     weight = param if master is None else master
+    before = param if master is None else followed(master, param)
     exact = torch.promote_types(weight.dtype, torch.float32)
     lr, correction1, correction2, t = now.unbind()
     lr, correction1, correction2 = lr.to(exact), correction1.to(exact), correction2.to(exact)
-    w, g, m, v = (x.to(exact) for x in (weight, grad, exp_avg, exp_avg_sq))
+    w, g, m, v = (x.to(exact) for x in (before, grad, exp_avg, exp_avg_sq))
     g = g if scale is None else g * scale.to(exact)
     w = w - lr * weight_decay * w
-    m = m + (g - m) * (1 - betas[0])
-    v = v * betas[1] + g * g * (1 - betas[1])
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
     w = w - lr / correction1 * (m / (v.sqrt() / correction2 + eps))
     bits: Sequence[Tensor | None] = (None, None, None)
     if key is not None:
-        i = torch.arange(param.numel(), device=param.device) if place is None else place[0][:, None] + place[1]
+        i = torch.arange(param.numel(), device=param.device) if rows is None else rows[:, None] + columns
         bits = rounding_bits(key, i.view(param.shape), t.long())
     for x, value, random in zip((weight, exp_avg, exp_avg_sq), (w, m, v), bits, strict=True):
         x.copy_(value if random is None or x.dtype != torch.bfloat16 else round_at_random(value, random))
     if master is not None:
         param.copy_(w)
+
+
+def followed(master: Tensor, param: Tensor) -> Tensor:
+    """Return `master`, and the values of `param` where it isn't `master` rounded: where somebody wrote to it."""
+    return torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
 
 
 def adamw_now(steps: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> Tensor:
@@ -215,7 +209,7 @@ def _adamw_op(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
     master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
     N = param.numel()
     C = N if columns is None else columns.numel()
-    places = contiguous(rows), contiguous(columns)
+    places = contiguous(rows, columns)
     tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now.contiguous(), scale, *places)
     scalars = (N, C, key or 0, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
     launch(_adamw_kernel, (ceil_div(N, _BLOCK), 1, 1), tensors, scalars, (key is not None, _BLOCK), num_warps=4)
@@ -258,6 +252,8 @@ def _adamw_kernel(
         w = tl.load(param_ptr + at, mask=mask, other=0.0).to(tl.float32)
     else:
         w = tl.load(master_ptr + at, mask=mask, other=0.0)
+        p = tl.load(param_ptr + at, mask=mask, other=0.0)
+        w = tl.where(w.to(p.dtype) == p, w, p.to(tl.float32))  # somebody wrote to the parameter
     if scale_ptr is not None:
         g *= tl.load(scale_ptr).to(tl.float32)
     w -= lr * weight_decay * w

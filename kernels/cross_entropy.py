@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from ._cross_entropy_kernels import backward_kernel, merge_kernel, stats_kernel
-from ._dispatch import define, launches, runs_triton
-from ._layout import contiguous
-from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2
+from ._dispatch import operator, runs_triton
+from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors
 
 LONG_ROW = 32768  # rows of at least so many columns may be split over programs
@@ -288,39 +288,21 @@ def _check(logits: Tensor, target: Tensor, softcap: float, **rows: Tensor | None
             raise ValueError(f"{name} is on {row.device}, but logits are on {logits.device}")
 
 
-def _empty_stats(
-    logits: Tensor, target: Tensor, start: int, ignore_index: int, softcap: float, sum_logits: bool, entropy: bool
-) -> Tensor:
-    return logits.new_empty((4 + entropy, *target.shape), dtype=torch.float32)
-
-
-def _empty_backward(logits: Tensor, *others: Tensor | float | None) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _empty_in_place(logits: Tensor, *others: Tensor | float | None) -> None:
-    return None
-
-
 _ROWS = (
     "Tensor target, Tensor stats, Tensor? dloss, Tensor? dlog_prob, Tensor? dentropy,"
     " int start, int ignore_index, float peak, float uniform, float twice_z_loss, float softcap"
 )
-_stats_op = define(
+
+
+@operator(
     "cross_entropy_stats(Tensor logits, Tensor target, int start, int ignore_index, float softcap, bool sum_logits,"
-    " bool entropy) -> Tensor stats",
-    _empty_stats,
+    " bool entropy) -> Tensor stats"
 )
-_backward_op = define(f"cross_entropy_backward(Tensor logits, {_ROWS}) -> Tensor dlogits", _empty_backward)
-_backward_in_place_op = define(f"cross_entropy_backward_in_place(Tensor(a!) logits, {_ROWS}) -> ()", _empty_in_place)
-
-
-@launches(_stats_op)
-def _launch_stats(
+def _stats_op(
     logits: Tensor, target: Tensor, start: int, ignore_index: int, softcap: float, sum_logits: bool, entropy: bool
 ) -> Tensor:
-    stats = _empty_stats(logits, target, start, ignore_index, softcap, sum_logits, entropy)
-    if stats.numel() == 0:
+    stats = logits.new_empty((4 + entropy, *target.shape), dtype=torch.float32)
+    if has_no_values(logits) or stats.numel() == 0:
         return stats
     N, V = count_rows(logits), logits.shape[-1]
     logits, stride = as_rows(logits)
@@ -339,20 +321,20 @@ def _launch_stats(
     return stats
 
 
-@launches(_backward_op)
-def _launch_backward(logits: Tensor, *others: Any) -> Tensor:
-    dlogits = _empty_backward(logits)
+@operator(f"cross_entropy_backward(Tensor logits, {_ROWS}) -> Tensor dlogits")
+def _backward_op(logits: Tensor, *others: Any) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _run_backward(logits, dlogits, _Rows(*others))
     return dlogits
 
 
-@launches(_backward_in_place_op)
-def _launch_backward_in_place(logits: Tensor, *others: Any) -> None:
+@operator(f"cross_entropy_backward_in_place(Tensor(a!) logits, {_ROWS}) -> ()")
+def _backward_in_place_op(logits: Tensor, *others: Any) -> None:
     _run_backward(logits, logits, _Rows(*others))
 
 
 def _run_backward(logits: Tensor, dlogits: Tensor, given: _Rows) -> None:
-    if logits.numel() == 0:
+    if has_no_values(logits) or logits.numel() == 0:
         return
     N, V = count_rows(logits), logits.shape[-1]
     rows, stride = as_rows(logits)

@@ -14,6 +14,7 @@ Kernels compute in float32 and round once. dbias is summed in two stages of fixe
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -73,14 +74,8 @@ def dropout_add(
     return _DropoutAdd.apply(x, residual, bias, *mask) if triton_runs else _reference(x, residual, bias, mask)
 
 
-def dropout_add_reference(x: Tensor, residual: Tensor | None, p: float, **options: Any) -> Tensor:
-    """`dropout_add` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
-
-    Args:
-        x, residual, p: as of `dropout_add`.
-        options: its other arguments, without `impl`.
-    """
-    return dropout_add(x, residual, p, **options, impl="reference")
+# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
+dropout_add_reference = functools.partial(dropout_add, impl="reference")
 
 
 class _Mask(NamedTuple):
@@ -94,9 +89,9 @@ class _Mask(NamedTuple):
     sequence_dim: int
 
     @property
-    def places(self) -> tuple[Tensor | None, Tensor | None]:
+    def places(self) -> list[Tensor | None]:
         """The samples and the tokens, as kernels read them."""
-        return contiguous(self.samples), contiguous(self.tokens)
+        return contiguous(self.samples, self.tokens)
 
     @property
     def scalars(self) -> tuple[float, int, int, int, int]:
@@ -176,7 +171,7 @@ def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given:
     x, stride = as_rows(x)
     residual, residual_stride = optional_rows(residual)
     block_m, block_d, tiles = _tiles(D, mask.first_feature)
-    tensors = (x, residual, contiguous(bias), *mask.places, y)
+    tensors = (x, residual, *contiguous(bias), *mask.places, y)
     constants = (stride, residual_stride, D, *mask.constants, tiles, block_m, block_d)
     grid = (tiles * ceil_div(M, block_m), 1, 1)
     launch(_forward_kernel, grid, tensors, (M, inner, *mask.scalars), constants, num_warps=4)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activation import backward_op, function
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton
+from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._flops import flops
 from ._rows import as_rows, ceil_div, next_power_of_2
 from ._torch import has_no_values
@@ -129,40 +129,6 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def _empty_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
-def _empty_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
-    R, F = x.shape[0], weight.shape[1]
-    y = x.new_empty((R, F // 2 if ACTIVATIONS[activation].gated else F))
-    return y, x.new_empty((R, F) if keep else 0)
-
-
-def _empty_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    return x.new_empty((counts.shape[0], dy.shape[1], x.shape[1]))
-
-
-_forward_op = define("grouped_linear_forward(Tensor x, Tensor weight, Tensor counts) -> Tensor y", _empty_forward)
-_activated_op = define(
-    "grouped_linear_activated(Tensor x, Tensor weight, Tensor counts, str activation, bool keep) "
-    "-> (Tensor y, Tensor z)",
-    _empty_activated,
-)
-_weight_op = define("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _empty_weight)
-
-
-@flops(torch.ops.mpcore.grouped_linear_activated)
-@flops(torch.ops.mpcore.grouped_linear_forward)
-def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
-    return 2 * x[0] * weight[1] * weight[2]  # of all rows: only the device knows how many are used
-
-
-@flops(torch.ops.mpcore.grouped_linear_weight)
-def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
-    return 2 * x[0] * dy[1] * x[1]
-
-
 def _activated_reference(
     x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -171,29 +137,35 @@ def _activated_reference(
 
 
 def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    dweight = _empty_weight(dy, x, counts)
+    dweight = x.new_empty((len(counts), dy.shape[1], x.shape[1]))
     for term, rows, group in zip(dweight, _groups(dy, counts), _groups(x, counts), strict=False):
         term.copy_(rows.t() @ group)
     return dweight
 
 
-@launches(_forward_op, grouped_linear_reference)
-def _launch_forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    y = _empty_forward(x, weight, counts)
+@operator("grouped_linear_forward(Tensor x, Tensor weight, Tensor counts) -> Tensor y", grouped_linear_reference)
+def _forward_op(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    y = x.new_empty((x.shape[0], weight.shape[1]))
     _run(x, weight, counts, y, None, None)
     return y
 
 
-@launches(_activated_op, _activated_reference)
-def _launch_activated(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
-    y, z = outs = _empty_activated(x, weight, counts, activation, keep)
+@operator(
+    "grouped_linear_activated(Tensor x, Tensor weight, Tensor counts, str activation, bool keep) "
+    "-> (Tensor y, Tensor z)",
+    _activated_reference,
+)
+def _activated_op(x: Tensor, weight: Tensor, counts: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    R, F = x.shape[0], weight.shape[1]
+    y = x.new_empty((R, F // 2 if ACTIVATIONS[activation].gated else F))
+    z = x.new_empty((R, F) if keep else 0)
     _run(x, weight, counts, y, z if keep else None, ACTIVATIONS[activation])
-    return outs
+    return y, z
 
 
 def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None, activation: Activation | None) -> None:
     """Launch the products, and the activation if there is one, into y; the input of the activation goes into z."""
-    if y.numel() == 0:
+    if has_no_values(x) or y.numel() == 0:
         return
     (R, K), (E, _, _), N = x.shape, weight.shape, y.shape[1]
     if K == 0 or E == 0:
@@ -211,9 +183,11 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
     launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
 
 
-@launches(_weight_op, _weight_reference)
-def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    dweight = _empty_weight(dy, x, counts)
+@operator("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _weight_reference)
+def _weight_op(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    dweight = x.new_empty((counts.shape[0], dy.shape[1], x.shape[1]))
+    if has_no_values(x):
+        return dweight
     if dweight.numel() == 0 or x.shape[0] == 0:
         return dweight.zero_()
     E, N, K = dweight.shape
@@ -224,6 +198,17 @@ def _launch_weight(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     constants = (dy_stride, x_stride, E, N, K, next_power_of_2(E), STEP_BYTES // x.element_size(), block_n, block_k)
     launch(_weight_kernel, grid, (dy, x, counts.contiguous(), dweight), (), constants, 8)
     return dweight
+
+
+@flops(torch.ops.mpcore.grouped_linear_activated)
+@flops(torch.ops.mpcore.grouped_linear_forward)
+def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
+    return 2 * x[0] * weight[1] * weight[2]  # of all rows: only the device knows how many are used
+
+
+@flops(torch.ops.mpcore.grouped_linear_weight)
+def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
+    return 2 * x[0] * dy[1] * x[1]
 
 
 @triton.jit

@@ -12,6 +12,7 @@ Ba, Kiros and Hinton, "Layer Normalization" (2016), equation 4. The kernels are 
 
 from __future__ import annotations
 
+import functools
 from typing import overload
 
 import torch
@@ -75,20 +76,17 @@ def layer_norm(
     """
     check_inputs(x, residual, weight=weight, bias=bias)
     if not runs_triton(impl, x):
-        return layer_norm_reference(x, weight, bias, eps, residual=residual, zero_centered=zero_centered)
+        return _reference(x, weight, bias, eps, residual, zero_centered)
     return Norm.apply(x, weight, bias, residual, True, zero_centered, eps)
 
 
-def layer_norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    residual: Tensor | None = None,
-    zero_centered: bool = False,
+# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
+layer_norm_reference = functools.partial(layer_norm, impl="reference")
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, zero_centered: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`layer_norm` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
     h = x if residual is None else x + residual
     exact = torch.promote_types(h.dtype, torch.float32)
     gain = weight.to(exact) + 1 if zero_centered else weight

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._dispatch import define, launches, refuse_second_derivative, runs_triton
-from ._layout import contiguous
-from ._rows import as_rows, ceil_div, next_power_of_2
+from ._dispatch import operator, refuse_second_derivative, runs_triton
+from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
+from ._torch import has_no_values
 from ._triton import launch, tl, triton
 
 MOST_EXPERTS = 1024  # of one call: a program holds all of them at once
@@ -150,39 +150,15 @@ class _Unpermute(torch.autograd.Function):
         return dy, None, dweight
 
 
-def _empty_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    return experts.new_empty(experts.shape, dtype=torch.int32), experts.new_empty(num_experts, dtype=torch.int32)
-
-
-def _empty_permute(x: Tensor, row: Tensor, rows: int) -> Tensor:
-    return x.new_empty((rows, x.shape[1]))
-
-
-def _empty_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
-    return y.new_empty((row.shape[0], y.shape[1]))
-
-
-def _empty_backward(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), weight.new_empty(weight.shape)
-
-
-_rows_op = define("moe_rows(Tensor experts, int num_experts) -> (Tensor row, Tensor counts)", _empty_rows)
-_permute_op = define("moe_permute(Tensor x, Tensor row, SymInt rows) -> Tensor y", _empty_permute)
-_unpermute_op = define("moe_unpermute(Tensor y, Tensor row, Tensor? weight) -> Tensor out", _empty_unpermute)
-_backward_op = define(
-    "moe_unpermute_backward(Tensor dout, Tensor y, Tensor row, Tensor weight) -> (Tensor dy, Tensor dweight)",
-    _empty_backward,
-)
-
-
-@launches(_rows_op)
-def _launch_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    row, counts = outs = _empty_rows(experts, num_experts)
+@operator("moe_rows(Tensor experts, int num_experts) -> (Tensor row, Tensor counts)")
+def _rows_op(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    row = experts.new_empty(experts.shape, dtype=torch.int32)
+    counts = experts.new_empty(num_experts, dtype=torch.int32)
+    if has_no_values(experts):
+        return row, counts
     N = experts.numel()
     if N == 0 or num_experts == 0:
-        row.fill_(-1)
-        counts.zero_()
-        return outs
+        return row.fill_(-1), counts.zero_()
     experts = experts.contiguous()
     block_e = max(next_power_of_2(num_experts), 16)
     block_n = max(8192 // block_e, 16)
@@ -194,19 +170,19 @@ def _launch_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     counts.copy_(upto[-1])
     first = upto - held + (counts.cumsum(0, dtype=torch.int32) - counts)
     launch(_place_kernel, (blocks, 1, 1), (experts, first, row), (N,), constants, num_warps=4)
-    return outs
+    return row, counts
 
 
-@launches(_permute_op)
-def _launch_permute(x: Tensor, row: Tensor, rows: int) -> Tensor:
-    y = _empty_permute(x, row, rows)
-    return y if y.numel() == 0 else _scattered(x, y, row, None, None, None)
+@operator("moe_permute(Tensor x, Tensor row, SymInt rows) -> Tensor y")
+def _permute_op(x: Tensor, row: Tensor, rows: int) -> Tensor:
+    y = x.new_empty((rows, x.shape[1]))
+    return y if has_no_values(x) or y.numel() == 0 else _scattered(x, y, row, None, None, None)
 
 
-@launches(_unpermute_op)
-def _launch_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
-    out = _empty_unpermute(y, row, weight)
-    if out.numel() == 0:
+@operator("moe_unpermute(Tensor y, Tensor row, Tensor? weight) -> Tensor out")
+def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
+    out = y.new_empty((row.shape[0], y.shape[1]))
+    if has_no_values(y) or out.numel() == 0:
         return out
     (T, K), (R, D) = row.shape, y.shape
     y, stride = as_rows(y)
@@ -216,15 +192,14 @@ def _launch_unpermute(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     return out
 
 
-@launches(_backward_op)
-def _launch_backward(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    dy, dweight = outs = _empty_backward(dout, y, row, weight)
+@operator("moe_unpermute_backward(Tensor dout, Tensor y, Tensor row, Tensor weight) -> (Tensor dy, Tensor dweight)")
+def _backward_op(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dy, dweight = y.new_empty(y.shape), weight.new_empty(weight.shape)
+    if has_no_values(y):
+        return dy, dweight
     if dout.numel() == 0 or y.numel() == 0:
-        dy.zero_()
-        dweight.zero_()
-        return outs
-    _scattered(dout, dy, row, y, weight, dweight)
-    return outs
+        return dy.zero_(), dweight.zero_()
+    return _scattered(dout, dy, row, y, weight, dweight), dweight
 
 
 def _scattered(

@@ -11,6 +11,7 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4. T
 
 from __future__ import annotations
 
+import functools
 from typing import overload
 
 import torch
@@ -64,14 +65,17 @@ def rms_norm(
     """
     check_inputs(x, residual, weight=weight)
     if not runs_triton(impl, x):
-        return rms_norm_reference(x, weight, eps, residual=residual, zero_centered=zero_centered)
+        return _reference(x, weight, eps, residual, zero_centered)
     return Norm.apply(x, weight, None, residual, False, zero_centered, eps)
 
 
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, zero_centered: bool = False
+# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
+rms_norm_reference = functools.partial(rms_norm, impl="reference")
+
+
+def _reference(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, zero_centered: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
     h = x if residual is None else x + residual
     exact = torch.promote_types(h.dtype, torch.float32)
     gain = weight.to(exact) + 1 if zero_centered else weight

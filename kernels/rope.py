@@ -19,16 +19,16 @@ joins them. The gradients of the weights are summed in two stages of fixed order
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, define, launches, outside, refuse_second_derivative, runs_triton
-from ._layout import by_heads, contiguous
+from ._dispatch import REFERENCE_DTYPES, operator, outside, refuse_second_derivative, runs_triton
 from ._rope_kernels import norm_backward_kernel, rotate_kernel
-from ._rows import MAX_ROWS, ceil_div, next_power_of_2, sum_partials
+from ._rows import MAX_ROWS, by_heads, ceil_div, contiguous, next_power_of_2, sum_partials
+from ._torch import has_no_values
 from ._triton import launch, multiprocessors
 
 
@@ -105,7 +105,8 @@ def rope(
     return _Rope.apply(q, k, (q.shape[2], k.shape[2]), *options)
 
 
-rope_reference = partial(rope, impl="reference")  # under torch's own autograd; computes in float32, or float64
+# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `q`.
+rope_reference = functools.partial(rope, impl="reference")
 
 
 def rope_qkv(
@@ -251,48 +252,36 @@ class _Rope(torch.autograd.Function):
         return dx, dk, *[None] * 4, *dweights, *[None] * 3
 
 
-def _empty_forward(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
-    heads = q.shape[2] + (0 if k is None else k.shape[2])
-    return q.new_empty((*q.shape[:2], heads, q.shape[3]))
-
-
-def _empty_backward(
-    dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
-    dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
-    options = _Options(*given)
-    weights = options.q_weight, options.k_weight
-    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
-    return dx, dq_weight, dk_weight
-
-
 _OPTIONS = (
     "Tensor cos, Tensor sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight,"
     " float eps, bool zero_centered, bool interleaved"
 )
-_forward_op = define(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y", _empty_forward)
-_backward_op = define(
-    f"rope_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? q, Tensor? k, {_OPTIONS})"
-    " -> (Tensor dx, Tensor dq_weight, Tensor dk_weight)",
-    _empty_backward,
-)
 
 
-@launches(_forward_op)
-def _launch_forward(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
-    y, options = _empty_forward(q, k), _Options(*given)
-    if y.numel() > 0:
-        _rotate((q, k, None), options, y, back=False)
+@operator(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y")
+def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
+    heads = q.shape[2] + (0 if k is None else k.shape[2])
+    y = q.new_empty((*q.shape[:2], heads, q.shape[3]))
+    if not has_no_values(q) and y.numel() > 0:
+        _rotate((q, k, None), _Options(*given), y, back=False)
     return y
 
 
-@launches(_backward_op)
-def _launch_backward(
+@operator(
+    f"rope_backward(Tensor dq, Tensor? dk, Tensor? dv, Tensor? q, Tensor? k, {_OPTIONS})"
+    " -> (Tensor dx, Tensor dq_weight, Tensor dk_weight)"
+)
+def _backward_op(
     dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dq_weight, dk_weight = outs = _empty_backward(dq, dk, dv, q, k, *given)
     options = _Options(*given)
+    heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
+    dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
+    weights = options.q_weight, options.k_weight
+    dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
+    outs = dx, dq_weight, dk_weight
+    if has_no_values(dq):
+        return outs
     if dx.numel() == 0:
         dq_weight.zero_()
         dk_weight.zero_()
@@ -310,7 +299,7 @@ def _launch_backward(
     launch(
         norm_backward_kernel,
         (programs, 2 + (dv is not None), 1),
-        (*gradients, *inputs, *table, *contiguous(options.q_weight, options.k_weight), dx, partials),
+        (*gradients, *inputs, *table, *contiguous(*weights), dx, partials),
         (B * T, T, table_rows, options.eps, *gradient_strides, *input_strides),
         (*_sizes(dq, dk, dx), *flags, block_t, block_h, *_blocks(K, options.cos)),
         num_warps=4,

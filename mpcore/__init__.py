@@ -18,7 +18,16 @@ if TYPE_CHECKING:
         reduce_gradients,
         zero_gradients,
     )
-    from mpcore.interop.parallelize import Colwise, LocalSizes, Replicate, parallelize
+    from mpcore.interop.parallelize import (
+        Colwise,
+        Experts,
+        Hidden,
+        LocalSizes,
+        Replicate,
+        parallelize,
+        parallelize_summary,
+        suggest_plan,
+    )
     from mpcore.layers import (
         ColumnParallelEmbedding,
         ColumnParallelLinear,
@@ -40,6 +49,9 @@ if TYPE_CHECKING:
         VocabParallelCrossEntropy,
         VocabParallelEmbedding,
         apply_rope,
+        document_ends,
+        document_ids,
+        document_positions,
         linear_cross_entropy,
         linear_log_prob,
         seed_dropout,
@@ -80,8 +92,10 @@ __all__ = [
     "Compile",
     "DiLoCo",
     "Dropout",
+    "Experts",
     "GateUpParallelLinear",
     "GroupedLinear",
+    "Hidden",
     "LayerNorm",
     "LocalSizes",
     "LocalUpdates",
@@ -115,6 +129,9 @@ __all__ = [
     "clip_gradients",
     "convert_to_fp8",
     "decay_groups",
+    "document_ends",
+    "document_ids",
+    "document_positions",
     "drop_gradients",
     "finish_gradients",
     "full_state_dict",
@@ -130,6 +147,7 @@ __all__ = [
     "offload_optimizer",
     "offload_parameters",
     "parallelize",
+    "parallelize_summary",
     "partition",
     "prepare",
     "recompute",
@@ -139,6 +157,7 @@ __all__ = [
     "shard_data_parallel",
     "shard_sequence",
     "shardings",
+    "suggest_plan",
     "sync_gradients",
     "unshard_sequence",
     "upcycle",
@@ -152,14 +171,14 @@ _HOMES = {
     "gradients": (
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
-    "interop.parallelize": "Colwise LocalSizes Replicate parallelize",
+    "interop.parallelize": "Colwise Experts Hidden LocalSizes Replicate parallelize parallelize_summary suggest_plan",
     "layers": (
         "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "
         "MultiLatentAttention ParallelAttention ParallelMLP ParallelMoE PositionEmbedding QKVParallelLinear "
         "RMSNorm RotaryEmbedding Router RowParallelLinear TransformerBlock VocabParallelCrossEntropy "
-        "VocabParallelEmbedding apply_rope linear_cross_entropy linear_log_prob seed_dropout sequence_index "
-        "shard_sequence unshard_sequence upcycle update_routers vocab_parallel_cross_entropy "
-        "vocab_parallel_log_prob "
+        "VocabParallelEmbedding apply_rope document_ends document_ids document_positions linear_cross_entropy "
+        "linear_log_prob seed_dropout sequence_index shard_sequence unshard_sequence upcycle update_routers "
+        "vocab_parallel_cross_entropy vocab_parallel_log_prob "
     ),
     "layers.initialize": "materialize",
     "mesh": "Axis Mesh build_mesh",

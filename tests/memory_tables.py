@@ -177,7 +177,7 @@ rank.
 
 ## The estimate against what a run holds
 
-`python -m mpcore.analysis memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example
+`mpcore memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example
 really holds in its second step under the same: parameters, gradients, optimizer state, and the largest set of
 activations, buffers and messages. Each row shows the worst rank of its layout; the largest error is {largest}. The
 flags of each row come after `{flags}`.

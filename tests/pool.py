@@ -30,7 +30,7 @@ def start_pool(most: int = 4) -> Pool:
 
 def _prepare() -> None:
     """In a rank, have a run of the example write a short text, and look for its code and its corpus only once."""
-    from examples.gpt import setup, train
+    from examples.gpt import generate, setup
 
     strict_memory()
     find, corpora = setup.default_corpus, {}
@@ -41,4 +41,4 @@ def _prepare() -> None:
         return corpora[tokenizer.fingerprint]
 
     setup.default_corpus, setup.code_versions = corpus, cache(setup.code_versions)
-    train.generate = partial(train.generate, new_tokens=4)
+    generate.generate = partial(generate.generate, new_tokens=4)

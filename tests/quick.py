@@ -23,6 +23,7 @@ FIRST = [
     "test_linear_cross_entropy_equals_dense",
     "test_every_layout_equals_a_loop_over_tokens_and_experts",
     "test_every_kind_is_dense_attention",
+    "test_every_layout_is_the_dense_model_with_its_mask_written_out",
     "test_every_tp_size_computes_the_same_products",
     "test_a_word_depends_on_its_global_place_alone",
     "test_pitfall_30_the_norm_is_the_dense_norm_in_every_layout",

@@ -1,4 +1,4 @@
-"""Thirty short runs of the example whose losses, gradient norms and final weights must not change.
+"""Short runs of the example whose losses, gradient norms and final weights must not change.
 
 `tests/recorded_runs.json` holds them as they were at commit ef70cef. `python -m tests.recorded_runs --write NAME ...`
 records rows anew; a commit that does so says why the numbers changed.
@@ -21,39 +21,40 @@ from tests.pool import Pool, start_pool
 
 RECORD = Path(__file__).with_suffix(".json")
 TINY = (
-    "--layers 4 --d-model 16 --heads 4 --kv-heads 2 --d-ff 24 --seq-len 16 --global-batch 8 --micro-batch 1 --warmup 2 "
+    "--layers 4 --d-model 16 --heads 4 --kv-heads 2 --d-ff 24 --seq-len 16 --global-batch 8 --micro-batch 2 --warmup 2 "
     "--dtype float64 --dropout 0.1 --steps 4 --eval-every 2 --eval-samples 5 --save-every 4 --device cpu"
 )
-MOE = "--preset tiny-moe --experts 4 --top-k 2 --expert-d-ff 8"
+MOE = "--micro-batch 1 --preset tiny-moe --experts 4 --top-k 2 --expert-d-ff 8"
 LIMITS = "--capacity-factor 0.7 --balance bias"
 
 # name: (ranks, flags); of several commands the later ones go on from what the earlier ones saved.
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ("",)),
     "tied, learned positions": (1, ("--preset gpt2 --tie-embeddings",)),
-    "accumulation": (1, ("--micro-batch 2 --clip 0.05",)),
+    "accumulation": (1, ("--micro-batch 1 --clip 0.05",)),
     "muon": (1, ("--optimizer muon --lr-schedule wsd",)),
     "adamw with bf16 moments": (2, ("--tp 2 --optimizer adamw-bf16",)),
     "fp16 with a scale": (2, ("--tp 2 --dtype float16",)),
-    "bf16 autocast": (2, ("--dp 2 --dtype bfloat16 --zero 0",)),
+    "bf16 autocast": (2, ("--dp 2 --dtype bfloat16 --autocast --zero 0",)),
+    "bf16": (2, ("--dp 2 --dtype bfloat16 --zero 0",)),
     "fp8": (2, ("--tp 2 --fp8 --d-model 256 --d-ff 512 --heads 2 --layers 1",)),
     "tp 2": (2, ("--tp 2",)),
-    "tp 3, sequence parallel": (3, ("--tp 3 --heads 6 --d-model 24 --seq-len 18 --sequence-parallel",)),
-    "tp 4, more ranks than KV heads": (4, ("--tp 4 --sequence-parallel",)),
+    "tp 3, sequence parallel": (3, ("--tp 3 --micro-batch 4 --heads 6 --d-model 24 --seq-len 18 --sequence-parallel",)),
+    "tp 4, more ranks than KV heads": (4, ("--tp 4 --micro-batch 4 --sequence-parallel",)),
     "dp 2, ZeRO-0": (2, ("--dp 2 --zero 0",)),
     "dp 4, ZeRO-1": (4, ("--dp 4 --zero 1",)),
     "tp 2 x dp 2, ZeRO-2": (4, ("--tp 2 --dp 2 --zero 2",)),
-    "tp 2 x dp 2, ZeRO-3": (4, ("--tp 2 --dp 2 --zero 3 --recompute full",)),
+    "tp 2 x dp 2, ZeRO-3": (4, ("--tp 2 --dp 2 --micro-batch 4 --zero 3 --recompute full",)),
     "HSDP": (4, ("--dp 4 --zero 3 --replicate 2",)),
     "pp 2, 1f1b": (2, ("--pp 2 --tie-embeddings",)),
     "pp 2, interleaved": (2, ("--pp 2 --schedule interleaved --virtual-stages 2",)),
     "pp 2 x dp 2, zb": (4, ("--pp 2 --dp 2 --schedule zb --zero 2",)),
     "pp 2, zbv": (2, ("--pp 2 --schedule zbv --tie-embeddings",)),
     "tp 2 x pp 2, dualpipev": (4, ("--tp 2 --pp 2 --schedule dualpipev --sequence-parallel",)),
-    "selective recompute": (2, ("--tp 2 --recompute selective",)),
+    "selective recompute": (2, ("--tp 2 --micro-batch 4 --recompute selective",)),
     "offload": (2, ("--dp 2 --zero 0 --offload optimizer activations parameters",)),
     "cp 2, zigzag ring": (2, ("--cp 2 --cp-kind zigzag",)),
-    "cp 2 x tp 2, all-to-all": (4, ("--cp 2 --tp 2 --cp-kind alltoall --sequence-parallel",)),
+    "cp 2 x tp 2, all-to-all": (4, ("--cp 2 --tp 2 --micro-batch 4 --cp-kind alltoall --sequence-parallel",)),
     "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --balance aux",)),
     "experts, ep 2 x tp 2, capacity": (4, (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",)),
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),

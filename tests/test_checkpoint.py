@@ -203,7 +203,7 @@ _written: dict = {}
 SHORT = [({"pp": 2, "dp": 2}, 1)]
 LONG = [
     ({"pp": 2}, 0), ({"dp": 3}, 2), ({"pp": 2, "dp": 2}, 1), ({"tp": 4}, 0), ({"dp": 4}, 3),
-    ({"tp": 2, "dp": 2}, 0), ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3),
+    ({"tp": 2, "dp": 2}, 0), ({"tp": 2, "pp": 2}, 0), ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3),
 ]  # fmt: skip
 PAIRS = [
     pytest.param(reader, CONFIG, id=f"{reader}-gqa", marks=pytest.mark.slow if reader in LONG else [])
@@ -1204,7 +1204,7 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     ranks(2, check_run, sizes, str(whole), *flags, "--save-every", "4")
     ranks(2, check_run, sizes, str(again), *flags, "--exit-step", "2", "--async-save")
     assert [p.name for p in (again / "checkpoints").iterdir()] == ["step-00000002"]
-    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", asked=3)
+    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", asked=2)
     assert begun == [(2, 8)] * 2
     assert latest(again / "checkpoints") == step_path(again / "checkpoints", 4)
     shutil.copytree(again, tmp_path / "dp")

@@ -19,7 +19,9 @@ def run_page(name: str, **sizes: int) -> dict:
     """Run all python blocks of a page, one after the other, and return what they leave."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
     assert ("TP = PP = 1" in code) == (name == "training.md")
+    assert ("CP = 1\n" in code) == (name == "context_parallel.md")
     code = code.replace("TP = PP = 1", f"TP, PP = {sizes.get('tp', 1)}, {sizes.get('pp', 1)}")
+    code = code.replace("CP = 1\n", f"CP = {sizes.get('cp', 1)}\n")
     held: dict = {"__name__": "docs"}
     exec(compile(code, name, "exec"), held)
     return held
@@ -36,6 +38,22 @@ def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, tmp_path, siz
     assert alone[-1] < alone[0]
     for found in ranks(size, losses, str(tmp_path), **sizes):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def context_losses(cp: int) -> list[float]:
+    return run_page("context_parallel.md", cp=cp)["losses"]
+
+
+def test_the_page_on_context_parallelism_has_the_same_losses_on_a_mesh(ranks):
+    (alone,) = ranks(1, context_losses, 1)
+    assert alone[-1] < alone[0] / 2
+    for size, cp in ((2, 2), (4, 2), (4, 4)):
+        for found in ranks(size, context_losses, cp):
+            assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_page_on_plans_runs():
+    run_page("parallelize.md")
 
 
 def merged() -> tuple[int, bool, dict]:

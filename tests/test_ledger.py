@@ -14,7 +14,8 @@ from mpcore import Axis, Mesh
 from mpcore import collectives as c
 from mpcore.analysis.__main__ import main
 from mpcore.analysis.counts import Ledger, block_bytes, volume
-from mpcore.analysis.dry_run import dry_run, pretend, target
+from mpcore.analysis.dry_run import dry_run, pretend
+from mpcore.command_line import find_object
 from tests.pool import mesh
 from tests.quick import some
 from tests.theory import zero_bytes
@@ -37,10 +38,13 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     args = parse([*FLAGS, *flags])
     trainer = Trainer(args, on)
     trainer.step()  # with the pipeline's dry run and the first connections
-    tokens, targets, samples = trainer.batch(trainer.train_samples, trainer.share(0))
-    scale = {"loss_factor": torch.ones_like(samples, dtype=torch.float64)} if trainer.config.moe else {}
+    tokens, targets, arguments = trainer.batch(trainer.train_samples, trainer.share(0))
+    if trainer.config.moe:
+        arguments["loss_factor"] = torch.ones_like(arguments["samples"], dtype=torch.float64)
+    for dispatch in trainer.run.bounds.dispatches:  # as in a step of the run
+        dispatch.is_bounded = True
     with Ledger(on) as ledger:
-        trainer.run.pipeline.forward_backward(tokens, targets, samples=samples, **scale)
+        trainer.run.pipeline.forward_backward(tokens, targets, **arguments)
         reduce_gradients(trainer.model)
     if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
         count = ledger.counts["pp", "all_reduce"]
@@ -71,6 +75,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
             ({"tp": 2, "cp": 2}, "--preset tiny-mla --sequence-parallel --cp-kind alltoall"),
             ({"tp": 2, "dp": 2}, "--preset tiny-mla"),
             ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "--preset tiny-moe --dispatch all_to_all --capacity-factor 1.5"),
+            ({"tp": 2, "dp": 2, "ep": 2}, "--preset tiny-moe --experts 16 --top-k 1 --dispatch all_to_all"),
         ],
     ),
     ids=str,
@@ -159,12 +164,12 @@ def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
     assert "dp           1024 all_gather" in out
     assert not dist.is_initialized()
     for words, message in [
-        (["examples.gpt.plan:nothing"], "names no function as module:function does"),
+        (["examples.gpt.plan:nothing"], "has no nothing: write package.module:name"),
         (["examples.gpt.plan:build", "--tp", "3", "--heads", "2"], "smaller than the tp size 3"),
     ]:
         with pytest.raises(SystemExit, match=message):
             main(["ledger", *words])
-    assert target("examples.gpt.plan:build") is build
+    assert find_object("examples.gpt.plan:build") is build
     with pretend(2), pytest.raises(ValueError, match=r"torch\.distributed is running"), pretend(2):
         pass
     assert Ledger(Mesh()).table() == str(Ledger())

@@ -17,6 +17,7 @@ from torch import nn
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize, reduce_gradients, update_routers
+from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
@@ -247,12 +248,17 @@ def test_agreement_says_how_alike_workers_moved(ranks):
 
 def check_messages(sizes: dict, options: dict, steps: int):
     run = Worker(mesh(**sizes), options)
-    between = [run.mesh.workers.group, dist.group.WORLD]
+
+    def sent() -> list[int]:
+        """Collectives of the workers, and agreements of the whole job, until now."""
+        agreements = default_store().add(f"mpcore/agree/{dist.group.WORLD.group_name}.0/at/{dist.get_rank()}", 0)
+        return [run.mesh.workers.group._get_sequence_number_for_group(), agreements]
+
     counts = []
     for step in range(steps):
-        before = [group._get_sequence_number_for_group() for group in between]
+        before = sent()
         run.step(step)
-        counts.append([group._get_sequence_number_for_group() - b for group, b in zip(between, before, strict=True)])
+        counts.append([after - b for after, b in zip(sent(), before, strict=True)])
     return counts
 
 

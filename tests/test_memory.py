@@ -68,6 +68,7 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"cp": 2, "pp": 2}, ["--cp-kind", "ring", "--recompute", "selective"]),
     ({"dp": 2, "ep": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24"]),
     ({"tp": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--balance", "bias", "--recompute", "full"]),
+    ({"dp": 4, "ep": 4}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--dispatch", "all_to_all"]),
 ]
 # gpipe is off where logits are held to backward, zbv where what lies between I and W is, and what a rank hands itself.
 SHORT = [8, 17, 21, 31]

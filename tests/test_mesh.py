@@ -45,7 +45,6 @@ from mpcore.mesh import build as mesh_module
 from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.build import choose_device
 from mpcore.mesh.layout import layout_table, mesh_ranks, mesh_shape
-from mpcore.mesh.rendezvous import is_launched
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declare import cut
 from tests.pool import mesh
@@ -280,29 +279,22 @@ def test_when_one_rank_fails_all_fail(ranks):
         raise_together(OSError("no file"))
 
 
-def creation_log():
-    """Every process group that this rank takes part in making, in order."""
-    log = []
-    original = distributed_c10d._new_group_with_tag
-
-    def recorded(ranks=None, *args, **kwargs):
-        log.append(tuple(ranks) if ranks is not None else None)
-        return original(ranks, *args, **kwargs)
-
-    distributed_c10d._new_group_with_tag = recorded
-    try:
-        build_mesh(tp=1, cp=2, pp=2, ep=2)
-        build_mesh(tp=2, pp=2)
-        build_mesh(tp=2, cp=2, ep=2)
-    finally:
-        distributed_c10d._new_group_with_tag = original
-    return log
+def groups_made():
+    """The name and ranks of each group of this rank, of several meshes."""
+    meshes = build_mesh(cp=2, pp=2, ep=2), build_mesh(tp=2, pp=2), build_mesh(tp=2, cp=2, ep=2)
+    groups = [axis.group for m in meshes for axis in m.axes.values() if axis.group is not None]
+    return [(group.group_name, tuple(dist.get_process_group_ranks(group))) for group in groups]
 
 
-def test_pitfall_41_every_rank_makes_the_same_groups_in_the_same_order(ranks):
-    first, *others = ranks(4, creation_log)
-    assert len(first) > 6
-    assert all(log == first for log in others)
+def test_pitfall_41_the_ranks_of_a_group_know_it_by_one_name_and_no_other_group_by_that(ranks):
+    logs = ranks(4, groups_made)
+    names = {}
+    for log in logs:
+        for name, members in log:
+            assert names.setdefault(name, members) == members
+    assert len(names) > 6
+    for name, members in names.items():
+        assert [rank for rank, log in enumerate(logs) if name in dict(log)] == list(members)
 
 
 def test_pitfall_41_the_plan_that_ranks_compare_changes_with_any_group(ranks):
@@ -317,7 +309,7 @@ def check_two_meshes():
         dist.all_reduce(total, group=m.tp.group)
         expected = next(g for g in mesh_ranks(tp=m.tp.size, dp=m.dp.size)["tp"] if dist.get_rank() in g)
         assert total.item() == sum(expected)
-    assert build_mesh(tp=2).tp.group_name != rows.tp.group_name
+    assert build_mesh(tp=2).tp.group is rows.tp.group
 
 
 def test_two_meshes_live_in_one_process(ranks):
@@ -493,10 +485,11 @@ def test_cuda_is_taken_where_each_rank_has_a_gpu_of_its_own():
 def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, gpus, asked, backend):
     """With nccl alone, modules there meet "No backend type associated with device type cpu"."""
 
-    def stop(backend, timeout):
+    def stop(launch, backend, timeout):
         raise ValueError(f"it begins with {backend}")
 
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -506,20 +499,6 @@ def test_the_world_begins_with_a_backend_for_what_lies_on_the_host(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="GPUs here: 1, processes: 2"):
         build_mesh(tp=2, device_type="cuda")
-
-
-def test_any_launcher_will_do_that_says_where_the_others_are(monkeypatch):
-    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert not is_launched()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not is_launched()
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_PORT isn't set: start with torchrun, or set"):
-        build_mesh(dp=2)
-    monkeypatch.setenv("MASTER_PORT", "29400")
-    assert is_launched()
 
 
 def check_gpus_of_a_pool():

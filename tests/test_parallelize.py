@@ -116,7 +116,16 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positio
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "query_pre_attn_scalar": 4}
 
+
+def mixtral():
+    """Experts that compute in float64 on a CPU."""
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=3, num_experts_per_tok=2))
+    model.set_experts_implementation("eager")
+    return model
+
+
 MODELS = {
+    "mixtral": mixtral,
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
     "llama tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True, pad_token_id=3)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA, tie_word_embeddings=False)),
@@ -361,9 +370,11 @@ def test_the_models_own_plan_and_rules_laid_over_it():
 
 
 def test_every_style_that_the_installed_transformers_knows_is_known_here():
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    assert set(ALL_PARALLEL_STYLES) <= {*STYLES, *UNSUPPORTED}
+    known = set(ALL_PARALLEL_STYLES.valid_keys())
+    assert "colwise" in known
+    assert known <= {*STYLES, *UNSUPPORTED}
     assert not set(STYLES) & set(UNSUPPORTED)
 
 
@@ -434,7 +445,12 @@ BAD = {
     ),
     "a plan without a match": ("own", {}, 2, "plan of 0 patterns matches no module"),
     "an unknown style": ("own", {"head": "colwize"}, 2, r"'colwize' of 'head' is unknown.*'colwise'"),
-    "a style for experts": ("own", {"head": "moe_tp_experts"}, 2, r"'moe_tp_experts'.*doesn't support"),
+    "a style for experts": (
+        "own",
+        {"head": "moe_tp_experts"},
+        2,
+        "head: it doesn't say how its parameters lie: write Experts",
+    ),
     "a local style": ("own", {"head": "local_colwise"}, 2, r"'local_colwise'.*doesn't support"),
     "not a plan": ("own", "colwise", 2, "'colwise' is neither 'auto' nor a mapping"),
     "a model without a plan": ("own", "auto", 2, "Own carries no tp plan"),
@@ -448,7 +464,12 @@ BAD = {
         3,
         "num_heads 8 is not a multiple of the tp size 3",
     ),
-    "no local size": ("own", {"attention": LocalSizes(("heads",))}, 2, "attention.heads is None, not a size"),
+    "no local size": (
+        "own",
+        {"attention": LocalSizes(("heads",))},
+        2,
+        "attention.heads doesn't exist, so it is no size",
+    ),
     "a head's norm": (
         "own",
         {"attention.qkv": "colwise"},
@@ -576,7 +597,10 @@ def check_counted_heads(fused):
         ValueError, match=r"the model itself\.n_head is 4 on each of 2 ranks, and the plan shards qkv\.0"
     ):
         parallelize(copy.deepcopy(dense), plan, axis)
-    kept = parallelize(copy.deepcopy(dense), plan | {"": LocalSizes((), kept=("n_head",))}, axis)
+    keeping = plan | {"": LocalSizes((), kept=("n_head",))}
+    with pytest.raises(ValueError, match=r"(other values|fails) on 2 ranks"):
+        parallelize(copy.deepcopy(dense), keeping, axis)
+    kept = parallelize(copy.deepcopy(dense), keeping, axis, check=False)
     kept.n_head = 2  # as whoever keeps an attribute may do
     for sharded in (kept, parallelize(copy.deepcopy(dense), plan | {"": LocalSizes(("n_head",))}, axis)):
         close(sharded(x).detach(), dense(x).detach(), "attention", TOLERANCE)

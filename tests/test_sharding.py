@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from mpcore import (
+    AdamW,
     Axis,
     ColumnParallelLinear,
     Dropout,
@@ -15,12 +16,16 @@ from mpcore import (
     QKVParallelLinear,
     VocabParallelEmbedding,
     full_state_dict,
+    grad_norm,
     load_full_state_dict,
     materialize,
     reduce_gradients,
     shardings,
 )
 from mpcore import collectives as c
+from mpcore.checkpoint import load, save
+from mpcore.layers.module import ParallelModule, normal
+from mpcore.random import generator
 from mpcore.sharding.declarations import add_partial, owners, persistent_buffers
 from mpcore.sharding.declare import Shard, Sharding, cut, cut_blocks
 from tests.layers.test_block import Model
@@ -314,3 +319,35 @@ def test_materialized_models_keep_their_declaration():
     assert {name: s.shape for name, s in shardings(model).items()} == {
         name: tuple(p.shape) for name, p in model.named_parameters()
     }
+
+
+class OnFirst(ParallelModule):
+    """A matrix that the first rank of tp holds, and the others hold nothing of."""
+
+    def __init__(self, tp: Axis) -> None:
+        super().__init__(tp=tp)
+        runs = (((0, 4),), *((),) * (tp.size - 1))
+        self.declare("weight", (4, 3), normal(1.0), shard=Shard(tp, 0, runs))
+
+
+def check_empty_runs(folder):
+    on = mesh(tp=2)
+    model = materialize(nn.ModuleDict({"a": OnFirst(on.tp)}), seed=1)
+    assert model["a"].weight.shape == ((4, 3) if on.tp.rank == 0 else (0, 3))
+    want = normal(1.0)(torch.empty(4, 3), generator=generator(1, "a.weight"))
+    torch.testing.assert_close(full_state_dict(model)["a.weight"], want)
+    optimizer = AdamW(model, lr=0.1, state_dtype=torch.bfloat16)
+    model["a"].weight.grad = torch.full_like(model["a"].weight, 2.0)
+    reduce_gradients(model, on)
+    assert float(grad_norm(model, on)) == pytest.approx(2 * 12**0.5)
+    optimizer.step()
+    moved = full_state_dict(model)["a.weight"]
+    assert float((moved - want).abs().min()) > 0.05
+    save(f"{folder}/step-1", model, optimizer, mesh=on, step=1)
+    again = materialize(nn.ModuleDict({"a": OnFirst(on.tp)}), seed=2)
+    load(f"{folder}/step-1", again, mesh=on)
+    assert torch.equal(full_state_dict(again)["a.weight"], moved)
+
+
+def test_a_rank_may_hold_nothing(ranks, tmp_path):
+    ranks(2, check_empty_runs, str(tmp_path), timeout=60)

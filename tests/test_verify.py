@@ -220,7 +220,7 @@ def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_differen
     assert "forward of attention" in out
     for wrong, said in (
         ("tests.no_such:build", "can't be imported"),
-        ("tests.verify_models:none", "has no function none()"),
+        ("tests.verify_models:none", "has no none: write package.module:name"),
     ):
         assert main([wrong]) == 2
         assert said in capsys.readouterr().err

@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import open_checkpoint, read_config, tokenizer_of_checkpoint, tokenizer_of_hf
@@ -18,13 +16,13 @@ from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Mesh
+from mpcore.command_line import Parser
 from mpcore.interop.hugging_face import LENGTH, Carried, carried_by_checkpoint, carried_by_hf, read_json
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.sequence import KINDS, check_kind
-from mpcore.layers.moe.layer import DISPATCHES
+from mpcore.layers.moe.dispatch import DISPATCHES
 from mpcore.layers.moe.router import AUX_LOSSES
-from mpcore.optim.adamw import AdamW
-from mpcore.optim.muon import Muon
+from mpcore.mesh import read_launch
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.parallel.precision import convert_to_fp8
 from mpcore.parallel.recompute import KINDS as RECOMPUTE_KINDS
@@ -37,7 +35,13 @@ DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "floa
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Every flag has a default."""
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.")
+    parser = Parser(
+        prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.",
+        examples=[
+            "python -m examples.gpt.pretrain --steps 10",
+            "torchrun --nproc-per-node 4 -m examples.gpt.pretrain --tp 2 --pp 2 --sequence-parallel",
+        ],
+    )  # fmt: skip
     add = parser.add_argument_group("mesh").add_argument
     for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
         add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
@@ -73,6 +77,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--d-ff", type=int, help="hidden width of the MLP (tiny: 8/3 of the width, up to a multiple of 64)")
     add("--dropout", type=float, help="share of activations that training drops (tiny: 0)")
     add("--tie-embeddings", action="store_true", default=None, help="head and embedding share one table")
+    add(
+        "--init-std",
+        type=float,
+        help="standard deviation of first weights; of output projections it is divided by sqrt(2 layers) (tiny: 0.02)",
+    )
     add = parser.add_argument_group("mixture of experts").add_argument
     add("--experts", type=int, help="experts in the place of each MLP; 0: none (default: the preset's)")
     add("--top-k", type=int, help="experts each token goes through")
@@ -89,7 +98,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--capacity-factor", type=float, help="what is over factor x mean load of a sequence is dropped (default: none)"
     )
-    add("--dispatch", choices=DISPATCHES, help="how tokens reach experts on other ranks")
+    add("--dispatch", choices=DISPATCHES, help="how tokens reach experts on other ranks: all_to_all sends less")
     add = parser.add_argument_group("data").add_argument
     add(
         "--data",
@@ -100,10 +109,30 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
     add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
+    add(
+        "--document-masking",
+        action="store_true",
+        help="tokens attend within their own document, and positions begin anew in each; --end-of-document ends one",
+    )
+    add(
+        "--eval-data",
+        nargs="+",
+        default=[],
+        metavar="NAME=PREFIX",
+        help="corpora that are only measured, each by its name, besides the held-out part of --data",
+    )
     add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=200, help="of the whole run (default 200)")
     add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers (16)")
+    add(
+        "--rampup-batch-size",
+        type=int,
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="begin with START samples a step, and add INCREMENT at equal distances up to --global-batch, which is "
+        "reached after SAMPLES (default: --global-batch from the first step on)",
+    )
     add("--micro-batch", type=int, default=2, help="samples a forward, on one rank (default 2)")
     add("--lr", type=float, default=3e-3, help="highest learning rate (default 0.003)")
     add("--min-lr", type=float, help="lowest learning rate after warm-up (default: a tenth of --lr)")
@@ -138,7 +167,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=0,
         help="of weights, dropout and the order of the data, not of what is held out (default 0)",
     )
-    add("--dtype", choices=DTYPES, default="float32", help="bfloat16, float16: fp32 weights, matrix products in it")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="bfloat16: weights, activations and messages in bfloat16, masters and sums of gradients in fp32; float16: "
+        "fp32 weights, matrix products in float16",
+    )
+    add("--autocast", action="store_true", help="with --dtype bfloat16: fp32 weights, matrix products in bfloat16")
+    add(
+        "--residual-dtype",
+        choices=("float32",),
+        help="keep the residual stream and pipeline messages in fp32 (default: in --dtype; with autocast in fp32)",
+    )
     add(
         "--fp8",
         action="store_true",
@@ -249,7 +290,7 @@ def inner_size(args: argparse.Namespace) -> int | None:
         return args.cp_inner
     if args.cp_kind != "two-level":
         return None
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // args.tp
+    node = read_launch(os.environ).local_size // args.tp
     return max((d for d in range(1, args.cp) if args.cp % d == 0 and d <= node), default=1)
 
 
@@ -259,7 +300,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     Raises:
         ValueError: if the model to begin with can't be read, or contradicts the flags.
     """
-    names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "seq_len")
+    names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "init_std", "seq_len")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     begin = args.init_from_hf or args.init_from
     if args.init_from_hf and args.init_from:
@@ -326,8 +367,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         for name in names:
             if getattr(args, name) is not None and getattr(args, name) < least:
                 raise ValueError(f"{flag(name)} {getattr(args, name)} is smaller than {least}")
-    for name in ("lr", "weight_decay"):
-        if not 0 <= getattr(args, name) < math.inf:
+    for name in ("lr", "weight_decay", "init_std"):
+        if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"{flag(name)} {getattr(args, name)} is no number from 0")
     if args.min_lr is not None and not 0 <= args.min_lr <= args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is not from 0 to --lr {args.lr}")
@@ -425,21 +466,6 @@ def recompute_kind(value: str) -> tuple[str, float | None]:
     except ValueError:
         pass
     raise ValueError(f"--recompute {value!r} is none of {', '.join(RECOMPUTE_KINDS)} and budget=SHARE")
-
-
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Return the learning rate of a step."""
-    floor = {} if args.min_lr is None or args.lr == 0 else {"floor": args.min_lr / args.lr}
-    return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr, **floor)
-
-
-def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
-    """Build the optimizer of --optimizer. Muon leaves the `heads` to AdamW."""
-    options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
-    if args.optimizer == "muon":
-        ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
-        return Muon(model, mesh=mesh, exclude=heads, ns_dtype=ns_dtype, **options)
-    return AdamW(model, state_dtype=torch.bfloat16 if args.optimizer == "adamw-bf16" else None, **options)
 
 
 def plan_stages(

@@ -1,7 +1,8 @@
 """Mix several corpora, each with its share, in one stream of samples: a pure function of (seed, index).
 
 `--data 0.7 web 0.3 code` takes seven of ten samples from `web`. Samples 0 to 9,999, 10,000 to 19,999 and so on hold the
-share of each corpus exactly, each time in a new order. When a corpus ends, its next epoch begins.
+share of each corpus exactly, each time in a new order. When a corpus ends, its next epoch begins. Without weights a
+period is as long as all corpora together, and holds each sample once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from examples.gpt.indexed_dataset import IndexedDataset
 from examples.gpt.samples import Samples, TokenSamples, permute, split_samples
 from mpcore.fault_tolerance.versions import file_versions
 
-PERIOD = 10_000  # samples in which shares are exact; what is below one of them can't be a share
+PERIOD = 10_000  # samples in which given shares are exact; what is below one of them can't be a share
 
 
 class Blend(Samples):
@@ -24,8 +25,8 @@ class Blend(Samples):
 
     Args:
         parts: the samples of each corpus.
-        weights: a positive number for each corpus; only their ratios count. None: the sizes of the corpora, so that
-            all end together.
+        weights: a positive number for each corpus; only their ratios count. None: every sample of each corpus comes
+            once before any comes again, so that all corpora end together.
         seed: any integer.
 
     Raises:
@@ -36,11 +37,11 @@ class Blend(Samples):
         lengths = sorted({part.seq_len for part in parts})
         if len(lengths) != 1:
             raise ValueError(f"{len(parts)} parts have samples of {lengths} tokens: all must have the same")
-        weights = [len(part) for part in parts] if weights is None else weights
-        if len(weights) != len(parts):
+        if weights is not None and len(weights) != len(parts):
             raise ValueError(f"{len(weights)} weights for {len(parts)} corpora")
         self.parts, self.seed, self.seq_len = list(parts), seed, lengths[0]
-        self.counts = counts_of_period(weights)
+        self.counts = [len(part) for part in parts] if weights is None else counts_of_period(weights)
+        self.period = sum(self.counts)
         self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
@@ -51,8 +52,8 @@ class Blend(Samples):
         """Return the corpus of sample `index`, and the index of the sample in that corpus."""
         if index < 0:
             raise ValueError(f"sample index {index} is below 0")
-        period, slot = divmod(index, PERIOD)
-        slot = permute(slot, PERIOD, seed=self.seed, epoch=-1 - period)  # corpora have the epochs from 0 on
+        period, slot = divmod(index, self.period)
+        slot = permute(slot, self.period, seed=self.seed, epoch=-1 - period)  # corpora have the epochs from 0 on
         part = int(np.searchsorted(self._ends, slot, side="right"))
         count = self.counts[part]
         return part, period * count + slot - int(self._ends[part]) + count
@@ -138,7 +139,7 @@ class Corpora:
             "tokens": sum(data.num_tokens for data in self.datasets),
         }
         if len(self.datasets) > 1:
-            shares = [None] * len(self.datasets) if weights is None else counts_of_period(weights)
+            shares = ["once"] * len(self.datasets) if weights is None else counts_of_period(weights)
             self.about["blend"] = [[data.num_tokens, n] for data, n in zip(self.datasets, shares, strict=True)]
         self.files = file_versions(*(f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")))
 
@@ -161,4 +162,41 @@ class Corpora:
         held_out = [part for _, part in both if part is not None]
         if len(held_out) < len(both):
             return train, None
-        return train, Blend(held_out, train.counts, seed=seed)
+        return train, Blend(held_out, train.counts, seed=0)
+
+    def whole(self, seq_len: int) -> Samples:
+        """All samples of the only corpus, in an order that no run changes.
+
+        Raises:
+            ValueError: too few tokens for a sample.
+        """
+        (data,) = self.datasets
+        try:
+            return TokenSamples(data, seq_len, seed=0)
+        except ValueError as problem:
+            raise ValueError(f"{data.prefix}: {problem}") from None
+
+
+def open_eval_sets(words: Sequence[str], trained: Sequence[str]) -> dict[str, Corpora]:
+    """Open the corpora of `--eval-data NAME=PREFIX ...`, by name.
+
+    Args:
+        words: the words of the flag.
+        trained: prefixes of the corpora that are trained on.
+
+    Raises:
+        ValueError: a word of another form, a name given twice, a corpus that is trained on, or one that can't be read.
+    """
+    found: dict[str, Corpora] = {}
+    for word in words:
+        name, equals, prefix = word.partition("=")
+        if not (name and equals and prefix):
+            raise ValueError(f"--eval-data {word}: give NAME=PREFIX, as in --eval-data code=corpora/code")
+        if name in found:
+            raise ValueError(f"--eval-data names {name} twice: give each set a name of its own")
+        if os.path.realpath(f"{prefix}.bin") in {os.path.realpath(f"{other}.bin") for other in trained}:
+            raise ValueError(
+                f"--eval-data {word} is trained on: --data names it too; a part of --data is held out anyway"
+            )
+        found[name] = Corpora([prefix], None)
+    return found

@@ -41,7 +41,11 @@ class Checkpoints:
 
     def sample(self, step: int) -> int:
         """Return the global index of a step's first sample, over all workers. It is the whole state of the data."""
-        return self.first_sample + (step - self.first_step) * self.args.global_batch
+        return self.setup.ramp.after(self.first_sample, step - self.first_step)
+
+    def samples(self, step: int) -> range:
+        """Return the global indices of a step's samples, over all workers."""
+        return range(self.sample(step), self.sample(step + 1))
 
     # --- where a run begins -------------------------------------------------------------------------------------------
 

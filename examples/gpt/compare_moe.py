@@ -7,8 +7,6 @@ equal experts would be a dense MLP.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import matplotlib
 import torch
 
 from examples.gpt.arguments import parse
+from examples.gpt.compare import compare
 from examples.gpt.flops import count_active_parameters, count_parameters
 from examples.gpt.pretrain import Trainer
 from mpcore import build_mesh
@@ -86,19 +85,10 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.compare_moe", description=__doc__)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--evaluations", type=int, default=12, help="along a run")
-    parser.add_argument("--out", default="docs/moe.png", help="the plot; its numbers lie beside it as .json")
-    args = parser.parse_args(argv)
-    every, out = max(args.steps // args.evaluations, 1), Path(args.out)
-    runs: dict[str, list[dict]] = {name: [] for name in MODELS}
-    for seed in range(args.seeds):
-        for name, flags in MODELS.items():
-            runs[name].append(train(flags, seed, args.steps, every))
-        out.with_suffix(".json").write_text(json.dumps(runs) + "\n")
-        draw(runs, out)
+    runs = compare(
+        argv, MODELS, train, draw,
+        prog="python -m examples.gpt.compare_moe", about=__doc__, steps=600, evaluations=12, out="docs/moe.png",
+    )  # fmt: skip
     for name, found in runs.items():
         ends = [run["held_out"][-1] for run in found]
         line = f"{name}, {found[0]['active']:,} of {found[0]['parameters']:,} parameters active: held-out loss "

@@ -23,7 +23,7 @@ class MoEConfig:
     every: int = 1  # block i has experts where (i + 1) % every == 0, and a dense MLP elsewhere
     dense: int = 0  # the first blocks have a dense MLP, whatever `every` says
     score: str = "softmax"
-    normalize: bool = True
+    normalize: bool | None = None  # None: where top_k > 1
     routed_scale: float = 1.0
     groups: int = 1
     top_groups: int | None = None

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
+from examples.gpt.generate import sample_text
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
 from mpcore.fault_tolerance.metrics import MetricsWriter
@@ -76,9 +77,8 @@ class Console:
         """Record a step, and show it on the bar."""
         if trainer.args.trace:
             self.spans = trainer.run.pipeline.recorded()
-        length = trainer.config.seq_len
-        speed = trainer.args.global_batch * length / seconds
-        tokens = trainer.checkpoints.sample(step + 1) * length
+        length, samples = trainer.config.seq_len, trainer.checkpoints.samples(step)
+        speed, tokens = len(samples) * length / seconds, samples.stop * length
         self.record({"step": step, **entry, "tokens": tokens, "tokens_per_second": speed})
         shown = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}", "tok/s": f"{speed:.0f}"}
         if "experts" in entry:
@@ -94,18 +94,19 @@ class Console:
             facts = {"fragment": merge.fragment, "norm": merge.norm, "agreement": merge.agreement}
             self.record({"step": step, "merge": {**facts, "norms": merge.norms}})
 
-    def record_evaluation(self, step: int, value: float) -> None:
-        """Record and print a validation loss."""
-        self.record({"step": step, "val_loss": value})
-        self.tell(f"step {step}: validation loss {value:.4f}")
+    def record_evaluation(self, step: int, value: float, sets: dict[str, float]) -> None:
+        """Record and print the validation loss, and that of each named set."""
+        self.record({"step": step, "val_loss": value, **({"val_losses": sets} if sets else {})})
+        named = "".join(f", {name} {of:.4f}" for name, of in sets.items())
+        self.tell(f"step {step}: validation loss {value:.4f}{named}")
 
-    def end(self, trainer: Trainer, sample_text: Callable[[], str]) -> None:
+    def end(self, trainer: Trainer) -> None:
         """Draw the plots, generate a sample of text, and print the names of all files. Call it on all ranks."""
         if self.lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(trainer.run.pipeline.plan, self.spans, self.out))
         if self.lead:
             self.write("loss.png", lambda: plot_losses(self.records, self.out / "loss.png"))
-        text = sample_text()
+        text = sample_text(trainer)
         if self.shows:
             written = sorted(str(path) for path in self.out.iterdir() if path.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
@@ -116,7 +117,8 @@ def summary(trainer: Trainer) -> str:
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     active = f" ({count_active_parameters(config):,} active)" if config.moe is not None else ""
     here = sum(local_tensor(p).numel() for p in model.parameters())
-    size = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
+    widths = {2: 2 + 16, 4: 16, 8: 32}  # with gradient and two moments; of 16-bit ones in float32, as the master is
+    size = sum(local_tensor(p).numel() * widths[p.element_size()] for p in model.parameters())
     if mesh.device_type == "cuda":
         held = f"{torch.cuda.memory_allocated() / 2**20:.0f} MiB allocated"
     else:
@@ -124,7 +126,7 @@ def summary(trainer: Trainer) -> str:
     return (
         f"{mesh}\n"
         f"{count_parameters(config):,} parameters{active}, {here:,} on this rank; "
-        f"parameters, gradients and Adam: {4 * size / 2**20:.1f} MiB ({held} so far)\n"
+        f"parameters, gradients and Adam: {size / 2**20:.1f} MiB ({held} so far)\n"
         f"{len(trainer.setup.train):,} training samples of {config.seq_len} tokens, "
         f"{len(trainer.held_out or ()):,} held out; {trainer.setup.micro_batches} micro-batches a step"
     )

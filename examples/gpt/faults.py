@@ -32,15 +32,15 @@ class Faults:
         self.skips = Skips(args.max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
         self.spikes = Spikes()
         for entry in records:
-            if "loss" in entry:
+            if entry.get("loss") is not None:  # null: a step that was skipped
                 self.spikes.score(entry["loss"])
 
-    def after(self, entry: dict, sample: int, model: nn.Module, stragglers: Stragglers) -> list[str]:
+    def after(self, entry: dict, samples: range, model: nn.Module, stragglers: Stragglers) -> list[str]:
         """Check a step.
 
         Args:
             entry: the record of the step.
-            sample: the global index of its first sample, over all workers.
+            samples: the global indices of its samples, over all workers.
             model: the model after the step.
             stragglers: has timed how long this rank took to load the batch.
 
@@ -51,22 +51,22 @@ class Faults:
             ValueError: on every rank, if the run must not go on.
         """
         step, found = entry["step"], []
-        each = self.args.global_batch // self.mesh.workers.size
-        first = sample + self.mesh.workers.rank * each
-        samples = [first, first + each - 1]
+        each = len(samples) // self.mesh.workers.size
+        first = samples.start + self.mesh.workers.rank * each
+        own = [first, first + each - 1]
         finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
         if not finite:
             whose = "" if self.mesh.workers.size == 1 else " of the worker"
             found.append(
                 f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks{whose}"
             )
-        self.skips.step(finite, step=step, samples=samples, loss=entry["loss"], grad_norm=entry["grad_norm"])
+        self.skips.step(finite, step=step, samples=own, loss=entry["loss"], grad_norm=entry["grad_norm"])
         loss = entry["loss"]
         score = self.spikes.score(loss)
         if score is not None:
             found.append(
                 f"step {step}: loss {loss:.4g} is a spike, {score:.0f} standard deviations above those before; "
-                f"its samples are {samples[0]} to {samples[1]}"
+                f"its samples are {own[0]} to {own[1]}"
             )
         if self._due(self.args.check_replicas, step):
             compare_replicas(model, self.mesh)

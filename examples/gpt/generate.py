@@ -5,10 +5,10 @@ As a command, from a checkpoint of any layout in one process: `python -m example
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +21,13 @@ from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
+from mpcore.command_line import Parser
 from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
+
+if TYPE_CHECKING:
+    from examples.gpt.train import Trainer
 
 
 @torch.no_grad()
@@ -75,6 +79,18 @@ def generate(
     return tokenizer.decode(ids)
 
 
+def sample_text(trainer: Trainer) -> str:
+    """Generate a sample of text. A tokenizer that fails, on all ranks alike, doesn't fail the finished run."""
+    run, tokenizer = trainer.run, trainer.setup.tokenizer
+    try:
+        with run.evaluating():
+            return generate(trainer.stages[-1], run.pipeline, run.mesh, tokenizer, "def ", seed=trainer.args.seed)
+    except RuntimeError:  # perhaps on this rank alone, and the others wait for it
+        raise
+    except Exception as error:  # the tokenizers library raises no narrower class
+        return f"none: {error}"
+
+
 def _last_logits(y: Tensor, index: int, model: GPT, mesh: Mesh) -> Tensor:
     vocab = model.config.vocab_size
     if not model.last:
@@ -96,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 2: the checkpoint or the tokenizer can't be read.
     """
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.generate", description="Sample from a checkpoint.")
+    parser = Parser(prog="python -m examples.gpt.generate", description="Sample from a checkpoint.")
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
     parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
     parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")

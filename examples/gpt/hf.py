@@ -26,6 +26,7 @@ def describe(config: GPTConfig) -> dict[str, Any]:
         values["moe"] = dataclasses.asdict(c.moe) | {
             "d_ff": c.moe.d_ff or c.hidden,
             "top_groups": c.moe.top_groups or c.moe.groups,
+            "normalize": c.moe.top_k > 1 if c.moe.normalize is None else c.moe.normalize,
             "aux_coefficient": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
             "bias": c.moe.bias or (c.moe.bias is None and c.moe.bias_rate > 0),
         }

@@ -25,6 +25,8 @@ from mpcore import (
     RotaryEmbedding,
     TransformerBlock,
     VocabParallelEmbedding,
+    document_ends,
+    document_positions,
     sequence_index,
     vocab_parallel_cross_entropy,
 )
@@ -80,6 +82,7 @@ class GPT(nn.Module):
         mesh: the axes; `Mesh()` is one process.
         context, sequence_parallel, device, dtype: as in `Layout`; build on "meta" and call `mpcore.materialize`.
         blocks: the blocks of this stage; None: this rank's share of all.
+        residual_dtype: of the residual stream; None: that of the embedding's output.
 
     Raises:
         ValueError: if there are fewer layers than pipeline ranks.
@@ -95,6 +98,7 @@ class GPT(nn.Module):
         blocks: range | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         c, layout = config, Layout(mesh, context, sequence_parallel, device, dtype)
@@ -104,6 +108,7 @@ class GPT(nn.Module):
             blocks = range(*shard_range(c.layers, mesh.pp))
         self.config, self.tp, self.cp, self.context = c, mesh.tp, mesh.cp, context
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.residual_dtype = residual_dtype
         self.first, self.last = blocks.start == 0, blocks.stop == c.layers
         tp, init = mesh.tp, normal(c.init_std)
 
@@ -136,14 +141,16 @@ class GPT(nn.Module):
                 self.head.weight = self.embedding.weight
 
     def forward(
-        self, x: Tensor, samples: Tensor | None = None, loss_factor: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, samples: Tensor | None = None, loss_factor: Tensor | None = None, mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """[B, T/cp] token ids -> [B, T/cp, V/tp] logits; between stages [B, T/cp, D], with sequence parallel 1/tp of T.
 
         Args:
             samples: [B] global sample index of each row, for dropout in training.
             loss_factor: [B], `Run.loss_factor` in each row, for the balance losses of experts in training.
             mask: [B, T] bool, False for padding, which goes to no expert; None: no padding.
+            documents: [B, T] document of each token (`mpcore.document_ids`), to attend within; None: a row is one.
         """
         # x has T / shards tokens: cp shards every sequence, and sequence parallel the hidden states between stages
         shards = self.cp.size * (self.tp.size if self.sequence_parallel and not self.first else 1)
@@ -152,10 +159,11 @@ class GPT(nn.Module):
         if self.first:
             if length > self.config.seq_len:
                 raise ValueError(f"sequence length {length} is longer than the model's {self.config.seq_len}")
-            x = self.embedding(x)
-            x = self.position(x, positions) if self.config.positions == "learned" else x
+            x = self.embedding(x).to(self.residual_dtype)
+            if self.config.positions == "learned":
+                x = self.position(x, self.positions(length, x.device, documents))
             x = self.dropout(x, samples, positions)
-        for block, arguments in self.calls(length, positions, x.dtype, x.device, samples, loss_factor, mask):
+        for block, arguments in self.calls(length, positions, x.dtype, x.device, samples, loss_factor, mask, documents):
             x = block(x, **arguments)
         return self.head(self.norm(x)) if self.last else x
 
@@ -165,24 +173,28 @@ class GPT(nn.Module):
         return vocab_parallel_cross_entropy(logits, targets, tp=self.tp, vocab_size=V, reduction="sum")
 
     def calls(
-        self,
-        length: int,
-        positions: Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        samples: Tensor | None = None,
-        loss_factor: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        self, length: int, positions: Tensor | None, dtype: torch.dtype, device: torch.device,
+        samples: Tensor | None = None, loss_factor: Tensor | None = None, mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:  # fmt: skip
         """Yield each block of this stage with its keyword arguments, for tokens at `positions` of the sequence."""
-        arguments: dict[str, Any] = {"samples": samples, "tokens": positions}
+        ends = None if documents is None else document_ends(documents)
+        arguments: dict[str, Any] = {"samples": samples, "tokens": positions, "cu_seqlens": ends}
         if self.rope is not None:
-            where = torch.arange(length, device=device) if positions is None else positions
+            where = positions if documents is None else self.positions(length, device, documents)
+            where = torch.arange(length, device=device) if where is None else where
             arguments["rotary"] = self.rope(where, torch.promote_types(dtype, torch.float32))
         routing = {"samples": samples, "loss_scale": loss_factor, "mask": mask, "positions": positions}
         for i, block in self.blocks.items():
             yield block, arguments | {"mlp_arguments": routing if self.config.has_experts(int(i)) else None}
 
-    def positions(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the positions of this rank's tokens in sequences of this length; None: the rank has all of them."""
-        return None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, device)
+    def positions(self, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor | None:
+        """Return the positions of this rank's tokens in sequences of this length; None: the rank has all of them.
+
+        They are [T/cp], or with `documents` [B, T/cp] in each document.
+        """
+        index = None if self.cp.size == 1 else sequence_index(length, self.cp, self.context, device)
+        if documents is None:
+            return index
+        restarted = document_positions(document_ends(documents), len(documents), length, device)
+        return restarted if index is None else restarted[:, index]

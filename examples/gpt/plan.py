@@ -1,7 +1,7 @@
 """Tell the planners of mpcore what one rank of a pretraining run would hold and send.
 
-python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
-python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+mpcore ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
+mpcore memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import DTYPES, check, flag, merge_options, model_config, parse, plan_stages, recompute_kind
+from examples.gpt.arguments import check, flag, merge_options, model_config, parse, plan_stages, recompute_kind
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from examples.gpt.policies import hidden, keywords, policies
+from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
 from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
 from mpcore import Mesh
@@ -50,6 +50,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
+    options["residual_dtype"] = residual_dtype(args)
     options["context"] = args.cp_kind
     stages = build_stages(config, mesh, blocks, ranks, **options)
     layers = [block for stage in stages for block in stage.blocks.values()]
@@ -76,7 +77,6 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
             made.register_step_post_hook(outer)
         return made
 
-    half = DTYPES[args.dtype] if args.dtype in ("bfloat16", "float16") else None
     unknown = recompute_kind(args.recompute)[1] is not None or (plan.splits_backward and args.recompute == "full")
     return Work(
         stages,
@@ -84,7 +84,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         inputs,
         loss,
         optimizer,
-        autocast=half,
+        autocast=precision(args).autocast_dtype,
         # no formula covers blocks that differ, nor full recomputation with a split backward
         theory={} if unknown else theory(stages, config, mesh, args, micro_batches),
     )

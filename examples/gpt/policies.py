@@ -14,6 +14,18 @@ from examples.gpt.model import GPT
 from mpcore import Compile, LocalUpdates, Offload, Precision, Recompute, Zero
 
 
+def precision(args: argparse.Namespace) -> Precision:
+    """Return the precision that --dtype, --autocast and --fp8 ask for."""
+    return Precision(args.dtype, fp8=args.fp8, autocast=args.autocast)
+
+
+def residual_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Return the dtype of the residual stream, and so of pipeline messages."""
+    if args.dtype == "float64":
+        return torch.float64
+    return precision(args).param_dtype or torch.float32 if args.residual_dtype is None else torch.float32
+
+
 def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
     """Return the policies of `prepare` that the flags ask for."""
     kind, budget = recompute_kind(args.recompute)
@@ -24,7 +36,7 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
         recompute = Recompute(budget=budget, example=calls.__getitem__, preserve_rng_state=False)
     return {
         "data": Zero(args.zero, args.replicate),
-        "precision": Precision(args.dtype, fp8=args.fp8),
+        "precision": precision(args),
         "recompute": recompute,
         "offload": Offload(**{what: what in args.offload for what in ("optimizer", "activations", "parameters")}),
         "compile": None if args.compile is None else Compile(args.compile),
@@ -43,12 +55,16 @@ def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[t
 def hidden(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> Tensor:
     """Return empty hidden states of a micro-batch on this rank, as a block takes and returns them."""
     length = stage.config.seq_len // stage.cp.size // (stage.tp.size if stage.sequence_parallel else 1)
-    dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    return torch.empty(args.micro_batch, length, stage.config.d_model, dtype=dtype, device=device)
+    shape = args.micro_batch, length, stage.config.d_model
+    return torch.empty(shape, dtype=residual_dtype(args), device=device)
 
 
 def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[str, Tensor]:
     """Return the keyword arguments of a stage."""
     samples = torch.empty(args.micro_batch, dtype=torch.int64, device=device)
-    factor = {"loss_factor": torch.empty_like(samples, dtype=torch.float64)}
-    return {"samples": samples} | (factor if stage.config.moe is not None else {})
+    found = {"samples": samples}
+    if stage.config.moe is not None:
+        found["loss_factor"] = torch.empty_like(samples, dtype=torch.float64)
+    if args.document_masking:
+        found["documents"] = samples.new_empty(args.micro_batch, stage.config.seq_len, dtype=torch.int32)
+    return found

@@ -6,7 +6,6 @@ format. Names of special tokens that a text holds are text, split like any other
 a token at its beginning is not. A training run holds some documents out, and of a single one its end.
 """
 
-import argparse
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from examples.gpt.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, encode_document, load_tokenizer, train_tokenizer
+from mpcore.command_line import Parser
 
 _SHOWN = 10  # of what is skipped, by name
 
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with a message, on any fault.
     """
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.prepare", description=__doc__)
+    parser = Parser(prog="python -m examples.gpt.prepare", description=__doc__)
     parser.add_argument(
         "--input",
         nargs="+",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
 import sys
-from contextlib import ExitStack
 from pathlib import Path
+
+if __name__ == "__main__":  # the other imports take seconds, in which a signal must not look like a failure
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(75))
 
 import torch.distributed as dist
 
@@ -14,6 +19,7 @@ from examples.gpt.arguments import inner_size, parse
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
 from mpcore.fault_tolerance import EXIT_STOPPED, StopSignals, Watchdog, leave, leave_together, record
+from mpcore.mesh import read_launch
 
 __all__ = ["Trainer", "main", "parse"]
 
@@ -23,26 +29,31 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if not dist.is_initialized():
         record()  # collectives, so that a watchdog can explain a hang
-    stopped = False
-    try:
-        if not 0 < args.timeout < math.inf:
-            raise ValueError(f"--timeout {args.timeout} s is no number above 0")
-        sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
-        limit = args.timeout + 15  # the watchdog comes first, because it can say more
-        on = {"device_type": args.device, "workers": args.workers}
-        mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
-        with ExitStack() as stack:
-            stack.enter_context(leave_together(mesh))
-            watchdog = stack.enter_context(Watchdog(mesh, timeout=args.timeout, folder=Path(args.out) / "hang"))
-            try:
-                trainer = Trainer(args, mesh)
-                watchdog.model, trainer.beat = trainer.model, watchdog.beat
-                trainer.stop.signals = stack.enter_context(StopSignals())
-                stopped = trainer.train()
-            except ValueError as error:
-                sys.exit(f"rank {mesh.job.rank}: error: {error}")
-    except ValueError as error:
-        sys.exit(f"rank {dist.get_rank() if dist.is_initialized() else 0}: error: {error}")
+    stopped, out = False, Path(args.out)
+    with StopSignals(leave_with=EXIT_STOPPED) as signals:
+        try:
+            if not 0 < args.timeout < math.inf:
+                raise ValueError(f"--timeout {args.timeout} s is no number above 0")
+            sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
+            limit = args.timeout + 15  # the watchdog comes first, because it can say more
+            on = {"device_type": args.device, "workers": args.workers}
+            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
+            with (
+                leave_together(mesh, folder=out / "errors"),
+                Watchdog(mesh, timeout=args.timeout, folder=out / "hang") as watchdog,
+            ):
+                try:
+                    trainer = Trainer(args, mesh)
+                    watchdog.model, trainer.beat = trainer.model, watchdog.beat
+                    signals.leave_with, trainer.stop.signals = None, signals
+                    stopped = trainer.train()
+                except ValueError as error:
+                    sys.exit(f"rank {mesh.job.rank}: error: {error}")
+        except ValueError as error:
+            if not dist.is_initialized():
+                sys.exit(f"error: {error}")
+            one = read_launch(os.environ).local_rank == 0  # every rank raised it: one of each host says so
+            sys.exit(f"rank {dist.get_rank()}: error: {error}" if one else 1)
     if dist.is_initialized():  # not after a failure: a save in the background may still use the groups
         dist.destroy_process_group()
     return EXIT_STOPPED if stopped else 0

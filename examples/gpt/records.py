@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 
+from mpcore.fault_tolerance.metrics import read_line
 from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, Span
@@ -29,6 +29,9 @@ def plot_losses(records: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([r["tokens"] for r in steps], [r["loss"] for r in steps], lw=1, label="training")
     axes.plot([seen[r["step"]] for r in evaluations], [r["val_loss"] for r in evaluations], "o-", label="held out")
+    for name in dict.fromkeys(name for r in evaluations for name in r.get("val_losses", ())):
+        measured = [r for r in evaluations if name in r.get("val_losses", ())]
+        axes.plot([seen[r["step"]] for r in measured], [r["val_losses"][name] for r in measured], "o-", label=name)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -44,7 +47,7 @@ def read_records(path: Path, steps: int) -> list[dict]:
     records = []
     for line in path.read_text().splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(read_line(line))
         except ValueError:  # the machine stopped in the middle of the last line
             break
     return [entry for entry in records if entry["step"] < steps]

@@ -233,8 +233,9 @@ def split_samples(
 ) -> tuple[TokenSamples, TokenSamples | None]:
     """Make training and held-out samples, with no token in both; `split_documents` chooses the documents of each.
 
-    The seed draws only the order, so a run with another seed holds out the same documents. If there is one document,
-    its end is held out: a twentieth of it, and at least one sample.
+    The seed draws only the order of the training samples. Runs with other seeds hold out the same documents, and their
+    held-out samples have one order. If there is one document, its end is held out: a twentieth of it, and at least one
+    sample.
 
     Args:
         dataset: the documents.
@@ -254,7 +255,8 @@ def split_samples(
     found: list[TokenSamples] = []
     for name, (documents, ids) in zip(("training", "held-out"), parts, strict=True):
         try:
-            found.append(TokenSamples(documents, seq_len, seed=seed, documents=ids))
+            # The first held-out samples are measured: the seed must not choose which these are.
+            found.append(TokenSamples(documents, seq_len, seed=0 if found else seed, documents=ids))
         except ValueError as problem:
             if found and not evaluate:
                 return found[0], None

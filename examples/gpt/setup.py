@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt.arguments import check, find_carried, find_tokenizer, flag, model_config, plan_stages
-from examples.gpt.blend import Corpora, parse_sources
+from examples.gpt.blend import Corpora, open_eval_sets, parse_sources
 from examples.gpt.config import GPTConfig
 from examples.gpt.default_corpus import default_corpus
+from examples.gpt.ramp import Ramp, read_ramp
 from examples.gpt.resume import other_dtype
 from examples.gpt.samples import Samples
 from examples.gpt.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from mpcore.checkpoint import inspect
 from mpcore.fault_tolerance.versions import code_versions
 from mpcore.interop.hugging_face import Carried
 from mpcore.mesh import check_same, raising_together
-from mpcore.pipeline.schedules import Schedule
+from mpcore.pipeline.schedules import Schedule, find_schedule
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Setup:
         config: the model's configuration.
         corpus: the facts of the data, by flag.
         train, held_out: the samples; without evaluation `held_out` is None.
-        micro_batches: their number in a step, on each rank.
+        eval_sets: the samples of each validation set, by its name.
+        ramp: the samples of each step.
+        micro_batches: their number in a step of the whole batch, on each rank.
         plan, blocks: the pipeline schedule, and the blocks of each stage.
     """
 
@@ -42,6 +45,8 @@ class Setup:
     corpus: dict[str, Any]
     train: Samples
     held_out: Samples | None
+    eval_sets: dict[str, Samples]
+    ramp: Ramp
     micro_batches: int
     plan: Schedule
     blocks: list[range]
@@ -62,14 +67,23 @@ def set_up(args: argparse.Namespace, mesh: Mesh) -> Setup:
         if refused is not None:
             raise refused
         data = Corpora(prefixes, weights)
+        eval_data = open_eval_sets(args.eval_data, prefixes)
         config = model_config(args, tokenizer.vocab_size)
         micro_batches = check(args, config, mesh)
         plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
-        data.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
+        ramp = read_ramp(args, args.global_batch // micro_batches)
+        for size in ramp.sizes:
+            find_schedule(args.schedule, mesh.pp.size, size * micro_batches // args.global_batch, args.virtual_stages)
+        for corpora in (data, *eval_data.values()):
+            corpora.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
         train, held_out = data.split(config.seq_len, seed=args.seed, evaluate=args.eval_every > 0)
-        made = Setup(tokenizer, carried, config, data.about, train, held_out, micro_batches, plan, blocks)
+        sets = {name: corpora.whole(config.seq_len) for name, corpora in eval_data.items()}
+        made = Setup(
+            tokenizer, carried, config, data.about, train, held_out, sets, ramp, micro_batches, plan, blocks
+        )  # fmt: skip
     check_same("configuration", {**{flag(name): value for name, value in vars(args).items()}, **made.corpus})
-    check_same("data", data.files)
+    for corpora in (data, *eval_data.values()):
+        check_same("data", corpora.files)
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from examples.gpt.checkpoints import Checkpoints
 from mpcore import Run
 from mpcore.collectives import all_reduce
-from mpcore.fault_tolerance.signals import StopSignals
+from mpcore.fault_tolerance.signals import StopSignals, Wishes
 
 
 class Stop:
@@ -24,6 +24,7 @@ class Stop:
         self.run, self.checkpoints = run, checkpoints
         self.signals: StopSignals | None = None
         self.asked = self.stopped = False
+        self.wishes = Wishes(run.mesh.world)
 
     def ask(self) -> None:
         """Save and leave after this step, as on a signal."""
@@ -32,12 +33,14 @@ class Stop:
     def after_step(self) -> bool:
         """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
 
+        Ranks hear of each other a step late (`Wishes`).
+
         Workers ask each other in the last step before a merge, because a merge waits for every worker.
         """
         asked = self.asked or (self.signals is not None and self.signals.asked)
-        flags = torch.tensor([int(asked), int(self.checkpoints.failed)])  # on the host: nothing waits for the device
-        stop, failed = (bool(flag) for flag in all_reduce(flags, self.run.mesh.world, "max").tolist())
-        if failed:
+        granted = self.wishes.after_step(self.run.step, stop=asked, failed=self.checkpoints.failed)
+        stop = "stop" in granted
+        if "failed" in granted:
             self.checkpoints.tell_failed()
         self.stopped = self._any_worker(stop) if self._before_merge() else stop
         return self.stopped

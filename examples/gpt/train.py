@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.gpt.arguments import build_optimizer, learning_rate
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.console import Console
 from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, is_timed
-from examples.gpt.generate import generate
 from examples.gpt.model import GPT
-from examples.gpt.policies import policies
+from examples.gpt.optimizer import build_optimizer, learning_rate
+from examples.gpt.policies import policies, residual_dtype
 from examples.gpt.samples import Samples
 from examples.gpt.setup import set_up
 from examples.gpt.stages import build_stages
 from examples.gpt.stop import Stop
-from mpcore import Mesh, prepare, shard_sequence
+from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.fault_tolerance.stragglers import Stragglers
 
 
@@ -40,7 +39,7 @@ class Trainer:
         self.stages: list[GPT] = build_stages(
             setup.config, mesh, setup.blocks, [setup.plan.rank_of[stage] for stage in range(setup.plan.stages)],
             sequence_parallel=args.sequence_parallel, context=args.cp_kind, device="meta",
-            dtype=torch.float64 if args.dtype == "float64" else torch.float32,
+            dtype=torch.float64 if args.dtype == "float64" else torch.float32, residual_dtype=residual_dtype(args),
         )  # fmt: skip
         heads = [stage.head for stage in self.stages if stage.last]
         self.run = prepare(
@@ -56,10 +55,14 @@ class Trainer:
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
-    def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, targets and global indices of these samples: this rank's part of each sequence over cp."""
-        tokens, targets = (shard_sequence(t, self.mesh.cp, self.args.cp_kind) for t in samples.batch(indices))
-        return tuple(self.to_device(t) for t in (tokens, targets, torch.tensor(list(indices))))  # type: ignore[return-value]
+    def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name."""
+        tokens, targets = samples.batch(indices)
+        arguments = {"samples": self.to_device(torch.tensor(list(indices)))}
+        if self.args.document_masking:
+            arguments["documents"] = self.to_device(document_ids(tokens, self.setup.tokenizer.end_of_document))
+        x, y = (self.to_device(shard_sequence(t, self.mesh.cp, self.args.cp_kind)) for t in (tokens, targets))
+        return x, y, arguments
 
     def to_device(self, x: Tensor) -> Tensor:
         """Copy to this rank's device. The host doesn't wait for the copy."""
@@ -67,38 +70,42 @@ class Trainer:
 
     def share(self, step: int) -> range:
         """Return the global indices of this rank's samples of a step. They depend on the step alone."""
-        first, mine = self.checkpoints.sample(step), self.run.share(self.args.global_batch)
-        return range(first + mine.start, first + mine.stop)
+        samples, args = self.checkpoints.samples(step), self.args
+        self.run.set_micro_batches(len(samples) * self.setup.micro_batches // args.global_batch)
+        mine = self.run.share(len(samples))
+        return samples[mine.start : mine.stop]
 
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
         step, lr = self.run.step, learning_rate(self.args, self.run.step)
         with self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext():
-            tokens, targets, samples = self.batch(self.train_samples, self.share(step))
-        arguments = {"samples": samples}
+            tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
         count = self.run.count_tokens(targets)
         if self.config.moe is not None:  # the layers add the balance loss of the experts themselves
-            arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(samples))
+            arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
         self.run.forward_backward(tokens, targets, tokens=count, **arguments)
         self.run.clip_gradients(self.args.clip)
         result = self.run.optimizer_step(lr=lr)
-        entry: dict[str, Any] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
-        if result.routers:
+        entry: dict[str, Any] = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        if self.config.moe is not None:  # a collective over pp, of stages without experts too
             entry["experts"] = summarize_experts(result.routers, self.config, self.mesh)
+        if self.run.bounds.is_used:
+            entry["dispatch"] = {"repeats": result.repeats, "rows": self.run.bounds.rows}
         if result.merge is not None:
             entry["merge"] = result.merge
         return entry
 
-    def evaluate(self) -> float:
-        """Return the mean loss over the first held-out samples, the same for every layout."""
-        if self.held_out is None:
+    def evaluate(self, samples: Samples | None = None) -> float:
+        """Return the mean loss over the first of these samples, by default the held-out ones: alike on every layout."""
+        if (samples := samples or self.held_out) is None:
             raise ValueError("the held-out part has no sample: --eval-every above 0 says why")
-        samples, dp = max(min(self.args.eval_samples, len(self.held_out)), 1), self.mesh.dp
-        batches = []
-        for first in range(0, samples, dp.size):
-            x, targets, indices = self.batch(self.held_out, range(first + dp.rank, first + dp.rank + 1))
-            batches.append((x, targets.masked_fill((indices >= samples)[:, None], -100)))  # fill the last round
-        return self.run.evaluate(batches)
+        count, dp = max(min(self.args.eval_samples, len(samples)), 1), self.mesh.dp
+        batches, documents = [], []
+        for i in range(dp.rank, -(-count // dp.size) * dp.size, dp.size):
+            x, targets, arguments = self.batch(samples, range(i, i + 1))
+            batches.append((x, targets if i < count else torch.full_like(targets, -100)))  # fill the last round
+            documents.append(arguments.get("documents"))
+        return self.run.evaluate(batches, documents=documents)
 
     def train(self) -> bool:
         """Train all steps that are left. Return whether a signal stopped the run."""
@@ -113,13 +120,12 @@ class Trainer:
                 merge = entry.pop("merge", None)
                 self.beat()
                 console.record_step(self, step, entry, time.perf_counter() - began, bar)
-                for line in faults.after(
-                    {"step": step, **entry}, checkpoints.sample(step), self.model, self.stragglers
-                ):
+                for line in faults.after(entry, checkpoints.samples(step), self.model, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)
                 if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
-                    console.record_evaluation(step, self.evaluate())
+                    sets = {name: self.evaluate(samples) for name, samples in self.setup.eval_sets.items()}
+                    console.record_evaluation(step, self.evaluate(), sets)
                 self.beat()
                 checkpoints.tell_saved()
                 if self.stop.after_step() or self.run.step == args.exit_step:
@@ -131,16 +137,5 @@ class Trainer:
                     checkpoints.save_last() if step + 1 == args.steps else checkpoints.try_to_save()
                 self.beat()
             bar.close()
-            console.end(self, self.sample_text)
+            console.end(self)
         return False
-
-    def sample_text(self) -> str:
-        """Generate a sample of text. A tokenizer that fails, on all ranks alike, doesn't fail the finished run."""
-        tokenizer = self.setup.tokenizer
-        try:
-            with self.run.evaluating():
-                return generate(self.stages[-1], self.run.pipeline, self.mesh, tokenizer, "def ", seed=self.args.seed)
-        except RuntimeError:  # perhaps on this rank alone, and the others wait for it
-            raise
-        except Exception as error:  # the tokenizers library raises no narrower class
-            return f"none: {error}"

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch import define, launches
+from .._dispatch import operator
 from .._flops import flops
-from .._layout import by_heads, contiguous
+from .._rows import by_heads, contiguous
+from .._torch import has_no_values
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, query_spans, sees_keys
@@ -20,34 +21,20 @@ from .reference import backward_reference
 from .tiles import capped_scores, load_rows, store_rows
 
 
-def _empty_backward(
-    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape, dtype=options[-1]) for t in (query, key, value))
-    return dq, dk, dv
-
-
-backward_op = define(
+@operator(
     "attention_backward(Tensor grad, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
-    f" {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    _empty_backward,
+    f" {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
-
-
-@flops(torch.ops.mpcore.attention_backward)
-def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
-    """Count five products, one of which the forward pass computed already."""
-    B, T, H, K = query
-    return 2 * B * H * T * key[1] * (3 * K + 2 * value[3])
-
-
-@launches(backward_op)
-def _launch_backward(
+def backward_op(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *given, impl, out_dtype = options
-    scores, (dq, dk, dv) = Scores(*given), (outs := _empty_backward(grad, dlse, query, key, value, out_dtype))
+    scores = Scores(*given)
+    dq, dk, dv = (t.new_empty(t.shape, dtype=out_dtype) for t in (query, key, value))
+    outs = dq, dk, dv
+    if has_no_values(query):
+        return outs
     if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
             backward_reference(outs, grad, dlse, query, key, value, output, lse, scores)
@@ -79,6 +66,13 @@ def _launch_backward(
         grid = (tiles.programs(count, tile.blocks[name == "dkdv"], B * of_batch), 1, 1)
         launch(kernel, grid, (*tensors, *written), scalars, (*constants, *tile.blocks, tile.stages), tile.warps)
     return outs
+
+
+@flops(torch.ops.mpcore.attention_backward)
+def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
+    """Count five products, one of which the forward pass computed already."""
+    B, T, H, K = query
+    return 2 * B * H * T * key[1] * (3 * K + 2 * value[3])
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._dispatch import REFERENCE_DTYPES
+from .._dispatch import REFERENCE_DTYPES, can_read
 from .._triton import tl, triton
 
 Bounds = tuple[Tensor, Tensor]
@@ -109,14 +109,13 @@ def check_documents(cu_seqlens: Tensor, T: int) -> None:
     On a GPU and while compiling, only dtype and shape are checked: reading the values would wait for the device.
     """
     check_ends(cu_seqlens)
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_read(cu_seqlens):
         return
     first, last, falls = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff() < 0
     if first != 0 or last != T or bool(falls.any()):
         where = [f", falling from {int(cu_seqlens[i])} to {int(cu_seqlens[i + 1])}" for i in falls.nonzero()[:1]]
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the sequence length {T}, but runs from {first} to {last}{''.join(where)}"
-        )
+        runs = f"runs from {first} to {last}{''.join(where)}"
+        raise ValueError(f"cu_seqlens must rise from 0 to {T}, the tokens of all rows, but {runs}")
 
 
 def check_ends(cu_seqlens: Tensor) -> None:

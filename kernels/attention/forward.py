@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch import define, launches
+from .._dispatch import operator
 from .._flops import flops
-from .._layout import by_heads, contiguous
+from .._rows import by_heads, contiguous
+from .._torch import has_no_values
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, sees_keys
@@ -21,36 +22,21 @@ from .tiles import capped_scores, load_rows, store_rows
 OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, str impl, ScalarType? out_dtype"
 
 
-def _empty_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    (B, T, H, _), out_dtype = query.shape, options[-1]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty((B, T, H, value.shape[3]), dtype=out_dtype), query.new_empty((B, H, T), dtype=exact)
-
-
-forward_op = define(
-    f"attention_forward(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor lse)",
-    _empty_forward,
-)
-
-
-@flops(torch.ops.mpcore.attention_forward)
-def _forward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
-    """Count two products of all pairs of query and key under any mask, as torch counts its own attention."""
-    B, T, H, K = query
-    return 2 * B * H * T * key[1] * (K + value[3])
-
-
-@launches(forward_op)
-def _launch_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    *given, impl, _ = options
-    scores, (output, lse) = Scores(*given), (outs := _empty_forward(query, key, value, *options))
+@operator(f"attention_forward(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor lse)")
+def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *given, impl, out_dtype = options
+    (B, T, H, _), scores = query.shape, Scores(*given)
+    output = query.new_empty((B, T, H, value.shape[3]), dtype=out_dtype)
+    lse = query.new_empty((B, H, T), dtype=torch.promote_types(query.dtype, torch.float32))
+    outs = output, lse
+    if has_no_values(query):
+        return outs
     if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
             forward_reference(outs, query, key, value, scores)
         return outs
     if output.numel() == 0:
         return outs
-    B, T, H, _ = query.shape
     tile = tiles.tile("forward", query, value, scores)
     heads, strides = by_heads(query, key, value)
     launch(
@@ -62,6 +48,13 @@ def _launch_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
         tile.warps,
     )
     return outs
+
+
+@flops(torch.ops.mpcore.attention_forward)
+def _forward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
+    """Count two products of all pairs of query and key under any mask, as torch counts its own attention."""
+    B, T, H, K = query
+    return 2 * B * H * T * key[1] * (K + value[3])
 
 
 @triton.jit

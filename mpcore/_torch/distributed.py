@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+
+
+def default_store() -> Any:
+    """Return the store that the ranks of the job met at."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def clone_store() -> Any:
     """Open another connection to the store that the ranks of the job met at: a thread may wait in the first one."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    return default_store().clone()
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -31,14 +34,53 @@ def as_group(x: object) -> dist.ProcessGroup | None:
         return None
 
 
-def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join all dimensions of a mesh into one, with a process group of its own."""
-    return mesh._flatten(name)
-
-
 def group_count() -> int:
-    """Count the process groups that this rank is in, all of which it has a name for."""
-    return len(dist.distributed_c10d._world.pg_names)
+    """Return the number after which torch names the next process group: all ranks must have the same."""
+    return dist.distributed_c10d._world.group_count
+
+
+def reserve_groups(count: int) -> int:
+    """Reserve names for so many process groups, which no other call returns: the first of their numbers."""
+    return 10**9 + default_store().add("mpcore/groups", count) - count
+
+
+def share_group(ranks: list[int], role: str, number: int | None = None) -> dist.ProcessGroup | None:
+    """Return the process group of these ranks for this role, made once in a process; None on other ranks.
+
+    Args:
+        ranks: of the job, ascending.
+        role: groups of the same ranks for other roles have connections of their own.
+        number: of `reserve_groups`, where the ranks alone call this; None: all ranks of the job call it in one order.
+    """
+    world, group = dist.distributed_c10d._world, None
+    before = world.group_count
+    world.group_count = before if number is None else number  # torch names the group after it
+    if dist.get_rank() in ranks:
+        known = (other for other in world.pg_names if other.group_desc == role)
+        group = next((other for other in known if dist.get_process_group_ranks(other) == ranks), None)
+        group = group or dist.new_group(ranks, group_desc=role)
+    world.group_count = before + (number is None)
+    return group  # type: ignore[return-value]  # a member gets a group
+
+
+def split_groups(groups: list[list[int]], role: str) -> dist.ProcessGroup | None:
+    """Return this rank's group of a partition, which nccl splits from the world's where that is bound to a device."""
+    return dist.split_group(split_ranks=groups, group_desc=role)
+
+
+def is_bound() -> bool:
+    """Tell whether the world is bound to a device, so that its nccl communicator can be split."""
+    return dist.distributed_c10d._get_default_group().bound_device_id is not None
+
+
+def use_group(group: dist.ProcessGroup, change: int) -> bool:
+    """Count who uses a process group, in the job's store; destroy it when nobody does. Tell whether it was."""
+    if group not in dist.distributed_c10d._world.pg_names:  # it has ended already
+        return False
+    if default_store().add(f"mpcore/uses/{dist.get_rank()}/{group.group_name}", change):
+        return False
+    dist.destroy_process_group(group)
+    return True
 
 
 def flight_records() -> list[bytes]:

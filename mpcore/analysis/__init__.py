@@ -1,4 +1,4 @@
-"""Count what a run holds, sends and takes before it runs: `python -m mpcore.analysis {memory,ledger,plan}`.
+"""Count what a run holds, sends and takes before it runs: `mpcore memory`, `mpcore ledger`, `mpcore plan`.
 
 Stands on all that a training step stands on. Open `dry_run.py` first: it runs one rank's step on fake tensors.
 """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 from mpcore.analysis import counts, memory
-from mpcore.analysis.dry_run import dry_run, parse, sizes_of, target
+from mpcore.analysis.dry_run import dry_run, parse, sizes_of
 from mpcore.analysis.plan import main as plan
+from mpcore.command_line import find_object
 
 COMMANDS = ("memory", "ledger", "plan")
 
@@ -18,9 +19,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
     if name == "plan":
         return plan(rest)
-    args = parse(f"python -m mpcore.analysis {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
+    args = parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
     try:
-        found = dry_run(target(args.target), args.arguments, args.rank, **sizes_of(args))
+        found = dry_run(find_object(args.target), args.arguments, args.rank, **sizes_of(args))
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))

@@ -1,13 +1,12 @@
 """One rank's step of any layout on one CPU: fake process group, fake tensors, nothing allocated or sent.
 
-`python -m mpcore.analysis {ledger,memory,plan}` call it. They are given a function of the user,
+`mpcore ledger`, `mpcore memory` and `mpcore plan` call it. They are given a function of the user,
 `build(mesh, arguments)`, which returns a `Work`; `examples.gpt.plan:build` is one.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,8 @@ from mpcore._torch.dispatch import TorchDispatchMode
 from mpcore._torch.fake import NoValueError, fake_tensors, start_fake_world
 from mpcore._torch.storage import StorageWeakRef, alive
 from mpcore.analysis.counts import Ledger
+from mpcore.command_line import Parser
+from mpcore.gradients.accumulate import gradient_of, main_gradients
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.initialize import _to_empty
 from mpcore.memory_footprint import StorageTracker, storage_bytes
@@ -34,7 +35,7 @@ from mpcore.pipeline.checks import split_linears
 from mpcore.pipeline.messages import releases, sent_on
 from mpcore.pipeline.schedules import Schedule, with_messages
 from mpcore.pipeline.split import backward_inputs, backward_weights
-from mpcore.sharding.local import local_tensor
+from mpcore.sharding.local import is_dtensor, local_tensor
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,9 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
     with fake_tensors():
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
+        trained = [p for p in owner.parameters() if p.requires_grad]
+        half = {p for p in trained if p.dtype in (torch.bfloat16, torch.float16) and not is_dtensor(p)}
+        main_gradients(owner, half)  # as `prepare`, whose optimizers step float32 masters of these
         # Stages that share a table are two owners of it; parameters() names it once.
         try:
             found.stages = [_run_stage(work, i, index, mesh, found) for i, index in enumerate(wanted)]
@@ -204,13 +208,22 @@ def run_dry(work: Work, mesh: Mesh) -> Found:
         parameters = list(owner.parameters())
         found.parameters = storage_bytes(local_tensor(p) for p in parameters)
         found.buffers = storage_bytes(owner.buffers())
-        found.gradients = storage_bytes(local_tensor(p.grad) for p in parameters if p.grad is not None)
-        optimizer = work.optimizer([p for p in parameters if p.requires_grad])
+        found.gradients = storage_bytes(local_tensor(g) for p in parameters if (g := gradient_of(p)) is not None)
+        stepped = [_master(p) if p in half else p for p in trained]
+        optimizer = work.optimizer(stepped)
         optimizer.step()
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        found.optimizer = storage_bytes(local_tensor(x) for x in states)
+        masters = [stand_in for p, stand_in in zip(trained, stepped, strict=True) if p in half]
+        found.optimizer = storage_bytes(local_tensor(x) for x in (*states, *masters))
     found.peak = peak(work.plan, pp, found.stages)
     return found
+
+
+def _master(p: nn.Parameter) -> nn.Parameter:
+    """A float32 parameter as a master is, with the main gradient as its gradient."""
+    master = nn.Parameter(p.detach().float())
+    master.grad = gradient_of(p)
+    return master
 
 
 def _run_stage(work: Work, i: int, index: int, mesh: Mesh, found: Found) -> Kept:
@@ -402,17 +415,21 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")}
 
 
-def parser_of(prog: str, about: str | None) -> argparse.ArgumentParser:
+def parser_of(prog: str, about: str | None, example: str) -> Parser:
     """The beginning of a planner's command line: the target."""
-    parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
-    parser.epilog = "Other flags go to the target."
-    parser.add_argument("target", help="module:function, called as function(mesh, arguments), which returns a Work")
+    parser = Parser(prog=prog, description=(about or "").partition("\n\n")[0], examples=[example])
+    parser.add_argument(
+        "target",
+        help="module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are "
+        "its arguments",
+    )
     return parser
 
 
 def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
     """The command line of a planner: a target, the mesh, the rank; `arguments` are all others, for the target."""
-    parser = parser_of(prog, about)
+    example = f"{prog} examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024"
+    parser = parser_of(prog, about, example)
     for name in ("tp", "cp", "pp", "ep", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
@@ -420,16 +437,3 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")
     args, args.arguments = parser.parse_known_args(argv)
     return args
-
-
-def target(name: str) -> Build:
-    """The function that a `module:function` names.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} names no function as module:function does: {error}") from error

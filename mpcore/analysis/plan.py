@@ -1,6 +1,6 @@
 """Find the layouts of a model that fit a machine, and estimate how long a step of each takes there.
 
-`python -m mpcore.analysis plan examples.gpt.plan:build --world 64 --preset llama3-8b --global-batch 256
+`mpcore plan examples.gpt.plan:build --world 64 --preset llama3-8b --global-batch 256
 --vary recompute=none,selective,full --vary zero=1,3` tries every mesh of 64 ranks with every choice of the flags.
 
 A dry run of every pipeline rank counts memory, floating-point operations and messages; running the schedule counts the
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mpcore.analysis.dry_run import Found, Kept, dry_run, parser_of, target
+from mpcore.analysis.dry_run import Found, Kept, dry_run, parser_of
+from mpcore.command_line import find_object
 from mpcore.pipeline.draw import matplotlib_part
 from mpcore.pipeline.prove import Times, prove
 
@@ -149,7 +150,7 @@ def estimate(
         layout: sizes of the mesh, and arguments of its own.
     """
     sizes, own = layout
-    build, found = target(name), []
+    build, found = find_object(name), []
     stride = machine.world // sizes["pp"]
     last_cp = (sizes["cp"] - 1) * sizes["tp"]  # with causal masks it may have the most to compute
     try:
@@ -309,7 +310,9 @@ def _sizes(text: str) -> list[int]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = parser_of("python -m mpcore.analysis plan", __doc__)
+    parser = parser_of(
+        "mpcore plan", __doc__, "mpcore plan examples.gpt.plan:build --world 16 --preset llama3-8b --vary zero=1,3"
+    )
     parser.add_argument("--world", type=int, required=True, help="ranks, one a GPU")
     parser.add_argument("--memory", type=float, default=80e9 / 2**30, help="GiB of a GPU for the run (80e9 bytes)")
     parser.add_argument("--node", type=int, default=8, help="ranks of a node; tp stays in one (8)")
@@ -343,7 +346,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.out and (args.out.suffix not in PICTURES or not args.out.parent.is_dir()):
             raise ValueError(f"--out {args.out} is no {' or '.join(PICTURES)} in a folder that is there")
-        target(args.target)
+        find_object(args.target)
         cuts = list(meshes(machine, **{name: getattr(args, name) for name in AXES}))
         if not cuts:
             raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {args.node}")

@@ -1,11 +1,11 @@
-"""`python -m mpcore.checkpoint inspect|verify|diff PATH...`."""
+"""`mpcore checkpoint inspect|verify|diff PATH...`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from mpcore.checkpoint.report import describe, diff, verify
+from mpcore.command_line import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0: done, sound, equal; 1: damaged, different; 2: no checkpoint there, or a manifest that can't be read.
     """
-    parser = argparse.ArgumentParser(prog="python -m mpcore.checkpoint", description="Look into checkpoints.")
+    parser = Parser(prog="mpcore checkpoint", description="Look into checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"inspect": "print what is inside", "verify": "read and check every byte"}.items():
         commands.add_parser(name, help=text).add_argument("path", nargs="+")

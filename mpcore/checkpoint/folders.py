@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
-from mpcore.checkpoint.ranks import collect, world_group
+from mpcore.checkpoint.ranks import merged
 from mpcore.checkpoint.tensor_file import sync_folder
 from mpcore.mesh.axis import Mesh
 
@@ -90,7 +90,7 @@ def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]
         root: the directory.
         mesh: all its ranks call this together: rank 0 looks, and all get the same answer.
     """
-    return collect(world_group(mesh), lambda: _complete(Path(root)) if mesh.world.rank == 0 else [])[0]
+    return merged(mesh.world, lambda: _complete(Path(root)) if mesh.world.rank == 0 else [], lambda found: found[0])
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:

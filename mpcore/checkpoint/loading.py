@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
 from mpcore.checkpoint.pieces import Held, held_by_model, held_slot, like, parameter_groups
-from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import Files, host_memory, in_threads
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations
@@ -43,6 +43,7 @@ class _Plan:
 
     files: Files
     held: list[Held] = field(default_factory=list)
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -82,16 +83,18 @@ def load(
         ValueError: on every rank and with nothing changed, naming each tensor that is missing, left over, misshapen, of
             another dtype or damaged.
     """
-    group = world_group(mesh)
     reshard(model)
-    mine = together(group, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
-    found = collect(group, lambda: ({item.name for item in mine.held}, mine.missing))
-    held = set().union(*(names for names, _ in found))
-    missing = sorted(set().union(*(names for _, names in found)))
+    mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
     manifest = mine.files.manifest
     tensors = manifest.tensors
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
-    left = sorted(name for name in tensors if name.startswith(kinds) and name not in held)
+    wanted = {name for name in tensors if name.startswith(kinds)}
+
+    def of_all(found: list[tuple[set[str], list[str]]]) -> tuple[list[str], list[str]]:
+        held, missing = (set().union(*names) for names in zip(*found, strict=True))
+        return sorted(wanted - held), sorted(missing)
+
+    left, missing = merged(mesh.world, lambda: ({item.name for item in mine.held}, mine.missing), of_all)
 
     def check() -> None:
         problems = list(mine.problems)
@@ -104,9 +107,9 @@ def load(
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(told))
 
-    together(group, check)
-    together(group, lambda: _read(mine, optimizer))
-    keys = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
+    together(mesh.world, check)
+    together(mesh.world, lambda: _read(mine, optimizer))
+    keys: dict[str, Any] = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
     return Loaded(**vars(manifest), **keys)
 
 
@@ -114,7 +117,8 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint at {folder}: there is no such folder")
     plan = _Plan(Files(folder, read_complete(folder)))
-    for item in held_by_model(model, mesh):
+    plan.masters = _masters(plan.files.manifest, model, optimizer)
+    for item in held_by_model(model, mesh, plan.masters):
         _want(plan, item, cast)
     if optimizer is not None:
         _plan_optimizer(plan, model, optimizer, mesh)
@@ -197,6 +201,22 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
 
 
+def _masters(
+    manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[nn.Parameter, Tensor]:
+    """The masters to read into: of 16-bit parameters that are float32 in the checkpoint, if the optimizer keeps any."""
+    if not getattr(optimizer, "masters", False):
+        return {}
+    assert optimizer is not None
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    return {
+        p: _slot_like(optimizer.state.get(p, {}).get("master"), p, torch.float32)
+        for name, p, _ in declarations(model)
+        if p in stepped and p.dtype in (torch.bfloat16, torch.float16)
+        if (entry := manifest.tensors.get(f"model/{name}")) is not None and entry.dtype == "F32"
+    }
+
+
 def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """The optimizer's state to read into: the one that is there where it fits, so that no second one takes memory."""
     if isinstance(old, Tensor) and lies_as(old, parameter) and old.dtype == dtype:
@@ -244,6 +264,8 @@ def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Calla
 def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     tensors = plan.files.manifest.tensors
     fill([(item, tensors[item.name]) for item in plan.held], lambda e, c: plan.files[c.file].tensor(e, c))
+    for p, master in plan.masters.items():
+        local_tensor(p.detach()).copy_(local_tensor(master))
     if optimizer is None or plan.files.manifest.optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):
@@ -254,8 +276,9 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
             else:
                 group[name] = tuple(value) if isinstance(old, tuple) else value
     optimizer.state.clear()
-    for parameter, slots in plan.state.items():
-        optimizer.state[parameter] = slots
+    for parameter in plan.state.keys() | plan.masters.keys():
+        kept = {"master": plan.masters[parameter]} if parameter in plan.masters else {}
+        optimizer.state[parameter] = {**plan.state.get(parameter, {}), **kept}
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> list[tuple[int, int]] | None:

@@ -6,7 +6,7 @@ A tensor is sharded twice: over tp as declared (`mpcore.sharding`), then over da
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from mpcore.kernels.adamw import followed
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, persistent_buffers, sharding_of
 from mpcore.sharding.declare import Sharding
@@ -57,9 +58,27 @@ class Held:
     boxes: tuple[Box, ...]
 
 
-def held_by_model(model: nn.Module, mesh: Mesh) -> list[Held]:
-    """Parameters, tied ones once, and persistent buffers."""
-    return [_held(f"model/{name}", tensor, sharding, mesh) for name, tensor, sharding in _tensors(model)]
+def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[Held]:
+    """Parameters, tied ones once, and persistent buffers; in place of a parameter its float32 master, if it has one.
+
+    So a checkpoint holds the same float32 values, whether a run rounds them to bfloat16, shards them, or neither.
+    """
+    masters = masters or {}
+    return [
+        _held(f"model/{name}", masters.get(tensor, tensor), sharding, mesh, placed=tensor)
+        for name, tensor, sharding in _tensors(model)
+    ]
+
+
+def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
+    """The float32 masters that an optimizer keeps now, by parameter; what was written to a parameter since is in it."""
+    found = (
+        {} if optimizer is None else {p: state["master"] for p, state in optimizer.state.items() if "master" in state}
+    )
+    for p, master in found.items():
+        held = local_tensor(master.detach())
+        held.copy_(followed(held, local_tensor(p.detach()).to(held.device)))
+    return found
 
 
 def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[Held]:
@@ -69,7 +88,7 @@ def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: 
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
         name, sharding = _known(named, parameter)
         for slot, value in optimizer.state.get(parameter, {}).items():
-            if value is None:
+            if value is None or slot == "master":  # which is saved as the model's parameter
                 continue
             if not isinstance(value, Tensor):
                 raise ValueError(f"the optimizer's {slot} of {name} is {value!r}: only tensors can be saved")

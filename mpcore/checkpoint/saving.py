@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest, write_synced
-from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer, parameter_groups
-from mpcore.checkpoint.ranks import collect, together, world_group
+from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer, masters_of, parameter_groups
+from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import reshard
@@ -87,7 +86,6 @@ class Saving:
     def __init__(self, path: Path) -> None:
         self.path, self.seconds, self.bytes = path, 0.0, 0
         self._error: Exception | None = None
-        self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -151,9 +149,8 @@ def save(
         ValueError: on every rank, if any of them can't write (a full disk, a read-only directory), if replicas differ,
             or if something can't be saved. What was at `path` is untouched, and nothing partial is left.
     """
-    group = world_group(mesh)
     request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    _write(together(group, lambda: _snapshot(model, optimizer, request, copy=False)), group)
+    _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
     return request.path
 
 
@@ -173,7 +170,7 @@ def save_async(
     beside: Mapping[str, bytes] | None = None,
     after: Saving | None = None,
 ) -> Saving:
-    """As `save`, but copy everything to memory and return; a thread writes, over a process group of its own.
+    """As `save`, but copy everything to memory and return; a thread writes.
 
     The files are byte for byte those of `save` at this moment. Pass what it returns to the next call, and `wait` for
     the last one before the process group is destroyed. The interpreter doesn't exit before it has ended.
@@ -187,19 +184,14 @@ def save_async(
     """
     if after is not None:
         after.wait()
-    world = world_group(mesh)
     request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    snapshot = together(world, lambda: _snapshot(model, optimizer, request, copy=True))
+    snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=True))
     saving = Saving(request.path)
-    if world is not None:
-        # gloo, whatever the model runs on: this thread must not touch the device's streams or order of collectives.
-        made = after._group if after is not None else mesh.saves.group or dist.new_group(backend="gloo")
-        saving._group = made if isinstance(made, dist.ProcessGroup) else None
 
     def work() -> None:
         began = time.perf_counter()
         try:
-            saving.bytes = _write(snapshot, saving._group)
+            saving.bytes = _write(snapshot, "save")
         except Exception as error:  # told by `wait`
             saving._error = error
         saving.seconds = time.perf_counter() - began
@@ -212,7 +204,7 @@ def save_async(
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
     """Everything of this rank, at this moment: the JSON always copied, the tensors where `copy` says so."""
     reshard(model)
-    held, groups = held_by_model(model, request.mesh), None
+    held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
     if optimizer is not None:
         held += held_by_optimizer(model, optimizer, request.mesh)
         groups = parameter_groups(model, optimizer)
@@ -224,24 +216,22 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
     return _Snapshot(request, manifest, tensors, pieces)
 
 
-def _write(snapshot: _Snapshot, group: dist.ProcessGroup | None) -> int:
+def _write(snapshot: _Snapshot, line: str = "") -> int:
     """Write a snapshot's files on all ranks; return their size."""
-    request, path, rank = snapshot.request, snapshot.request.path, snapshot.request.mesh.world.rank
-    lead, began = rank == 0, time.perf_counter()
-    together(group, lambda: prepare(path) if lead else None)
+    request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
+    lead, began = world.rank == 0, time.perf_counter()
+    together(world, lambda: prepare(path) if lead else None, line)
     try:
-        parts = collect(group, lambda: _write_part(snapshot, rank))
-        together(group, lambda: _commit(snapshot, parts) if lead else None)
+        size = merged(world, lambda: _write_part(snapshot, world.rank), lambda parts: _commit(snapshot, parts), line)
     except ValueError:
         if lead:
             discard(path)
         raise
-    size = sum(record.bytes for part in parts for record in part.files.values())
     if lead:
         log.info("saved %s: %.1f MB in %.2f s", path, size / 1e6, time.perf_counter() - began)
     if request.keep is not None:
         keep = request.keep
-        together(group, lambda: prune(path.parent, keep, request.keep_every, spare=path) if lead else None)
+        together(world, lambda: prune(path.parent, keep, request.keep_every, spare=path) if lead else None, line)
     return size
 
 
@@ -272,8 +262,11 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
-def _commit(snapshot: _Snapshot, parts: list[_Part]) -> None:
-    """On rank 0, when all tensors are on the disk: what goes along, the manifest, then the checkpoint's own name."""
+def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
+    """On rank 0, when all tensors are on the disk: what goes along, the manifest, then the checkpoint's own name.
+
+    Returns the size of all files.
+    """
     path = snapshot.request.path
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -300,6 +293,7 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> None:
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
     write_manifest(temporary(path), replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors))
     publish(path)
+    return sum(record.bytes for record in files.values())
 
 
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:

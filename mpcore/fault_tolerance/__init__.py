@@ -6,7 +6,7 @@ Stands on `mesh`, `sharding` and `gradients`. Open `leave.py` first.
 from mpcore.fault_tolerance.leave import EXIT_PEER, EXIT_STOPPED, leave, leave_together
 from mpcore.fault_tolerance.metrics import MetricsWriter
 from mpcore.fault_tolerance.replicas import compare_replicas
-from mpcore.fault_tolerance.signals import StopSignals
+from mpcore.fault_tolerance.signals import StopSignals, Wishes
 from mpcore.fault_tolerance.spikes import Skips, Spikes
 from mpcore.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
 from mpcore.fault_tolerance.trace import explain, read_log, record
@@ -15,6 +15,6 @@ from mpcore.fault_tolerance.watchdog import Watchdog
 
 __all__ = [
     "EXIT_PEER", "EXIT_STOPPED", "MetricsWriter", "Skips", "SlowRank", "Spikes", "StopSignals", "Stragglers",
-    "Watchdog", "code_versions", "compare_replicas", "explain", "file_versions", "late_ranks", "leave",
+    "Watchdog", "Wishes", "code_versions", "compare_replicas", "explain", "file_versions", "late_ranks", "leave",
     "leave_together", "read_log", "record",
 ]  # fmt: skip

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpcore.command_line import Parser
 from mpcore.fault_tolerance.trace import Log, explain
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m mpcore.fault_tolerance", description="Say why a run hung.")
+    parser = Parser(prog="mpcore explain", description="Say why a run hung.")
     parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
     folder = parser.parse_args(argv).folder
     files = sorted(Path(folder).glob("rank*.json"))

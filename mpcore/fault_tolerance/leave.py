@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from mpcore._torch.distributed import clone_store
+from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
 
 EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
@@ -24,17 +30,21 @@ _PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gl
 class leave_together:  # noqa: N801  (a context manager, named as what it does)
     """End every rank within seconds when one fails, and print which rank failed first and why.
 
-    The rank that fails prints its own traceback. The others, whose next collective breaks, print one line that names
-    it. A rank that leaves with status 0 before the end of the block has failed too; another status is kept. A thread
-    asks the run's store twice each grace. It ends a rank whose main thread hears of nothing, as in a wait for its GPU.
+    The rank that fails prints its own traceback, or a line with the file that holds it. Of the ranks of a host that
+    fail alike one says so. The others, whose next collective breaks, print one line that names the first. A rank that
+    leaves with status 0 before the end of the block has failed too; another status is kept. A thread asks the run's
+    store twice each grace. It ends a rank whose main thread hears of nothing, as in a wait for its GPU, and answers
+    when a rank asks who is alive: a live rank that waits for a dead one is not accused.
 
     Args:
         mesh: of this rank. In a world of one rank errors pass as they are.
         grace: seconds in which a rank that failed can say why. Other ranks have twice as many to leave.
+        folder: where a rank that fails writes its traceback, as `rank0.txt` and on; None: to its standard error.
     """
 
-    def __init__(self, mesh: Mesh, grace: float = 2.0) -> None:
+    def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
         self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
+        self.folder = None if folder is None else Path(folder)
         self.store: Any = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
@@ -47,20 +57,24 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.over.set()
         if error is None or self.store is None:
+            self.over.set()
             if self.thread.is_alive():  # inside the store while Python is torn down, it would abort the process
                 self.thread.join(self.grace)
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor ends the survivors of the first that fails
         if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
+            at = f"rank {self.rank}: stopped, because the store of the run{store_address(self.store)}"
+            end_after(6 * self.grace, f"{at} gives no answer: its host is down, or the link to it is cut", EXIT_PEER)
             try:
                 cause = self._ask()
             except (RuntimeError, OSError):
-                cause = "rank 0, or what keeps the store of the run, is gone"
+                cause = f"rank 0, or the host that keeps the store of the run{store_address(self.store)}, is gone"
+            self.over.set()
             print(f"rank {self.rank}: stopped, because {cause}", file=sys.stderr, flush=True)
             _leave(EXIT_PEER)
+        self.over.set()
         status, cause = self._own(error)
         try:
             self.store.set(f"mpcore/left/{self.rank}", "")
@@ -73,6 +87,8 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
     def _watch(self) -> None:
         try:
             while not self.store.check(["mpcore/cause"]):
+                if self.store.check(["mpcore/asked"]):
+                    self.store.set(f"mpcore/alive/{self.rank}", "")
                 if self.over.wait(self.grace / 2):
                     return
             cause = self.store.get("mpcore/cause").decode()
@@ -88,27 +104,45 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
             return 128 + signal.SIGINT, "was interrupted"
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
-                print(error.code, file=sys.stderr, flush=True)
+                if self._is_first_to_say(error.code.removeprefix(f"rank {self.rank}: ")):
+                    print(error.code, file=sys.stderr, flush=True)
                 return 1, f"left: {error.code}"
             if error.code:
                 return int(error.code), f"left with exit status {error.code}"
             print(f"rank {self.rank}: left before the end, which is a failure", file=sys.stderr, flush=True)
             return 1, "left before the end, with exit status 0"
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        return 1, f"failed first: {type(error).__name__}: {error}"
+        cause, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"rank{self.rank}.txt"
+                path.write_text(text)
+                text = f"rank {self.rank} on {socket.gethostname()} failed: {cause} (details: {path})\n"
+        if self._is_first_to_say(cause):
+            print(text, end="", file=sys.stderr, flush=True)
+        return 1, f"failed first: {cause}"
+
+    def _is_first_to_say(self, text: str) -> bool:
+        try:
+            return self.store.add(f"mpcore/said/{socket.gethostname()}/{text}", 1) == 1
+        except (RuntimeError, OSError):
+            return True
 
     def _ask(self) -> str:
         """Find the rank that failed first: it says so itself, or gives no answer."""
         self.store.set(f"mpcore/left/{self.rank}", "")
         found = self._wait(self.grace)
         if found is None and self.store.add("mpcore/asked", 1) == 1:  # one rank looks, not all at all
-            silent = [rank for rank in range(self.size) if not self.store.check([f"mpcore/left/{rank}"])]
+            time.sleep(self.grace)  # in which each thread looks twice
+            silent = [rank for rank in range(self.size) if not self._is_alive(rank)]
             found = "the network between the ranks failed: all of them are there"
             if silent:
-                found = f"{give_no_answer(silent)}: killed, or cut off"
+                found = f"{give_no_answer(silent, self.store)}: killed, or cut off"
             self.store.set("mpcore/cause", found)
-        return found or self._wait(self.grace) or "a rank is gone"
+        return found or self._wait(2 * self.grace) or "a rank is gone"
+
+    def _is_alive(self, rank: int) -> bool:
+        return any(self.store.check([f"mpcore/{word}/{rank}"]) for word in ("left", "alive"))
 
     def _wait(self, seconds: float) -> str | None:
         until = time.monotonic() + seconds
@@ -135,9 +169,32 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def give_no_answer(ranks: Sequence[int]) -> str:
-    """`rank 3 gives no answer`, or of several."""
-    return f"rank {ranks[0]} gives no answer" if len(ranks) == 1 else f"ranks {list_ranks(ranks)} give no answer"
+def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
+    """`rank 3 gives no answer`, or of several; with the hosts that they named in the store, if not this one."""
+    return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
+
+
+def store_address(store: dist.Store) -> str:
+    """` at host:port` of a store, or nothing where it has none."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
+def end_after(seconds: float, line: str, status: int) -> threading.Timer:
+    """Print a line and end the process after so many seconds, also where its threads wait in C for a host that is gone.
+
+    Cancel the timer that it returns when all went well.
+    """
+
+    def end() -> None:
+        print(line, file=sys.stderr, flush=True)
+        os._exit(status)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

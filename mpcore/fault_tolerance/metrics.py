@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class MetricsWriter:
-    """Append whole lines of JSON to a file. A line that can't be written waits for the next one."""
+    """Append whole lines of JSON to a file, null for a number that isn't finite. A failed line waits for the next."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
@@ -21,7 +21,7 @@ class MetricsWriter:
         Raises:
             OSError: if they can't be written; the file stays as it was.
         """
-        self.waiting += (json.dumps(entry) + "\n").encode()
+        self.waiting += (json.dumps(read_line(json.dumps(entry))) + "\n").encode()
         with open(self.path, "ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
@@ -32,3 +32,8 @@ class MetricsWriter:
                     file.truncate(end)
                 raise
         self.waiting = b""
+
+
+def read_line(line: str) -> dict:
+    """Read a line of JSON, with None for the NaN and Infinity that Python writes and JSON doesn't have."""
+    return json.loads(line, parse_constant=lambda _: None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.fault_tolerance.leave import list_ranks
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
-from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.agreement import exchange, gather_objects
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Shard
@@ -46,7 +46,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
             found += _name(axis, [name for name, _ in entries], differing.tolist(), hashes, held)
     count = torch.tensor(len(found), device=mesh.device)
     if int(all_reduce(count, mesh.world, "max")):
-        messages = list(dict.fromkeys(itertools.chain(*gather_objects(found, mesh.world.group))))
+        messages = exchange(None, found, mesh.world.group, lambda lists: list(dict.fromkeys(itertools.chain(*lists))))
         more = f"; and {len(messages) - 8} more" if len(messages) > 8 else ""
         raise ValueError(f"replicas differ, so a rank's memory is corrupt: {'; '.join(messages[:8])}{more}")
 

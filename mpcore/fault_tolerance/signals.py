@@ -10,6 +10,9 @@ import threading
 import time
 from typing import Any
 
+from mpcore._torch.distributed import default_store
+from mpcore.mesh.axis import Axis
+
 
 class StopSignals:
     """Take SIGTERM, SIGUSR1 and ctrl-C in this block as a wish for an orderly stop. A second ctrl-C leaves at once.
@@ -18,10 +21,12 @@ class StopSignals:
 
     Attributes:
         asked: whether a signal has come. Ranks may learn of it a step apart: agree before acting on it.
+        leave_with: exit status with which a signal ends the process at once, while there is nothing to save. Set it to
+            None before the first step.
     """
 
-    def __init__(self, apart: float = 1.0) -> None:
-        self.asked, self.apart = False, apart
+    def __init__(self, apart: float = 1.0, leave_with: int | None = None) -> None:
+        self.asked, self.apart, self.leave_with = False, apart, leave_with
         self._first: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -38,7 +43,8 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._ask:  # leave_together may have had it ignored
+                signal.signal(number, handler)
         self._write.close()
 
     def _ask(self, *_: object) -> None:
@@ -47,6 +53,10 @@ class StopSignals:
     def _listen(self) -> None:
         while data := self._read.recv(16):
             for number in data:
+                if self.leave_with is not None:
+                    print(f"left on {signal.Signals(number).name} before the first step: nothing to save",
+                          file=sys.stderr, flush=True)  # fmt: skip
+                    os._exit(128 + number if number == signal.SIGINT else self.leave_with)
                 if number != signal.SIGINT:
                     continue
                 now = time.monotonic()
@@ -55,3 +65,39 @@ class StopSignals:
                     print("stopping after this step; ctrl-C again leaves at once", file=sys.stderr, flush=True)
                 elif now - self._first > self.apart:
                     os._exit(128 + signal.SIGINT)
+
+
+class Wishes:
+    """Make known what any rank wishes, to all ranks after the same step and without a collective.
+
+    A rank writes its wish for the next step into the job's store. No rank can have ended that step, where every step
+    has a collective of all ranks whose result the host waits for. Each rank asks the store once a step.
+
+    Args:
+        world: the ranks that step together. All of them make this in the same order.
+    """
+
+    def __init__(self, world: Axis) -> None:
+        self.world, self.store, self.name = world, None, ""
+        if world.size > 1 and world.group is not None:
+            self.store = default_store()
+            number = self.store.add(f"mpcore/wishes/{world.group_name}/{world.rank}", 1)
+            self.name = f"mpcore/wishes/{world.group_name}/run {number}"
+
+    def after_step(self, step: int, **mine: bool) -> set[str]:
+        """Return the wishes that all ranks grant now: those of the step before, of any rank.
+
+        Args:
+            step: the number of steps that are done.
+            mine: what this rank wishes, each by its name.
+        """
+        wished = {name for name, wish in mine.items() if wish}
+        if self.store is None:
+            return wished
+        for name in wished:
+            self.store.set(f"{self.name}/{step + 1}/{name}", "")
+        if wished:  # after its names: who finds it finds them
+            self.store.set(f"{self.name}/{step + 1}", "")
+        if not self.store.check([f"{self.name}/{step}"]):
+            return set()
+        return {name for name in mine if self.store.check([f"{self.name}/{step}/{name}"])}

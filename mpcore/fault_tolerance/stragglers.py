@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Mesh
 
 
@@ -81,9 +81,8 @@ class Stragglers:
     def check(self) -> list[SlowRank]:
         """Compare the ranks since the last check: a collective on all of them, with the same result on each."""
         mine = {phase: statistics.fmean(seconds) for phase, seconds in self.times.items()}
-        every = gather_objects(mine, self.mesh.world.group)
         self.times = {}
-        late = late_ranks(every, self.threshold, self.least) if len(every) > 1 else []
+        late = exchange(None, mine, self.mesh.world.group, lambda times: late_ranks(times, self.threshold, self.least))
         if self.mesh.workers.size > 1:  # people know ranks by their number in the job
             late = [one._replace(rank=one.rank + self.mesh.job.rank - self.mesh.world.rank) for one in late]
         self.row = {(one.rank, one.phase): self.row.get((one.rank, one.phase), 0) + 1 for one in late}

@@ -37,7 +37,10 @@ from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # a rank is nowhere in particular in here
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "collectives.py")
+_OURS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), *name)
+    for name in (("collectives.py",), ("mesh", "agreement.py"))
+)
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 
 
@@ -154,7 +157,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
 
 def _site(file: str, line: int) -> str | None:
     """`layers/linear.py:88`, or None where the file is torch's or what every collective passes through."""
-    if file.startswith(_INSIDE) or file == _OURS or os.sep not in file:
+    if file.startswith(_INSIDE) or file in _OURS or os.sep not in file:
         return None
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
 
@@ -164,7 +167,7 @@ def _where(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str,
     while frame is not None:
         file, held = frame.f_code.co_filename, frame.f_locals
         if not site:
-            waiting |= file.startswith(os.path.join(_TORCH, "distributed")) or file == _OURS
+            waiting |= file.startswith(os.path.join(_TORCH, "distributed")) or file in _OURS
             site = _site(file, frame.f_lineno) or ""
         if not doing:
             if names.get(id(held.get("self"))):

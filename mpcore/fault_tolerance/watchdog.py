@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mpcore._torch.distributed import clone_store
+from mpcore.fault_tolerance.leave import end_after, store_address
 from mpcore.fault_tolerance.trace import Log, explain, read_log
 from mpcore.mesh.axis import Mesh, check_mesh
 
@@ -75,6 +76,10 @@ class Watchdog:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank{mine.rank}.json").write_text(mine.to_json())
+        if self.store is not None:
+            at = f"no progress for {self.timeout:g} s: the store of the run{store_address(self.store)} gives no answer"
+            line = f"rank {mine.rank}: {at}: its host is down, or the link to it is cut"
+            end_after(self.grace + 5, line, EXIT_CODE)
         logs = self._exchange(mine)
         if mine.rank == min(log.rank for log in logs):
             text = explain(logs, self.mesh.job.size)

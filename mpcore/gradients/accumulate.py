@@ -20,7 +20,7 @@ from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 
 
-def main_gradients(model: nn.Module) -> nn.Module:
+def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> nn.Module:
     """Have gradients accumulated in float32 (float64 for float64), whatever the parameters are computed in.
 
     Each parameter gets `main_grad`, and `.grad` stays None, also for hooks. `reduce_gradients`, `grad_norm`,
@@ -30,20 +30,28 @@ def main_gradients(model: nn.Module) -> nn.Module:
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` accumulates in its own dtype.
+        parameters: of the model those whose gradients to accumulate so; None: all.
 
     Returns:
         The model.
 
     Raises:
         ValueError: if a parameter is sharded over data, or the model is wrapped in `DistributedDataParallel`.
+
+    Example:
+        >>> model = mpcore.main_gradients(mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16))
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> model.weight.main_grad.dtype
+        torch.float32
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("DistributedDataParallel sums no main gradients: take its module and reduce_gradients")
+    chosen = set(model.parameters() if parameters is None else parameters)
     for name, parameter, _ in declarations(model):
-        if is_dtensor(parameter):
+        if parameter in chosen and is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data: its gradients accumulate in fully_shard's reduce_dtype")
     for parameter in model.parameters():
-        if parameter.requires_grad and main_grad(parameter) is None:
+        if parameter in chosen and parameter.requires_grad and main_grad(parameter) is None:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             attach_main_grad(parameter, torch.zeros_like(parameter, dtype=wide))
             parameter.register_post_accumulate_grad_hook(accumulate)
@@ -77,7 +85,15 @@ def accumulate(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Forget all gradients, main gradients included."""
+    """Forget all gradients, main gradients included.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> mpcore.zero_gradients(model.parameters())
+        >>> model.weight.grad is None
+        True
+    """
     for parameter in parameters:
         parameter.grad = None
         main = main_grad(parameter)

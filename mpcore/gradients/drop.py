@@ -22,6 +22,13 @@ def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | 
     Args:
         model: the model, or this rank's stage of it; where stages are joined, each of them.
         parameters: whose gradients are forgotten; None: all of the model's.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> mpcore.drop_gradients(model)
+        >>> model.weight.grad is None
+        True
     """
     tree = tree_of(model)
     chosen = None if parameters is None else dict.fromkeys(parameters)

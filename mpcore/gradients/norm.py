@@ -30,6 +30,12 @@ def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tenso
 
     Raises:
         ValueError: if p isn't above 0, `reduce_gradients` was forgotten, or a parameter lies on another mesh.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> round(mpcore.grad_norm(model, mpcore.Mesh()).item(), 3)  # 16 of the weight and 4 of the bias are 1
+        4.472
     """
     tree = tree_of(model)
     check_all_reduced(tree)
@@ -88,6 +94,14 @@ def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor |
 
     Raises:
         ValueError: if `reduce_gradients` was forgotten.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> norm = mpcore.grad_norm(model, mpcore.Mesh())
+        >>> mpcore.clip_gradients(model, 1.0, norm)
+        >>> round(mpcore.grad_norm(model, mpcore.Mesh()).item(), 3)
+        1.0
     """
     tree = tree_of(model)
     check_all_reduced(tree)

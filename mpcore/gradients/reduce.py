@@ -51,6 +51,11 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
             summed a gradient (the last micro-batch had no backward, or one that raised: `drop_gradients`); if a trained
             parameter was added after it, is still gathered, or has hooks that it never calls; or if experts don't lie
             as the mesh says, or have replicas over tp that nothing sums.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> mpcore.reduce_gradients(model, mpcore.Mesh())  # sums what several ranks hold; here nothing
     """
     tree = tree_of(model)
     for on in over:

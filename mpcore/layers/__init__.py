@@ -1,5 +1,6 @@
 """Floor 3: the layers. Each is a plain module, usable alone, with `tp=Axis()` by default."""
 
+from mpcore.layers.attention.documents import document_ends, document_ids, document_positions
 from mpcore.layers.attention.heads import ParallelAttention
 from mpcore.layers.attention.latent import MultiLatentAttention
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence, unshard_sequence
@@ -45,6 +46,9 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "apply_rope",
+    "document_ends",
+    "document_ids",
+    "document_positions",
     "linear_cross_entropy",
     "linear_log_prob",
     "seed_dropout",

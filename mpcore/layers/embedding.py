@@ -185,14 +185,20 @@ class PositionEmbedding(ParallelModule):
 
         Args:
             positions: [T] place in the whole sequence of each token, where context parallel cuts it
-                (`sequence_index`); with sequence parallel before that cut. None: 0 .. T-1.
+                (`sequence_index`), or [B, T] in its document (`document_positions`); with sequence parallel before
+                that cut. None: 0 .. T-1, which is wrong where context parallel cuts the sequence.
 
         Raises:
-            ValueError: if the sequence is longer than the table.
+            ValueError: if the sequence is longer than the table, or there are more or fewer positions than tokens.
         """
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
         whole = length * (self.tp.size if self.sequence_parallel else 1)
+        if positions is not None and positions.shape[-1] != whole:
+            raise ValueError(
+                f"{positions.shape[-1]} positions for {whole} tokens: under context parallelism select this rank's, "
+                f"positions[..., sequence_index(T, cp, context)]"
+            )
         if positions is not None and can_read(positions):
             whole = int(positions.max()) + 1
         if whole > self.num_positions:
@@ -200,8 +206,9 @@ class PositionEmbedding(ParallelModule):
         if positions is None:
             rows = self.weight[first : first + length]
         else:
-            rows = F.embedding(positions[first : first + length], self.weight)
-        return x + (rows if self.sequence_dim == 1 else rows.unsqueeze(1))
+            rows = F.embedding(positions[..., first : first + length], self.weight)
+        rows = rows if rows.dim() == 3 else rows.unsqueeze(0)
+        return x + (rows if self.sequence_dim == 1 else rows.transpose(0, 1))
 
 
 # Modules whose weight is read row by row, and not multiplied with.

@@ -175,6 +175,7 @@ class ParallelModule(ParallelLayer):
         shard: Shard | tuple[Shard, ...] | None = None,
         partial: tuple[Axis, ...] = (),
         blocks: tuple[int, ...] = (),
+        block_dim: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -190,12 +191,13 @@ class ParallelModule(ParallelLayer):
             shard: how it is cut; None: replicated. A tuple is cut one after the other, and its shards stay declared at
                 size 1 too: experts on ep 1 have their own data axis.
             partial: axes over which a replica's gradient is one term of a sum.
-            blocks: lengths along dimension 0 of the matrices it is made of, as of `Sharding`.
+            blocks, block_dim: lengths of the matrices it is made of, and the dimension they follow each other in, as of
+                `Sharding`.
             device, dtype: of the parameter; None: as of the layer.
         """
         if isinstance(shard, Shard):
             shard = (shard,) if shard.axis.size > 1 else None
-        sharding = Sharding(shape, shard or (), tuple(axis for axis in partial if axis.size > 1), blocks)
+        sharding = Sharding(shape, shard or (), tuple(axis for axis in partial if axis.size > 1), blocks, block_dim)
         self.shardings[name], self.inits[name] = sharding, init
         device, dtype = device or self._like[0], dtype or self._like[1]
         device = torch.get_default_device() if device is None else torch.device(device)

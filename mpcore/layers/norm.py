@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from mpcore.kernels.layer_norm import layer_norm
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class _Norm(ParallelModule):
+    """Of a float32 residual stream 16-bit weights return their own dtype, which the linear layer after them takes."""
+
     weight: Tensor
     bias: Tensor | None
 
@@ -30,6 +33,9 @@ class _Norm(ParallelModule):
             self.declare("bias", (dim,), constant(0.0), partial=partial)
         else:
             self.register_parameter("bias", None)
+
+    def _narrowed(self, y: Tensor) -> Tensor:
+        return y.to(self.weight.dtype) if self.weight.dtype in (torch.bfloat16, torch.float16) else y
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -58,7 +64,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return rms_norm(x, self.weight, self.eps)
+        return self._narrowed(rms_norm(x, self.weight, self.eps))
 
 
 class LayerNorm(_Norm):
@@ -81,4 +87,4 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return self._narrowed(layer_norm(x, self.weight, self.bias, self.eps))

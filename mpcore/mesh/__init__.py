@@ -7,10 +7,10 @@ Stands on torch.distributed alone. Open `axis.py` first: `Axis` and `Mesh` are w
 from mpcore.mesh.agreement import check_same, raise_together, raising_together
 from mpcore.mesh.axis import Axis, Mesh, check_axis, check_mesh
 from mpcore.mesh.build import build_mesh, choose_device
+from mpcore.mesh.launch import Launch, read_launch
 from mpcore.mesh.layout import divisors, layout_table, mesh_ranks, mesh_shape
-from mpcore.mesh.rendezvous import is_launched
 
 __all__ = [
-    "Axis", "Mesh", "build_mesh", "check_axis", "check_mesh", "check_same", "choose_device", "divisors",
-    "is_launched", "layout_table", "mesh_ranks", "mesh_shape", "raise_together", "raising_together",
+    "Axis", "Launch", "Mesh", "build_mesh", "check_axis", "check_mesh", "check_same", "choose_device", "divisors",
+    "layout_table", "mesh_ranks", "mesh_shape", "raise_together", "raising_together", "read_launch",
 ]  # fmt: skip

@@ -1,27 +1,34 @@
-"""Agreement between ranks: compare a value on all of them, or fail on all of them."""
+"""Agreement between ranks: compare a value on all of them, or fail on all of them.
+
+Ranks agree over the store at which the job met, not by collectives. Each rank has one connection to the store and sends
+it six short requests, whatever the number of ranks. Values are sent only where ranks differ or ask for them: to rank 0
+of the group, which merges them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from mpcore._torch.fake import real_tensors
+from mpcore._torch.distributed import default_store
 from mpcore.mesh.axis import Axis
 
 T = TypeVar("T")
+R = TypeVar("R")
+_PART = 2**22  # bytes of a value: a TCPStore refuses 8 MiB
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Give a Python value of each rank to all ranks of a group, in rank order; None: this process alone."""
-    if group is None or group.size() == 1 or dist.get_backend() == "fake":
-        return [value]
-    values: list = [None] * group.size()
-    with real_tensors():  # the values are real, also where the model is fake
-        dist.all_gather_object(values, value, group=group)
-    return values
+    """Give a Python value of each rank to all ranks of a small group, in rank order; None: this process alone."""
+    return exchange(None, value, group)
 
 
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
@@ -36,24 +43,30 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
         ValueError: on every rank, naming two ranks that differ and both values.
     """
     mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
-    first, *others = gather_objects(mine, dist.group.WORLD if axis is None else axis.group)
-    for rank, other in enumerate(others, 1):
-        differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
-        if differing:
-            entries = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in differing)
-            raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({entries})")
+    group = dist.group.WORLD if axis is None else axis.group
+    if group is None or _alone(group) or _begin(group, what).same(repr(sorted(mine.items()))):
+        return
+    rank, entries = exchange(None, mine, group, _first_difference)
+    raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({entries})")
 
 
-def raise_together(error: Exception | None) -> None:
-    """Fail on every rank of the job when one rank has failed, so that none waits for it.
+def raise_together(error: Exception | None, axis: Axis | None = None, line: str = "") -> None:
+    """Fail on every rank when one rank has failed, so that none waits for it.
 
     Args:
         error: what went wrong on this rank; None: nothing.
+        axis: the ranks to ask; None asks the whole job.
+        line: as of `exchange`.
 
     Raises:
-        ValueError: on every rank, with the message of the first rank that failed.
+        ValueError: on every rank, with the message of the first rank that failed; from its own error on one that did.
     """
-    exchange(error, None, dist.group.WORLD)
+    group, said = dist.group.WORLD if axis is None else axis.group, _say(error)
+    state = "well" if error is None else f"failed: {said}"
+    if group is not None and not _alone(group) and not _begin(group, line=line).same(state):
+        exchange(error, None, group, line=line)
+    if error is not None:
+        raise ValueError(said) from error
 
 
 @contextmanager
@@ -74,19 +87,178 @@ def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iter
     raise_together(error)
 
 
-def exchange(error: Exception | None, value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """As `gather_objects`, or raise one rank's error on all ranks of the group.
+def exchange(
+    error: Exception | None,
+    value: T,
+    group: dist.ProcessGroup | None,
+    merge: Callable[[list[T]], Any] = list,
+    line: str = "",
+) -> Any:
+    """Give all ranks what rank 0 of the group makes of their values, or raise one rank's error on all ranks.
+
+    Args:
+        error: what went wrong on this rank; None: nothing.
+        value: this rank's value; it is pickled.
+        group: the ranks; None: this process alone.
+        merge: called on rank 0 with the values in rank order. By default all ranks get all values: for small groups.
+        line: names the calls of a thread beside the main thread, which are counted apart.
 
     Raises:
-        ValueError: on every rank, with the message of the first that failed; from its own error on one that did.
+        ValueError: on every rank, with the message of the first that failed, or of `merge`; from its own error on one
+            that did.
     """
-    answers = gather_objects((None if error is None else _say(error), value), group)
-    failed = [rank for rank, (message, _) in enumerate(answers) if message is not None]
-    if failed:
-        where = "" if len(failed) == len(answers) else f" (on rank {', '.join(map(str, failed))} of {len(answers)})"
-        raise ValueError(f"{answers[failed[0]][0]}{where}") from error
-    return [value for _, value in answers]
+
+    def settle(answers: list[tuple[str | None, T]]) -> Any:
+        failed = [rank for rank, (message, _) in enumerate(answers) if message is not None]
+        if failed:
+            where = "" if len(failed) == len(answers) else f" (on rank {', '.join(map(str, failed))} of {len(answers)})"
+            raise ValueError(f"{answers[failed[0]][0]}{where}")
+        error, result = _try(merge, [value for _, value in answers])
+        if error is not None:
+            raise ValueError(f"{error} (on rank 0 of {len(answers)})" if len(answers) > 1 else str(error)) from error
+        return result
+
+    answer = (_say(error), value)
+    if group is None or _alone(group):
+        told, result = _try(settle, [answer])
+    else:
+        told, result = _begin(group, line=line).merged(answer, settle)
+    if told is not None:
+        raise ValueError(_say(told)) from error or told.__cause__
+    return result
 
 
-def _say(error: Exception) -> str:
+class Agreement:
+    """One agreement of some ranks. All of them begin their agreements in the same order.
+
+    The store counts them for each rank, so nothing is kept in the process. The last rank to come to an agreement
+    deletes the keys of the one before, which all ranks have left.
+
+    Args:
+        store: holds the keys of these ranks alone.
+        rank: this process's place among them.
+        size: how many they are.
+        what: they agree about, for messages.
+        group: they are; None: the whole job.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, what: str = "", group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.store, self.rank, self.size, self.what, self.group = store, rank, size, what, group
+        self.number = self.store.add(f"at/{self.rank}", 1)
+
+    def same(self, text: str) -> bool:
+        """Tell whether all ranks have the same text. Each sends a hash."""
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        if self.store.compare_set(self._key("first"), "", digest).decode() != digest:
+            self.store.set(self._key("differ"), "")
+        if self.store.add(self._key("came"), 1) == self.size:
+            self.store.set(self._key("result"), "" if self.store.check([self._key("differ")]) else "same")
+            self._forget()
+        return self._hear(self._key("result")) == b"same"
+
+    def merged(self, value: T, merge: Callable[[list[T]], R]) -> tuple[Exception | None, R]:
+        """Return what rank 0 makes of the values of all ranks, or its error."""
+        if self.rank:
+            self._put(f"of/{self.rank}", pickle.dumps(value))
+        if self.store.add(self._key("came"), 1) == self.size:
+            self.store.set(self._key("full"), "")
+            self._forget()
+        if self.rank == 0:
+            self._hear(self._key("full"))
+            others = [pickle.loads(self._take(f"of/{rank}")) for rank in range(1, self.size)]
+            result = _try(merge, [value, *others])
+            self._put("result", pickle.dumps(result))
+            return result
+        return pickle.loads(self._take("result", keep=True))
+
+    def _key(self, name: str, ago: int = 0) -> str:
+        return f"{self.number - ago}/{name}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        parts = [data[at : at + _PART] for at in range(0, len(data), _PART)]
+        for i, part in enumerate(parts[1:], 1):
+            self.store.set(self._key(f"{name}/{i}"), part)
+        self.store.set(self._key(name), b"%d " % len(parts) + parts[0])  # last: who finds it finds all parts
+
+    def _take(self, name: str, keep: bool = False) -> bytes:
+        count, _, data = self._hear(self._key(name)).partition(b" ")
+        parts = [f"{name}/{i}" for i in range(1, int(count))]
+        data = b"".join([data, *(self.store.get(self._key(part)) for part in parts)])
+        for part in () if keep else (name, *parts):
+            self.store.delete_key(self._key(part))
+        return data
+
+    def _forget(self) -> None:
+        result = self._key("result", 1)
+        if self.number > 1 and self.store.check([result]):
+            head = self.store.get(result)[:8].partition(b" ")[0]
+            parts = [f"result/{i}" for i in range(1, int(head) if head.isdigit() else 1)]
+            for name in ("first", "differ", "came", "full", "result", *parts):  # what isn't there isn't deleted
+                self.store.delete_key(self._key(name, 1))
+
+    def _hear(self, key: str) -> bytes:
+        """Wait for a key. Ask the store rarely while a rank is late: a blocking wait would lock out other threads."""
+        began, limit = time.monotonic(), self.store.timeout.total_seconds()
+        while not self.store.check([key]):
+            waited = time.monotonic() - began
+            if waited > limit:
+                raise ValueError(
+                    f"{self._missing()} within {limit:g} s: read what ended it, or see if its host reaches this"
+                )
+            time.sleep(min(2e-4 + 2e-5 * self.size + waited / 8, 1.0))
+        return self.store.get(key)
+
+    def _missing(self) -> str:
+        about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
+        if self.store.add(self._key("looks"), 1) == 1:  # one rank looks, not all at all
+            late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
+            ranks = name_ranks(
+                default_store() if self.group else None,
+                [dist.get_global_rank(self.group, rank) if self.group else rank for rank in late],
+            )
+            found = f"{ranks} of {self.size} did not {about}" if late else "all ranks came, but rank 0 did not answer"
+            self.store.set(self._key("missing"), found)
+        self.store.wait([self._key("missing")], timedelta(seconds=10 + self.size / 500))
+        return self.store.get(self._key("missing")).decode()
+
+
+def _begin(group: dist.ProcessGroup, what: str = "", line: str = "") -> Agreement:
+    name = f"mpcore/agree/{group.group_name}.{dist.get_global_rank(group, 0)}{line}"  # disjoint groups may share a name
+    return Agreement(dist.PrefixStore(name, default_store()), group.rank(), group.size(), what, group)
+
+
+def name_ranks(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """`rank 3 (host b)`, or of several: with the hosts that they named as they met, if not this one."""
+    keys, hosts = [f"mpcore/host/{rank}" for rank in ranks[:8]], set()
+    while store is not None:  # they met before torch put its own prefix on the store
+        hosts |= {store.get(key).decode() for key in keys if store.check([key])} - {socket.gethostname()}
+        store = store.underlying_store if isinstance(store, dist.PrefixStore) else None
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    on = f" (host {', '.join(sorted(hosts))})" if hosts else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{on}"
+
+
+def _first_difference(values: list[dict[str, str]]) -> tuple[int, str]:
+    first, *others = values
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+    return rank, "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in differing)
+
+
+def _alone(group: dist.ProcessGroup) -> bool:
+    return group.size() == 1 or dist.get_backend() == "fake"
+
+
+def _try(work: Callable[[T], R], value: T) -> tuple[Exception | None, R]:
+    try:
+        return None, work(value)
+    except Exception as error:  # whatever it is, the other ranks wait for the answer
+        return ValueError(_say(error)), None  # type: ignore[return-value]
+
+
+def _say(error: Exception | None) -> str | None:
+    if error is None:
+        return None
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mpcore._torch.distributed import forget_meshes, use_group
 from mpcore.mesh.layout import layout_table
 
 
@@ -26,6 +27,10 @@ class Axis:
 
     Raises:
         ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
+
+    Example:
+        >>> mpcore.Axis(size=4, rank=1, name="tp")  # without a group, for sizes alone
+        Axis(tp: rank 1 of 4)
     """
 
     size: int = 1
@@ -89,10 +94,13 @@ class Mesh:
         world: all ranks that train this model: of this worker.
         workers: the ranks at the same place of each worker's world, which train models of their own and merge them.
         job: all ranks of all workers; of one worker the world.
-        saves: with several workers the world once more, on the host, for saves in the background.
         device_mesh: torch's mesh with dimensions pp, dp, cp, tp, behind workers where there are several; None where
             torch.distributed isn't running.
         made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
+
+    Example:
+        >>> mpcore.Mesh().tp.size  # a process alone
+        1
     """
 
     tp: Axis = Axis(role="tp")
@@ -107,10 +115,10 @@ class Mesh:
     world: Axis = Axis(role="world")
     workers: Axis = Axis(role="workers")
     job: Axis = Axis(role="job")
-    saves: Axis = Axis(role="saves")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
     made_ns: int = field(default_factory=time.time_ns, init=False, repr=False, compare=False)
+    _held: list[dist.ProcessGroup] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={axis.size}' for name, axis in self.axes.items() if axis.size > 1)})"
@@ -119,6 +127,40 @@ class Mesh:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
         table = layout_table(**sizes, rank=self.world.rank, device_type=self.device_type)
         return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
+
+    def hold(self) -> Mesh:
+        """Count this mesh among the users of its groups. `build_mesh` does it."""
+        if self.job.group is not None and dist.get_backend() != "fake":
+            levels = [level for axis in self.axes.values() for level in axis.levels or ()]
+            groups = {axis.group for axis in (*self.axes.values(), *levels)} - {None, self.job.group}
+            self._held.extend(sorted((group for group in groups if group is not None), key=lambda g: g.group_name))
+            for group in self._held:
+                use_group(group, 1)
+        return self
+
+    def close(self) -> None:
+        """End the process groups that no other mesh of this process uses; call it on every rank. The job's group stays.
+
+        Meshes of one process share the groups of the same axis and ranks. What is built on a closed mesh can't be used
+        any more; gloo closes its connections when nothing refers to them. As a context manager, a mesh is closed where
+        the block ends well.
+
+        Example:
+            >>> with mpcore.build_mesh() as mesh:
+            ...     print(mesh.tp.size)
+            1
+        """
+        ended = [use_group(group, -1) for group in self._held]
+        self._held.clear()
+        if any(ended):
+            forget_meshes(())
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else other ranks may still be in a collective
+            self.close()
 
     @property
     def axes(self) -> dict[str, Axis]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from mpcore._torch.distributed import group_count, is_bound, share_group, split_groups
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh
+from mpcore.mesh.guard import guard_start
+from mpcore.mesh.launch import read_launch
 from mpcore.mesh.layout import for_workers, level_ranks, mesh_ranks, mesh_shape, worker_size
-from mpcore.mesh.rendezvous import is_launched, start_world
+from mpcore.mesh.rendezvous import start_world
 
 
+@guard_start
 def build_mesh(
     tp: int = 1,
     cp: int = 1,
@@ -31,14 +36,14 @@ def build_mesh(
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
-    Without `torch.distributed` all axes have size 1. Under torchrun the default process group is made where there is
-    none yet: gloo, and on CUDA nccl for what lies there.
+    Without `torch.distributed` all axes have size 1. Under torchrun, srun or another launcher (`read_launch`) the
+    default process group is made where there is none yet: gloo, and on CUDA nccl for what lies there.
 
     Args:
         tp, cp, pp, ep: sizes of the axes.
         dp: size of the data-parallel axis; None takes what the others leave of the world.
-        device_type: "cuda" or "cpu"; None takes CUDA where each of torchrun's processes on this machine has a GPU, and
-            in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
+        device_type: "cuda" or "cpu"; None takes CUDA where each of the launcher's processes on this machine has a GPU,
+            and in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
         workers: cut the job into so many equal worlds of consecutive ranks, each with a mesh as above, for
@@ -51,20 +56,31 @@ def build_mesh(
 
     Raises:
         ValueError: on every rank and before any group is made, if the sizes don't fit the world, the ranks ask for
-            different meshes, ranks don't arrive in time, or "cuda" leaves a rank without a GPU.
+            different meshes, ranks don't arrive in time, the launcher's variables contradict each other, or "cuda"
+            leaves a rank without a GPU.
+
+    Example:
+        >>> mesh = mpcore.build_mesh(tp=1)
+        >>> mesh.tp.size, mesh.dp.size
+        (1, 1)
     """
     running = dist.is_initialized()
-    launched = dist.is_torchelastic_launched() if running else is_launched()
+    launch = read_launch(os.environ, (dist.get_rank(), dist.get_world_size()) if running else None)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_rank, local_size = launch.place(gpus)
+    asked = device_type
     device_type = choose_device(
         device_type,
-        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)) if launched else 0,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1,
+        gpus=gpus,
+        local_rank=local_rank,
+        local_size=local_size,
         backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
     )
-    if launched and not running:
+    if asked is None and device_type == "cpu" and gpus and not running and local_rank == 0:
+        warnings.warn(f"GPUs here: {gpus}, processes: {local_size}. Too few for all, so the CPU is taken", stacklevel=3)
+    if launch.launcher and not running:
         # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
-        start_world("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
+        start_world(launch, "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
@@ -74,22 +90,26 @@ def build_mesh(
         ranks = for_workers(ranks, world_size, workers)
     except ValueError as error:
         if not dist.is_initialized():
-            raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun") from None
+            raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun or srun") from None
         problem = str(error)
     if not dist.is_initialized():
         return Mesh(device_type=device_type)
 
     if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
+        torch.cuda.set_device(launch.local_rank % gpus)
     plan = problem or f"{device_type} {shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
     check_same("mesh", plan)
+    check_same("process groups made before", str(group_count()))
     if problem:
         raise ValueError(problem)
     assert shape is not None
     sizes = {"workers": workers} if workers > 1 else {}
     sizes |= {name: shape[name] for name in ("pp", "dp", "cp", "tp")}
-    device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    axes = {name: _torch_axis(device_mesh, name) for name in sizes}
+    alone = _share("alone", [[rank] for rank in range(world_size)])
+    axes = {name: _new_axis(name, ranks[name], whole=dist.group.WORLD) for name in sizes}
+    grid = torch.arange(world_size, dtype=torch.int).view(*sizes.values())
+    groups: list = [axes[name].group or alone for name in sizes]
+    device_mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(sizes))
     same_as = {
         "data": "dp" if shape["cp"] == 1 else None,
         "etp": "tp" if shape["etp"] == shape["tp"] else None,
@@ -103,8 +123,7 @@ def build_mesh(
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
     world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
-    saves = Axis(role="saves") if workers == 1 else _new_axis("saves", ranks["world"], "gloo")
-    return Mesh(**axes, world=world, job=job, saves=saves, device_type=device_type, device_mesh=device_mesh)
+    return Mesh(**axes, world=world, job=job, device_type=device_type, device_mesh=device_mesh).hold()
 
 
 def choose_device(
@@ -132,17 +151,20 @@ def choose_device(
     return asked
 
 
-def _torch_axis(device_mesh: DeviceMesh, name: str) -> Axis:
-    size = device_mesh.size(device_mesh.mesh_dim_names.index(name))  # type: ignore[union-attr]
-    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), role=name)
+def _new_axis(name: str, groups: list[list[int]], whole: dist.ProcessGroup | None = None) -> Axis:
+    """This rank's axis among these groups; `whole`: the group to take where one group has all ranks."""
+    me = dist.get_rank()
+    mine = next((ranks for ranks in groups if me in ranks), [me])
+    if whole is not None and len(mine) == whole.size():
+        group = whole
+    else:
+        group = _share(name, groups) if groups and len(groups[0]) > 1 else None
+    return Axis(len(mine), mine.index(me), group, role=name)
 
 
-def _new_axis(name: str, groups: list[list[int]], backend: str | None = None) -> Axis:
-    mine = Axis(role=name)
-    for ranks in groups:
-        if len(ranks) == 1:
-            continue
-        group = dist.new_group(ranks, backend=backend)
-        if isinstance(group, dist.ProcessGroup):
-            mine = Axis(len(ranks), ranks.index(dist.get_rank()), group, role=name)
-    return mine
+def _share(role: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's group: the one that an earlier mesh made of these ranks for this role, or a new one."""
+    if is_bound():
+        return split_groups(groups, role)
+    mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank counts every group, its own or not
+    return next((group for group in mine if group is not None), None)

@@ -141,14 +141,15 @@ def worker_size(world_size: int, workers: int) -> int:
 
 
 def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int) -> dict[str, list[list[int]]]:
-    """The same groups in each worker's part of the job, and the parts themselves."""
+    """The same groups in each worker's part of the job, the parts themselves, and the same place in each of them."""
     each = world_size // workers
     starts = range(0, world_size, each)
     ranks = {**ranks, "world": [list(range(each))]}
-    return {
+    found = {
         name: [[start + rank for rank in group] for start in starts for group in groups]
         for name, groups in ranks.items()
     }
+    return {**found, "workers": [[start + rank for start in starts] for rank in range(each)]}
 
 
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:

@@ -2,73 +2,190 @@
 
 from __future__ import annotations
 
+import math
 import os
+import socket
+import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from mpcore.mesh.agreement import name_ranks
+from mpcore.mesh.launch import Launch
 
-def is_launched() -> bool:
-    """Tell whether torchrun has started this process, or another launcher that sets the variables torch reads.
+_MET = "all are here"
+
+_WORLD = "mpcore/world"
+
+
+def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
+    """Make the default process group, whatever earlier attempts left in the launcher's store.
 
     Raises:
-        ValueError: if there are other processes, and a variable that it takes to find them is missing.
+        ValueError: if the address doesn't resolve, its port is in use, another world is there, or ranks don't arrive.
     """
-    if dist.is_torchelastic_launched():
-        return True
-    if int(os.environ.get("WORLD_SIZE") or 1) < 2:
-        return False
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} isn't set: start with torchrun, or "
-            f"set them for each process (and LOCAL_RANK and LOCAL_WORLD_SIZE, for its GPU)"
-        )
-    return True
-
-
-def start_world(backend: str, timeout: float | None) -> None:
-    """Make the default process group from the launcher's variables, whatever earlier attempts left in its store."""
     limit = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
-    store = dist.PrefixStore(meet(store, rank, size, limit.total_seconds()), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    until = time.monotonic() + limit.total_seconds()
+    store = open_store(launch, limit)
+    enter_world(store, launch, max(until - time.monotonic(), 1.0))
+    try:
+        name = meet(store, launch.rank, launch.world_size, max(math.ceil(until - time.monotonic()), 1))
+    except ValueError:
+        time.sleep(1.0 if launch.keeps_store else 0.0)  # the others read the cause, then the store may go
+        raise
+    if launch.keeps_store:
+        store.set(_WORLD, f"{_title(launch)}, all of them here")
+    store = dist.PrefixStore(name, store)
+    join_world(backend, store, launch.rank, launch.world_size, limit)
+
+
+def open_store(launch: Launch, limit: timedelta) -> dist.Store:
+    """Open the store where the ranks meet: a connection to it, and on rank 0 the store, where torchrun has none.
+
+    Raises:
+        ValueError: if the address doesn't resolve, the port is in use, or nobody answers there in time.
+    """
+    here, there = f"rank {launch.rank} on {socket.gethostname()}", f"{launch.address}:{launch.port}"
+    try:
+        socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{here}: the address {launch.address!r} of rank 0 doesn't resolve ({error}): set MASTER_ADDR to an "
+            f"address of its host that every host knows"
+        ) from None
+    found: list[dist.Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            if not launch.keeps_store:  # torch prints 30 lines each time that it tries in vain
+                _wait_for_port(launch, limit.total_seconds())
+            store = dist.TCPStore(
+                launch.address, launch.port, launch.world_size, launch.keeps_store, limit,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+        except (RuntimeError, OSError) as error:
+            found.append(error)
+        else:
+            found.append(store)
+
+    thread = threading.Thread(target=connect, name="mpcore-connect", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds() + 1)  # torch waits for ever where what listens there is no store
+    store = found[0] if found else None
+    if isinstance(store, dist.Store):
+        return store
+    if "EADDRINUSE" in str(store):
+        problem = f"port {launch.port} is in use: end what listens there, or set MASTER_PORT to a free port"
+    elif launch.keeps_store:
+        problem = f"can't reach itself at {there}: set MASTER_ADDR to an address of this host"
+    else:
+        problem = (
+            f"rank 0 did not arrive at {there} within {limit.total_seconds():g} s: start all ranks, set MASTER_ADDR "
+            f"and MASTER_PORT alike for all, and open the port between the hosts"
+        )
+    raise ValueError(f"{here}: {problem}")
+
+
+def _wait_for_port(launch: Launch, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((launch.address, launch.port), max(until - time.monotonic(), 0.1)).close()
+            return
+        except OSError:
+            if time.monotonic() + 0.1 > until:
+                raise
+            time.sleep(0.1)
+
+
+def enter_world(store: dist.Store, launch: Launch, timeout: float) -> None:
+    """Write the world's name into a store that rank 0 keeps, or compare it there.
+
+    Raises:
+        ValueError: on ranks of another world, or of another size.
+    """
+    if launch.launcher == "torchrun":  # it keeps worlds apart itself, and its store outlives them
+        return
+    if launch.rank == 0:
+        store.set(_WORLD, _title(launch))
+        return
+    there = _wait_for(store, _WORLD, timeout)
+    if there != _title(launch):
+        raise ValueError(
+            f"rank {launch.rank} on {socket.gethostname()}: {launch.address}:{launch.port} belongs to another world "
+            f"({there}), this is {_title(launch)}: give each world a MASTER_PORT, and its ranks one WORLD_SIZE"
+        )
+
+
+def _title(launch: Launch) -> str:
+    return f"{launch.job} of {launch.world_size} ranks"
+
+
+def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
+    """Make the default process group of ranks that have met.
+
+    Raises:
+        ValueError: naming the ranks that gave no answer, if it can't be made.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else gloo connects every rank with every other
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:  # on all ranks at about one time: they began to wait together
+        store.set(f"mpcore/late/{rank}", "")
+        time.sleep(2.0)
+        silent = [other for other in range(size) if not store.check([f"mpcore/late/{other}"])]
+        who = f"{name_ranks(store, silent)} gave no answer" if silent else str(error).partition("\n")[0]
+        raise ValueError(
+            f"the ranks met, but could not make their process group within {limit.total_seconds():g} s: {who}. See "
+            f"whether they run, and whether the link to them is up"
+        ) from None
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     """Agree on a name for this attempt to start, which no earlier attempt has used: all of its ranks call this.
 
     torchrun keeps its store over a restart, with the addresses of dead ranks in it, and its count of restarts differs
-    between nodes. So each rank says hello with a number of its own, and rank 0 answers that number.
+    between nodes. So each rank draws a ticket with a number of its own, and rank 0 answers that number. Each rank then
+    writes its host's name under the attempt's.
 
     Raises:
-        ValueError: naming the ranks that didn't arrive within `timeout` seconds.
+        ValueError: naming the ranks that didn't arrive within `timeout` seconds, or one that is there twice.
     """
     mine, until = os.urandom(8).hex(), time.monotonic() + timeout
     if rank:
-        store.set(f"mpcore/hello/{rank}", mine)
-        name = _wait_for(store, f"mpcore/welcome/{mine}", timeout)
-        store.set(f"mpcore/here/{name}/{rank}", "")
-        # Rank 0 tells when it gave up; without it, nobody can.
-        missing = _wait_for(store, f"mpcore/met/{name}", max(until - time.monotonic(), 0) + 10)
+        store.set(f"mpcore/hello/{store.add('mpcore/tickets', 1)}", mine)
+    name = _wait_for(store, f"mpcore/welcome/{mine}", timeout) if rank else f"attempt {mine}"
+    host, told, read = socket.gethostname(), f"{name}/mpcore/met", set()
+    if store.add(f"{name}/mpcore/is/{rank}", 1) > 1:
+        other = store.get(f"{name}/mpcore/host/{rank}").decode()
+        _tell(store, told, f"rank {rank} is there twice, on {other} and {host}: give each process a RANK of its own")
     else:
-        name, waiting, answered = mine, set(range(1, size)), set()
-        while waiting and time.monotonic() < until:
-            for other in sorted(waiting):
-                hello = f"mpcore/hello/{other}"
-                number = store.get(hello).decode() if store.check([hello]) else None
-                if number is not None and number not in answered:  # perhaps of a dead one: then nobody reads the answer
-                    answered.add(number)
-                    store.set(f"mpcore/welcome/{number}", name)
-                if store.check([f"mpcore/here/{name}/{other}"]):
-                    waiting.discard(other)
-            time.sleep(0.01 if waiting else 0)
-        missing = ", ".join(map(str, sorted(waiting)))
-        store.set(f"mpcore/met/{name}", missing)
-    if missing:
-        raise ValueError(f"of {size} ranks {missing} did not arrive within {timeout:g} s")
-    return f"attempt {name}"
+        store.set(f"{name}/mpcore/host/{rank}", host)
+        if store.add(f"{name}/mpcore/here", 1) == size:
+            _tell(store, told, _MET)
+    while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
+        for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
+            if store.check([f"mpcore/hello/{ticket}"]):  # perhaps of a dead rank: then nobody reads the answer
+                store.set(f"mpcore/welcome/{store.get(f'mpcore/hello/{ticket}').decode()}", name)
+                read.add(ticket)
+        time.sleep(min(0.01 + 2e-4 * size, 1.0))
+    if not store.check([told]):
+        away = [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
+        hosts = sorted(
+            {store.get(f"{name}/mpcore/host/{other}").decode() for other in range(size) if other not in away}
+        )
+        _tell(
+            store, told, f"of {size} ranks {', '.join(map(str, away))} did not arrive within {timeout:g} s. The others "
+            f"are on {', '.join(hosts)}: start the missing ones too, or read what ended them",
+        )  # fmt: skip
+    if (text := store.get(told).decode()) != _MET:
+        raise ValueError(text)
+    return name
+
+
+def _tell(store: dist.Store, key: str, text: str) -> None:
+    store.compare_set(key, "", text)  # the first to tell is right
 
 
 def _wait_for(store: dist.Store, key: str, timeout: float) -> str:

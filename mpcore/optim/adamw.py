@@ -43,11 +43,18 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         groups: parameter groups; None: `decay_groups(model, weight_decay)`.
         state_dtype: of the moments; None: float32 (float64 for float64 parameters), or bfloat16.
         masters: keep a float32 master of each bfloat16 or float16 parameter. float16 needs it; bfloat16 parameters
-            without are rounded at random too.
+            without are rounded at random too. Write to the parameter to change both: the next step takes over what
+            isn't its master rounded, such as weights loaded from elsewhere.
         seed: of the rounding.
 
     Raises:
         ValueError: if an argument is out of range, or a float16 parameter has no master.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16)
+        >>> optimizer = mpcore.AdamW(model, lr=1e-3)  # holds float32 masters
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -196,10 +203,10 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     def _state(self, p: nn.Parameter, *slots: str) -> dict[str, Tensor]:
         state = self.state[p]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             wide = torch.promote_types(p.dtype, torch.float32)
-            if self.masters and p.dtype in _HALF:
+            if self.masters and p.dtype in _HALF and "master" not in state:
                 state["master"] = p.detach().to(wide)
             for slot in slots:
                 moments = slot == "momentum_buffer" or self.state_dtype is None
@@ -214,7 +221,7 @@ def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
     """
     dims = [torch.arange(size, device=p.device) for size in sharding.shape]
     for shard in sharding.shards:
-        dims[shard.dim] = torch.cat([dims[shard.dim][start:end] for start, end in shard.mine])
+        dims[shard.dim] = torch.cat([dims[shard.dim][start:end] for start, end in shard.mine or ((0, 0),)])
     if is_dtensor(p):
         start, end = data_run(p)
         dims[0] = dims[0][start:end]

@@ -22,6 +22,11 @@ def decay_groups(
 
     Raises:
         TypeError: if something else is excluded, such as a name.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> [(len(group["params"]), group["weight_decay"]) for group in mpcore.decay_groups(model, 0.1)]
+        [(1, 0.1), (1, 0.0)]
     """
     left = parameters_of(exclude)
     parameters = [p for p in model.parameters() if p.requires_grad and p not in left]

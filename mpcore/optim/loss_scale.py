@@ -30,6 +30,10 @@ class LossScaler:
 
     Raises:
         ValueError: if growing would not grow, or shrinking not shrink.
+
+    Example:
+        >>> mpcore.LossScaler(scale=1024.0).scale
+        1024.0
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce, start_all_gather, wait
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.kernels.adamw import followed
 from mpcore.layers.embedding import TABLES
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
@@ -24,8 +25,8 @@ class Muon(AdamW):
 
     Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that shard it. Where several ranks then
     hold the same matrices, each orthogonalises another one and they exchange the results. A parameter of several
-    matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up), and the last two
-    dimensions of more than two.
+    matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up, also of each
+    expert), and the last two dimensions of more than two.
 
     These are two optimizers, so there are more than ten parameters: those of torch's Muon and of AdamW, under the same
     names.
@@ -47,6 +48,12 @@ class Muon(AdamW):
 
     Sources: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
     scalable for LLM training" (arXiv:2502.16982).
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4, bias=False)
+        >>> optimizer = mpcore.Muon(model, lr=1e-2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -149,10 +156,12 @@ class Muon(AdamW):
                 start, end = data_run(p)
                 update = update[start:end]
             state = self.state[p]
-            weight = local_tensor(state.get("master", p.detach()))
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weight.dtype) * group["lr"])
+            weight = held = local_tensor(p.detach())
             if "master" in state:
-                local_tensor(p.detach()).copy_(weight)
+                weight = local_tensor(state["master"])
+                weight.copy_(followed(weight, held))
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weight.dtype) * group["lr"])
+            held.copy_(weight)
 
     def _momentum(self, group: dict[str, Any], p: nn.Parameter, scale: Tensor | None) -> Tensor:
         """The momentum that is to be orthogonalised, placed as the parameter."""

@@ -90,6 +90,11 @@ def shard_data_parallel(
         - To give up a step, also after a backward that raised, call `mpcore.drop_gradients(model)`.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
+
+    Example:
+        >>> model = nn.Sequential(mpcore.ParallelMLP(4, 16), mpcore.ParallelMLP(4, 16))
+        >>> model = mpcore.shard_data_parallel(model, mpcore.build_mesh(), blocks=model, zero=3)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     check_mesh(mesh)
     policy = ShardPolicy(zero, replicate, param_dtype, reduce_dtype)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
-from mpcore._torch.distributed import flatten, group_count
+from mpcore._torch.distributed import reserve_groups, share_group
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declare import Sharding
@@ -35,10 +35,7 @@ class UnitWrapper:
     def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: ShardPolicy) -> None:
         self.mesh, self.declared, self.policy = mesh, declared, policy
         assert mesh.device_mesh is not None
-        if policy.replicate > 1:
-            self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
-        else:
-            self.data = mesh.device_mesh["dp"] if mesh.cp.size == 1 else flatten(mesh.device_mesh["dp", "cp"], "data")
+        self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
         self.experts: Any = None
         if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:
@@ -76,13 +73,11 @@ def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
     ranks = torch.tensor(dist.get_process_group_ranks(axis.group), dtype=torch.int).view(replicate, -1)
     row, column = divmod(axis.rank, ranks.shape[1])
-    if dist.get_backend(axis.group) != "fake":
-        # torch names a group that is synchronized locally after its ranks and this count. Ranks with different counts,
-        # as when a pipeline's outer stages share a group, would wait for one another under different names.
-        counts = exchange(None, group_count(), axis.group)
-        for _ in range(max(counts) - counts[axis.rank]):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    # each rank makes its own two groups alone: the others of the world may not be here
-    groups = [dist.new_group(mine.tolist(), use_local_synchronization=True) for mine in (ranks[:, column], ranks[row])]
     names = (f"{axis.name}_replicate", f"{axis.name}_shard")
+    # The ranks of the axis make these groups alone: the others of the world may not be here.
+    number = exchange(None, None, axis.group, lambda _: reserve_groups(axis.size))
+    groups = [
+        share_group(ranks[:, column].tolist(), f"mpcore {names[0]}", number + column),
+        share_group(ranks[row].tolist(), f"mpcore {names[1]}", number + ranks.shape[1] + row),
+    ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)  # type: ignore[arg-type]

@@ -87,6 +87,12 @@ class DiLoCo(torch.optim.Optimizer):
     Raises:
         ValueError: on every rank, if an argument is out of range, or workers ask for different things or begin with
             different parameters.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> optimizer = mpcore.AdamW(model)
+        >>> mesh = mpcore.build_mesh(workers=1)  # each worker has a mesh of its own
+        >>> outer = mpcore.DiLoCo(optimizer, model, mesh, every=100)
     """
 
     def __init__(

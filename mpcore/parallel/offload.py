@@ -99,6 +99,10 @@ def offload_optimizer(
 
     Raises:
         ValueError: if it has states already, steps whole tensors as Muon does, or memory can't be pinned.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> optimizer = mpcore.offload_optimizer(torch.optim.AdamW(model.parameters()))
     """
     if isinstance(optimizer, (Muon, *OF_WHOLE_TENSORS)):
         raise ValueError(
@@ -248,6 +252,12 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
     Raises:
         ValueError: if memory can't be pinned, or `ahead` is negative.
+
+    Example:
+        >>> block = mpcore.ColumnParallelLinear(4, 4)
+        >>> with mpcore.offload_activations():
+        ...     loss = block(torch.ones(1, 4)).sum()
+        >>> loss.backward()
     """
     if ahead < 0:
         raise ValueError(f"ahead {ahead} is negative: 0 brings back nothing before it is asked for")
@@ -407,6 +417,13 @@ def offload_parameters(
     Note:
         - There is no second derivative.
         - Schedules that split backward are not supported: the second half runs no hooks.
+
+    Example:
+        >>> model = nn.Sequential(mpcore.ColumnParallelLinear(4, 4), mpcore.ColumnParallelLinear(4, 4))
+        >>> offload = mpcore.offload_parameters(model, keep=1)
+        >>> with offload.here():
+        ...     model[0].weight.shape
+        torch.Size([4, 4])
     """
     blocks, copies = listed(blocks), _Copies(pin_memory)
     if keep < 1:

@@ -1,17 +1,19 @@
-"""Compute matrix products in half precision, or in FP8."""
+"""Compute in half precision, with float32 masters or under autocast, or matrix products in FP8."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.module import Blocks, listed
 from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.optim.loss_scale import LossScaler
+from mpcore.parallel.shared import router_statistics
 from mpcore.sharding.declarations import named_modules
+from mpcore.sharding.local import is_dtensor
 
 
 def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = None) -> AbstractContextManager:
@@ -28,6 +30,20 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
     if dtype == torch.float16 and scaler is None:
         raise ValueError("float16 without a loss scaler loses gradients below 6e-8: give a LossScaler, or use bfloat16")
     return torch.autocast(device_type, dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()
+
+
+@torch.no_grad()
+def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Round the model's parameters to `dtype`, but for shards over data and the statistics of routers.
+
+    Returns:
+        The masters: the values before, in float32, by parameter.
+    """
+    kept = router_statistics(model)
+    masters = {p: p.data.float() for p in model.parameters() if p not in kept and not is_dtensor(p)}
+    for p, master in masters.items():
+        p.data = master.to(dtype)
+    return masters
 
 
 def convert_to_fp8(blocks: Blocks) -> None:

@@ -82,6 +82,11 @@ def recompute(
 
     Raises:
         ValueError: if the kind is unknown, or the budget is out of reach, with the least share that can be had.
+
+    Example:
+        >>> blocks = [mpcore.ParallelMLP(4, 16), mpcore.ParallelMLP(4, 16)]
+        >>> mpcore.recompute(blocks, "selective", every=2)
+        ['selective', 'none']
     """
     blocks = listed(blocks)
     if kind not in KINDS:

@@ -24,6 +24,12 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
 
     To give up a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`: the `zero_grad`
     of torch's optimizers leaves gradients that are not summed yet, and the next step would add to them.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> for i in range(2):  # micro-batches
+        ...     mpcore.sync_gradients(model, last=i == 1)
+        ...     model(torch.ones(1, 4)).sum().backward()
     """
     state = state_of(model)
     # replicas of shards are summed once a step
@@ -38,7 +44,14 @@ def _set_backward(state: DataParallel, *, reduce: bool, all_reduce: bool, reshar
 
 
 def finish_gradients(stages: Iterable[nn.Module]) -> None:
-    """After a step's last backward: sum the gradients of the parameters that this rank's stages share."""
+    """After a step's last backward: sum the gradients of the parameters that this rank's stages share.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> mpcore.finish_gradients([model])
+        >>> mpcore.reduce_gradients(model, mpcore.Mesh())
+    """
     for unit in shared_units(stages):
         unit.finish()
 

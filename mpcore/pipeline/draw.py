@@ -1,19 +1,20 @@
 """Floor 4: a picture of a pipeline, of its plan or of its run, in the same colours.
 
-python -m mpcore.pipeline.draw --schedule zbv --stages 4 --microbatches 8 --out zbv.png
+mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out zbv.png
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpcore.command_line import Parser
 from mpcore.pipeline.prove import Proof, Times, prove
 from mpcore.pipeline.schedules import COMPUTE, NAMES, Schedule, Span, find_schedule
 
@@ -43,7 +44,7 @@ def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str 
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     ranks = max(s.rank for s in spans) + 1
     shades = _shades(spans)
-    inches = min(max(7.0, 0.26 * max(_rows(spans))), 26.0)
+    inches = min(max(7.0, 0.26 * max(Counter(span.rank for span in spans).values())), 26.0)
     figure = figures.Figure(figsize=(inches, 1.7 + 0.42 * ranks), layout="constrained")
     axes = figure.add_subplot()
     for span in spans:
@@ -72,13 +73,6 @@ def matplotlib_part(name: str) -> Any:
         return importlib.import_module(f"matplotlib.{name}")
     except ModuleNotFoundError as problem:
         raise ImportError("drawing needs matplotlib: pip install 'mpcore[examples]'") from problem
-
-
-def _rows(spans: Sequence[Span]) -> list[int]:
-    counts: dict[int, int] = {}
-    for span in spans:
-        counts[span.rank] = counts.get(span.rank, 0) + 1
-    return list(counts.values())
 
 
 def _shades(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
@@ -149,7 +143,7 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command: prove a schedule and draw its plan."""
-    parser = argparse.ArgumentParser(prog="python -m mpcore.pipeline.draw", description="Draw a pipeline's plan.")
+    parser = Parser(prog="mpcore schedule", description="Draw a pipeline's plan.")
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}, or the path of a .csv")
     parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
@@ -169,12 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out.endswith(".json"):
             write_chrome_trace(proof.spans, args.out, seconds=1e-3)
         else:
-            draw(
-                proof.spans,
-                args.out,
-                title=plan_title(schedule, proof),
-                unit="forward of one stage is " + f"{args.forward:g}",
-            )
+            unit = f"forward of one stage is {args.forward:g}"
+            draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
     except (ValueError, ImportError, OSError) as problem:
         sys.exit(f"error: {problem}")
     print(f"{plan_title(schedule, proof)}; wrote {args.out}")

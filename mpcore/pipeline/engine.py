@@ -58,6 +58,11 @@ class Pipeline:
         ValueError: on every rank of the pipeline, if the schedule can't be had with these numbers, fails its proof,
             names its messages (they are posted here), or gives this rank another number of stages; or if a tied
             parameter is pending over `mesh.pp` or `mesh.ends` on some of their ranks alone.
+
+    Example:
+        >>> stage = mpcore.ColumnParallelLinear(4, 4)
+        >>> loss = lambda output, target: (output - target).square().sum()
+        >>> pipeline = mpcore.Pipeline(stage, mpcore.Mesh(), micro_batches=2, loss=loss)
     """
 
     def __init__(
@@ -81,9 +86,22 @@ class Pipeline:
         self.mine = dict(zip(self.plan.stages_of(mesh.pp.rank), self.stages, strict=True))
         self.spans: list[Span] | None = [] if trace else None
         self.trained: list[tuple[nn.Parameter, bool]] | None = None
+        self._make_executor()
+
+    def _make_executor(self) -> None:
         idle = nullcontext()
-        noted = self._noted if trace else lambda *_: idle
-        self.executor = Executor(self.mine, self.plan, mesh.pp, mesh.device, self._checked_loss, noted)
+        noted = self._noted if self.spans is not None else lambda *_: idle
+        self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
+
+    def set_micro_batches(self, micro_batches: int) -> None:
+        """Run the next steps with another number of micro-batches, by the schedule of the same name.
+
+        Raises:
+            ValueError: on every rank, if there is none with this number, or the schedule was no published one.
+        """
+        self.plan = agree_on_schedule(self.plan.name, self.pp, micro_batches, len(self.stages))
+        self.micro_batches = micro_batches
+        self._make_executor()
 
     def forward_backward(
         self, x: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]
@@ -195,12 +213,12 @@ class Pipeline:
                 p.requires_grad_(not was)
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Tensor], **arguments: Tensor) -> Iterator[Tensor]:
+    def forward(self, batches: Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
         """Forward alone, batch after batch through the stages; shapes may differ from batch to batch.
 
         Args:
             batches: inputs of the first stage, on every rank.
-            arguments: passed to every stage.
+            arguments: passed to every stage: one value with every batch, or a list with one for each batch.
 
         Yields:
             For each batch the model's output on the rank of the last stage, the output of its own last stage on the
@@ -209,6 +227,7 @@ class Pipeline:
         with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
                 out: Any = x
+                own = {name: of[i] if isinstance(of, (list, tuple)) else of for name, of in arguments.items()}
                 # All ranks go through (batch, stage) in one order, so blocking sends can't wait for each other.
                 for index, stage in self.mine.items():
                     away = index + 1 < self.plan.stages and index + 1 not in self.mine
@@ -217,7 +236,7 @@ class Pipeline:
                             inputs = receive_tensors(self.pp, self.plan.rank_of[index - 1], self.device)
                         else:
                             inputs = sent_on(out, index - 1, f"batch {i}") if index else (x,)
-                        out = stage(*inputs, **arguments)
+                        out = stage(*inputs, **own)
                         sent = sent_on(out, index, f"batch {i}") if away else ()
                     except Exception:
                         if away:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.layers.embedding import TABLES
 from mpcore.layers.module import ParallelModule
+from mpcore.layers.moe.experts import GroupedLinear
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -44,15 +45,16 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
         [range(0, 4), range(4, 6)]
     """
     n = len(costs)
-    _check_stages(stages, n)
+    if stages < 1:
+        raise ValueError(f"{stages} stages: at least 1 is needed")
+    if n < stages:
+        raise ValueError(f"{n} blocks are fewer than the {stages} stages: each stage holds at least one")
     for what, cost in (*((f"block {i}", c) for i, c in enumerate(costs)), ("first", first), ("last", last)):
         if not 0 <= cost < math.inf:
             raise ValueError(f"the cost {cost} of {what} is not a finite number of at least 0")
     # costs with the extras folded into the outer blocks, which no cut can take away from them
     weighed = [cost + (first if i == 0 else 0) + (last if i == n - 1 else 0) for i, cost in enumerate(costs)]
-    sums = [0.0]
-    for cost in weighed:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(weighed)]
     return _even_cut(sums, stages, _slowest(sums, stages))
 
 
@@ -99,8 +101,7 @@ def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
     """
     if min(sizes, default=0) < 1 or sum(sizes) != blocks:
         raise ValueError(f"stages of {list(sizes)} blocks hold {sum(sizes)}, not the model's {blocks}, none empty")
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> list[int]:
@@ -154,26 +155,19 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
     return joined
 
 
-def _check_stages(stages: int, blocks: int) -> None:
-    if stages < 1:
-        raise ValueError(f"{stages} stages: at least 1 is needed")
-    if blocks < stages:
-        raise ValueError(f"{blocks} blocks are fewer than the {stages} stages: each stage holds at least one")
-
-
 # --- what a block costs -------------------------------------------------------------------------------------------
 
 
 def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
     """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
 
-    Of experts, the share that a token goes through (`used_share`).
+    Of experts, the share that a token goes through (`GroupedLinear.used_share`).
     A table is the weight of an embedding, of torch or of mpcore, which is read and not multiplied with.
     """
     return [
         float(
             sum(
-                parameter.numel() * getattr(module, "used_share", 1.0)
+                parameter.numel() * (module.used_share if isinstance(module, GroupedLinear) else 1)
                 for module in root.modules()
                 if not isinstance(module, TABLES)
                 for parameter in module.parameters(recurse=False)

@@ -271,15 +271,8 @@ def _measure(schedule: Schedule, times: Times, done: dict[Action, tuple[float, f
         peaks.append(_peak(actions))
     passed = sum(len(_messages_of(schedule, a)) // 2 for actions in ranks for a in actions)
     total = makespan * len(ranks)
-    return Proof(
-        1 - sum(busy) / total if total else 0.0,
-        tuple(bubbles),
-        tuple(stalls),
-        tuple(peaks),
-        passed,
-        makespan,
-        tuple(spans),
-    )
+    bubble = 1 - sum(busy) / total if total else 0.0
+    return Proof(bubble, tuple(bubbles), tuple(stalls), tuple(peaks), passed, makespan, tuple(spans))
 
 
 def _peak(actions: list[Action]) -> float:

@@ -173,7 +173,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, 
 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
-    """The declaration of every parameter by full name; a parameter that nobody declares is replicated."""
+    """The declaration of every parameter by full name; a parameter that nobody declares is replicated.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 8)
+        >>> sorted(mpcore.shardings(model))
+        ['bias', 'weight']
+    """
     return {name: sharding for name, _, sharding in declarations(model)}
 
 

@@ -27,8 +27,9 @@ class Shard:
     Args:
         axis: the axis.
         dim: the dimension of the logical tensor.
-        runs: for each rank the runs `(start, end)` of the dimension that it holds, in the order it holds them. Runs of
-            different ranks may overlap: then those ranks hold replicas, and their gradients are terms of one sum.
+        runs: for each rank the runs `(start, end)` of the dimension that it holds, in the order it holds them; () holds
+            nothing. Runs of different ranks may overlap: then those ranks hold replicas, and their gradients are terms
+            of one sum.
     """
 
     axis: Axis
@@ -140,7 +141,8 @@ class Sharding:
         if tuple(full.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(full.shape)} is not the logical shape {self.shape}")
         for shard in self.shards:
-            full = torch.cat([full.narrow(shard.dim, start, end - start) for start, end in shard.mine], shard.dim)
+            runs = shard.mine or ((0, 0),)  # torch.cat takes no empty list
+            full = torch.cat([full.narrow(shard.dim, start, end - start) for start, end in runs], shard.dim)
         return full
 
     def assemble(self, local: Tensor) -> Tensor:

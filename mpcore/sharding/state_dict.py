@@ -42,6 +42,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: before anything is sent, naming a parameter that is offloaded.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 8)
+        >>> mpcore.full_state_dict(model)["weight"].shape  # the same for every tp
+        torch.Size([8, 4])
     """
     held = list(declarations(model))
     for name, parameter, _ in held:
@@ -77,6 +82,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: before anything changes, naming what is missing, has another shape, is offloaded, or is still
             gathered by a stage that the model joins.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 8)
+        >>> mpcore.load_full_state_dict(model, torch.nn.Linear(4, 8).state_dict())
     """
     reshard(model)  # what is gathered is a copy, dropped before the next step
     held, buffers = list(declarations(model)), {}

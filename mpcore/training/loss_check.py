@@ -12,7 +12,7 @@ from torch import Tensor
 from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
 from mpcore.collectives import all_reduce
-from mpcore.mesh.agreement import exchange
+from mpcore.mesh.agreement import raise_together
 from mpcore.mesh.axis import Mesh
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -68,4 +68,4 @@ class LossCheck:
                 f"the loss is a mean, as it stays the same when each sample comes twice: return the sum over tokens "
                 f"(reduction='sum'), which the run divides by the {self.tokens} tokens of the step"
             )
-        exchange(error, None, self.mesh.world.group)
+        raise_together(error, self.mesh.world)

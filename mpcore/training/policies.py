@@ -48,37 +48,55 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """Compute in a dtype: autocast for half precision, a loss scale for float16, FP8 products in the blocks.
+    """Compute in a dtype, by 16-bit parameters or by autocast; FP8 products in the blocks.
+
+    With "bfloat16" the model's parameters are bfloat16, and so are activations, the residual stream, pipeline messages
+    and collectives of activations. The optimizer steps float32 masters, which begin with the values before rounding.
+    Gradients are summed in float32. mpcore's norms, softmax, losses and routers compute in float32. `Zero` of stage 1
+    to 3 shards the masters and gathers bfloat16 (unless `Zero.param_dtype` says otherwise), so any optimizer will do;
+    without it `mpcore.AdamW` and `mpcore.Muon` keep the masters. Build the model in float32: `prepare` converts it.
 
     Args:
-        dtype: "float64", "float32", "bfloat16" or "float16", a short name such as "bf16", or a torch.dtype. Parameters
-            keep the dtype that they are built in. With half precision build them in float32, which their gradients get
-            too.
+        dtype: "float64", "float32", "bfloat16" or "float16", a short name such as "bf16", or a torch.dtype.
+        autocast: keep the parameters as they are built, and cast operands of matrix products to bfloat16 each time
+            (torch.autocast): the residual stream is float32. "float16" always does, with a loss scale.
         fp8: the linear layers of the blocks multiply in FP8 (e4m3, a scale for each 128 elements).
         first_loss_scale: the first loss scale of float16: halved at an overflow, doubled after 2,000 good steps.
 
     Raises:
-        ValueError: for another dtype.
+        ValueError: for another dtype, or autocast in float32 or float64.
 
     Example:
-        >>> Precision("bfloat16").autocast
-        torch.bfloat16
+        >>> Precision("bfloat16").param_dtype, Precision("bfloat16", autocast=True).param_dtype
+        (torch.bfloat16, None)
     """
 
     dtype: str | torch.dtype = "float32"
     fp8: bool = False
     first_loss_scale: float = 2.0**16
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in (*DTYPES, *DTYPES.values()):
             known = f"{', '.join(DTYPES)}; for FP8 write Precision('bfloat16', fp8=True)"
             raise ValueError(f"precision {self.dtype!r} is none of {known}")
+        if self.autocast and self._half is None:
+            raise ValueError(f"Precision({self.dtype!r}, autocast=True): autocast is to bfloat16 or float16")
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of matrix products under autocast; None: that of the parameters."""
+    def _half(self) -> torch.dtype | None:
         dtype = DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of matrix products under autocast; None: that of the parameters."""
+        return self._half if self.autocast or self._half == torch.float16 else None
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype that parameters are computed in, with float32 masters; None: that which they are built in."""
+        return None if self.autocast_dtype else self._half
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 The order, and why each step comes where it does:
 
  1. initialize     draws each parameter by (seed, full name); data parallelism then shards the values
- 2. FP8            changes how linear layers multiply, which recompute counts and compile sees
+ 2. precision      rounds parameters, in the dtype that recompute counts; FP8 changes how linear layers multiply
  3. recompute      wraps the forward of blocks, inside the hooks of data parallelism
- 4. data parallel  replaces parameters by shards; whatever holds parameters comes afterwards
+ 4. data parallel  replaces float32 parameters by shards, the masters of what it gathers
  5. compile        compiles the forward of blocks, with recompute inside and the hooks of data parallelism outside
  6. optimizer      holds the parameters that are stepped
  7. main gradients accumulate in float32 where data parallelism doesn't, for optimizers that read them
- 8. guard, offload of its state, local updates: each wraps the optimizer
+ 8. guard, offload of its state, local updates: each wraps the optimizer, whose masters begin with the values of 1
  9. pipeline       reads which linear layers must split their backward
 10. load           fills parameters and state (`Run.load`)
 11. offload of parameters, which takes their memory away between uses
@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
@@ -34,6 +34,7 @@ from mpcore.optim.adamw import AdamW
 from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
 from mpcore.parallel.compile import compile_blocks
+from mpcore.parallel.precision import round_parameters
 from mpcore.pipeline.engine import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
@@ -135,8 +136,8 @@ def prepare(
     if idle and not sum(gather_objects(len(held), mesh.pp.group)):
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
-    whole = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
-                    precision=precision, recompute=recompute, compile=compile)  # fmt: skip
+    whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
+                             precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
@@ -146,12 +147,24 @@ def prepare(
             f"the optimizer holds {len(stale)} parameters that the prepared model has not: make it from the argument, "
             f"optimizer=lambda model: AdamW(model.parameters(), lr=...)"
         )
-    if precision.autocast is not None and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
+    masters = {p: master for p, master in masters.items() if p.requires_grad}
+    with raising_together():
+        if masters and not (isinstance(made, AdamW) and made.masters):
+            raise ValueError(
+                f"{type(made).__name__} keeps no float32 masters of {len(masters)} {precision.param_dtype} parameters: "
+                f"take mpcore.AdamW or mpcore.Muon; or Zero(1) on several data ranks, whose shards are the masters; or "
+                f"Precision({precision.dtype!r}, autocast=True), with float32 parameters"
+            )
+    if masters:
+        main_gradients(whole, masters)
+    elif precision.autocast_dtype and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
         main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
     if not isinstance(made, AdamW):  # mpcore's optimizers guard themselves
         guard_optimizer(made, stages)
     if offload.optimizer:
         offload_optimizer(made)
+    for p in (p for group in made.param_groups for p in group["params"] if p in masters):
+        made.state[p]["master"] = masters[p]
     if local_updates is not None:
         made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
@@ -164,7 +177,7 @@ def prepare(
 def lay_out(
     stages: Sequence[nn.Module], mesh: Mesh, blocks: Sequence[nn.Module], *, seed: int, initialize: bool, data: Zero,
     precision: Precision, recompute: Recompute, compile: Compile | None,
-) -> nn.Module:  # fmt: skip
+) -> tuple[nn.Module, dict[nn.Parameter, Tensor]]:  # fmt: skip
     """Take the steps of the order that change the model: `prepare`'s first five, and all that a dry run takes.
 
     Args:
@@ -173,7 +186,7 @@ def lay_out(
         mesh, blocks, seed, data, precision, recompute, compile: as of `prepare`.
 
     Returns:
-        The only stage, or all stages as one module.
+        The only stage, or all stages as one module; and the float32 masters of its 16-bit parameters.
 
     Raises:
         ValueError: on every rank, as the steps do.
@@ -184,19 +197,28 @@ def lay_out(
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
+    masters = {} if precision.param_dtype is None else round_parameters(whole, precision.param_dtype)
     with raising_together():  # blocks of one rank alone may be refused, as for a budget that they can't keep
         if precision.fp8:
             convert_to_fp8(blocks)
         options: dict[str, Any] = {"preserve_rng_state": recompute.preserve_rng_state}
         if recompute.budget is not None:
             options |= {"budget": recompute.budget, "example": recompute.example, "axes": (mesh.tp, mesh.data)}
-        with torch.autocast("cpu", precision.autocast, enabled=precision.autocast is not None):
+        half = precision.autocast_dtype
+        with torch.autocast("cpu", half, enabled=half is not None):
             recompute_blocks(blocks, recompute.kind, every=recompute.every, **options)
+    gathered = data.param_dtype
+    if data.stage and mesh.data.size > 1:
+        gathered = gathered or precision.param_dtype
+    for p, master in masters.items():
+        p.data = master  # to be sharded
     shard_data_parallel(stages, mesh, blocks, zero=data.stage, replicate=data.replicate,
-                        param_dtype=data.param_dtype, reduce_dtype=data.reduce_dtype)  # fmt: skip
+                        param_dtype=gathered, reduce_dtype=data.reduce_dtype)  # fmt: skip
+    if precision.param_dtype is not None:
+        masters = round_parameters(whole, precision.param_dtype)  # those that are no shards
     if compile is not None:
         compile_blocks(blocks, compile.backend)
-    return whole
+    return whole, masters
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -16,6 +16,7 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
+from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
@@ -38,6 +39,12 @@ class StepResult(NamedTuple):
         taken: whether the optimizer stepped; False if the loss or a gradient was not finite.
         merge: what the merge of the workers after this step did; None if none was due.
         routers: the loads of the experts, by the name of each router of this rank.
+        repeats: how often the step was computed again, as the tokens for some experts' rank exceeded a buffer.
+
+    Example:
+        >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, merge=None, routers={})
+        >>> result.taken
+        True
     """
 
     loss: float
@@ -45,6 +52,7 @@ class StepResult(NamedTuple):
     taken: bool
     merge: Merge | None
     routers: Mapping[str, RouterStatistics]
+    repeats: int = 0
 
 
 class Run:
@@ -61,7 +69,17 @@ class Run:
         optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
         scaler: the loss scale of float16; else None.
+        bounds: sizes of the buffers through which tokens reach experts on other ranks.
         step: the number of optimizer steps that are done, skipped ones included.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4, device="meta")
+        >>> loss = lambda output, target: (output - target).square().sum()
+        >>> make = lambda model: torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> run = mpcore.prepare(model, mpcore.Mesh(), blocks=(), loss=loss, optimizer=make)
+        >>> _ = run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+        >>> run.optimizer_step().taken
+        True
     """
 
     def __init__(
@@ -70,11 +88,13 @@ class Run:
     ) -> None:  # fmt: skip
         self.model, self.stages, self.mesh, self.optimizer, self.seed = model, stages, mesh, optimizer, seed
         self.precision, self.offload = precision, offload
-        self.scaler = LossScaler(mesh, precision.first_loss_scale) if precision.autocast == torch.float16 else None
+        scaled = precision.autocast_dtype == torch.float16
+        self.scaler = LossScaler(mesh, precision.first_loss_scale) if scaled else None
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self._tree = ModelTree(model)
+        self.bounds = DispatchBounds(self._tree, mesh)
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
@@ -125,7 +145,8 @@ class Run:
 
         Returns:
             The mean loss over the step's tokens in float64, the same on every rank; with local updates on every rank
-            of a worker. After the first step nothing waits for the device.
+            of a worker. After the first step nothing waits for the device; with experts and dropless all-to-all the
+            host waits once, at the end, and computes the step again if a buffer of `bounds` was too small.
 
         Raises:
             ValueError: if gradients of the call before are still there, or the batch doesn't fit the micro-batches; in
@@ -136,17 +157,32 @@ class Run:
         tokens = self.count_tokens(target) if tokens is None else tokens
         self._factor = self.loss_factor(tokens)
         self._next = "drop_gradients"  # if the lines below raise
-        if self._check:
-            self._check.begin(tokens, self.pipeline.micro_batches)
-        moved = offload_activations() if self.offload.activations else nullcontext()
-        with self._autocast(), moved:
-            total = self.pipeline.forward_backward(x, target, **arguments)
+
+        def compute() -> Tensor:
+            if self._check:
+                self._check.begin(tokens, self.pipeline.micro_batches)
+            moved = offload_activations() if self.offload.activations else nullcontext()
+            with self._autocast(), moved:
+                return self.pipeline.forward_backward(x, target, **arguments)
+
+        total = self.bounds.exact(compute, self._forget)
         if self._check:
             self._check.end(total / self._factor)
             self._check = None
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self._next = "clip_gradients"
         return self._loss
+
+    def set_micro_batches(self, micro_batches: int) -> None:
+        """Set how many micro-batches the next steps have, as a growing batch needs it: a collective of all ranks.
+
+        Raises:
+            ValueError: on every rank, if the schedule can't be had with this number; or between `forward_backward` and
+                `optimizer_step`.
+        """
+        self._may("forward_backward")
+        if micro_batches != self.pipeline.micro_batches:
+            self.pipeline.set_micro_batches(micro_batches)
 
     def finish_gradients(self) -> Tensor:
         """Sum the gradients that are pending over ranks, undo the loss scale, and measure the norm.
@@ -213,13 +249,18 @@ class Run:
         if self.workers is not None and self.workers.due(self.step) is not None:
             with self.parameters():
                 merge = self.workers.merge(self.step)
-        return StepResult(loss, length, taken, merge, routers)
+        return StepResult(loss, length, taken, merge, routers, self.bounds.repeats)
 
     def drop_gradients(self) -> None:
         """Give up a step, also after a `forward_backward` that raised. Call it on every rank."""
+        self._forget()
+        for router in self.bounds.routers:
+            router.tally = None
+        self._next = "forward_backward"
+
+    def _forget(self) -> None:
         for module in (*self.stages, self.model):
             drop_gradients(module)
-        self._next = "forward_backward"
 
     def _refuse_bare_step(self, *_: object) -> None:
         """Refuse `run.optimizer.step()`, which would skip the sums over ranks and the check for non-finite values."""
@@ -242,7 +283,7 @@ class Run:
             raise ValueError(f"gradients are finished or clipped already: the order of a step is {order}")
 
     def _autocast(self) -> Any:
-        dtype = self.precision.autocast
+        dtype = self.precision.autocast_dtype
         return nullcontext() if dtype is None else autocast(dtype, self.mesh.device_type, self.scaler)
 
     @property
@@ -276,14 +317,14 @@ class Run:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.train(mode)
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor) -> float:
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.
 
         It is the same on every rank. With local updates each worker has the loss of its own model and batches.
 
         Args:
             batches: `(x, target)` of this rank; every rank has as many.
-            arguments: tensors that the model takes by name.
+            arguments: tensors that the model takes by name; of a list each batch takes its own.
         """
         self._may("forward_backward")
         held = list(batches)

@@ -1,6 +1,6 @@
 """Floor 4: is a parallel model still the same model? Any model made with mpcore, against itself on one process.
 
-    python -m mpcore.verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
+    mpcore verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
 
 Beside `build(mesh)` the module has `batch()`, which returns a dict with "x" and "target", and if needed
 `loss(output, target, mesh)`, a sum. For pp `build(mesh)` returns the stage of `mesh.pp.rank`, each parameter under its

@@ -1,15 +1,14 @@
-"""`python -m mpcore.verify package.module:build --layouts tp2,pp2`: see `mpcore.verify`."""
+"""`mpcore verify package.module:build --layouts tp2,pp2`: see `mpcore.verify`."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from mpcore.command_line import Parser, find_object
 from mpcore.verify import verify
 from mpcore.verify.judge import Verdict
 from mpcore.verify.page import page, table
@@ -19,12 +18,13 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its result is 1 where a layout differs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpcore.verify",
+    parser = Parser(
+        prog="mpcore verify",
         description="Compare a model under each layout with itself on one process: what it returns in training and in "
         "eval(), loss, gradients, and parameters and persistent buffers after a step. The module also has batch(), a "
         'dict with "x" and "target", and if needed loss(output, target, mesh), a sum. For pp build(mesh) returns the '
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
+        examples=["mpcore verify package.module:build --layouts tp2,pp2,dp2zero3 --html verify.html"],
     )
     parser.add_argument("model", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)")
     parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
     parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
-    sys.path.insert(0, "")
     try:
         build, batch, loss = find(args.model)
         layouts = [name for name in args.layouts.split(",") if name]
@@ -57,16 +56,8 @@ def find(name: str) -> tuple:
         ValueError: if the module can't be imported, or one of them isn't there.
     """
     module_name, _, function = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as problem:
-        raise ValueError(f"{module_name} can't be imported: {problem}") from problem
-    build, batch = getattr(module, function or "build", None), getattr(module, "batch", None)
-    for what, found in ((function or "build", build), ("batch", batch)):
-        if not callable(found):
-            raise ValueError(f"{module_name} has no function {what}()")
-    assert batch is not None
-    return build, batch(), getattr(module, "loss", None)
+    build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
+    return build, batch(), getattr(sys.modules[module_name], "loss", None)
 
 
 def _tell(verdict: Verdict) -> None:

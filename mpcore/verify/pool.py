@@ -61,6 +61,7 @@ class Pool:
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
         self.worlds = self.lone = self.size = 0
+        self.store: Any = None  # where the ranks of all worlds meet
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
         """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
@@ -74,7 +75,7 @@ class Pool:
         if size not in (1, self.size):
             self.size, self.worlds = size, self.worlds + 1
         workers = self.workers[:size] if size > 1 else self.workers[-1:]
-        store = os.path.join(self.folder.name, str(self.worlds if size > 1 else self.lone))
+        store = (self.store.port, str(self.worlds if size > 1 else self.lone))
         connections = [connection for _, connection in workers]
         for rank, connection in enumerate(connections):
             connection.send((rank, size, store, check, args, kwargs))
@@ -121,6 +122,7 @@ class Pool:
             if not there:
                 self.stop()
                 raise RankError(f"a rank died as it started, or was not there after {START_S:.0f} seconds")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _stack(self, process: Any) -> str:
         """The stacks of a worker's threads, indented as tracebacks are."""
@@ -136,11 +138,12 @@ class Pool:
             process.kill()
         for process, _ in self.workers:
             process.join()
-        self.workers, self.size = [], 0
+        self.workers, self.size, self.store = [], 0, None
 
 
 def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "256"  # what mpcore.fault_tolerance.trace.record sets
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # what build_mesh sets
     stack = _stack_file(folder, os.getpid()).open("w")  # as long as the process
     faulthandler.register(signal.SIGUSR2, stack)
     torch.set_num_threads(1)
@@ -160,7 +163,9 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
                 if dist.is_initialized():
                     dist.destroy_process_group()
                     forget_meshes(imported)
-                dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+                port, name = store
+                met = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+                dist.init_process_group("gloo", store=met, rank=rank, world_size=size)
                 _meshes.clear()
                 world = store
             torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """The example's command with one fault in it: `python -m tests.examples.faulty KIND RANK STEP FLAGS ...`.
 
-The fault happens on the first attempt only, so that a run that torchrun starts again meets none.
+The fault happens on the first attempt only, so that a run that torchrun or Slurm starts again meets none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import torch
 
 from examples.gpt import pretrain
+from mpcore.mesh import read_launch
 from mpcore.sharding.local import local_tensor
 
 
@@ -20,6 +21,8 @@ def inject(kind: str, trainer: pretrain.Trainer, step: int) -> None:
     """What goes wrong on this rank at the begin of a step."""
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "sleep":
+        time.sleep(3)
     elif kind == "raise":
         raise LookupError("a planted fault")
     elif kind == "exit":
@@ -37,7 +40,8 @@ def inject(kind: str, trainer: pretrain.Trainer, step: int) -> None:
 def main() -> None:
     """The command."""
     kind, rank, at, *flags = sys.argv[1:]
-    mine = os.environ.get("RANK", "0") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    mine = read_launch(os.environ).rank == int(rank) and restarts == ["0", "0"]
     real_step, real_batch = pretrain.Trainer.step, pretrain.Trainer.batch
 
     def step(self: pretrain.Trainer) -> dict[str, float]:

@@ -42,7 +42,8 @@ def draw_model(dice: random.Random) -> list[str]:
         flags += dice.choice([["--balance", "none"], ["--balance", "bias", "--bias-rate", "0.05"],
                               ["--aux-loss", "global", "--aux-coefficient", "0.1"],
                               ["--aux-loss", "sequence", "--aux-coefficient", "0.1"]])  # fmt: skip
-    return flags
+    # drawn by dice of its own, so that the cases stay what they were
+    return flags + random.Random(" ".join(flags)).choice([[], ["--document-masking"]])
 
 
 def draw_layout(dice: random.Random, world: int, mixture: bool) -> tuple[dict[str, int], list[str]]:
@@ -108,7 +109,7 @@ def check(ranks: Pool, seed: int, world: int) -> None:
     assert dry_run(build, [*COMMON, *model, *layout, "--offload", "none"], **sizes).total > 0
 
 
-@pytest.mark.parametrize("seed", some(4, of=range(60)))
+@pytest.mark.parametrize("seed", some(1, of=range(60)))
 def test_whatever_is_drawn_trains_as_one_process_does(ranks, seed):
     check(ranks, seed, 4)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt.arguments import learning_rate
-from examples.gpt.blend import PERIOD, Blend, Corpora, counts_of_period, parse_sources
+from examples.gpt.blend import PERIOD, Blend, Corpora, parse_sources
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from examples.gpt.optimizer import learning_rate
 from examples.gpt.pretrain import parse
 from examples.gpt.samples import TokenSamples
 from mpcore.optim.schedules import SCHEDULES
@@ -70,7 +70,12 @@ def test_a_blend_is_a_function_of_seed_and_index(parts):
 def test_without_weights_every_sample_comes_as_often_as_any_other(parts):
     blend = Blend(parts, None, seed=0)
     assert len(blend) == 3 + 10 + 40
-    assert blend.counts == counts_of_period([3, 10, 40])
+    for epoch in range(3):
+        places = [blend.place(epoch * len(blend) + i) for i in range(len(blend))]
+        for part, of in enumerate(parts):
+            assert sorted(own - epoch * len(of) for which, own in places if which == part) == [*range(len(of))]
+    orders = [[blend.place(epoch * len(blend) + i)[0] for i in range(53)] for epoch in range(2)]
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,9 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     seen = Counter(int(held_out.sample(i)[0]) // 100 for i in range(PERIOD))
     assert seen == {1: 7500, 2: 2500}
     assert held_out.counts == train.counts
+    _, other = data.split(8, seed=7, evaluate=True)
+    assert other is not None
+    assert all((other.sample(i) == held_out.sample(i)).all() for i in range(50)), "a seed chooses what is measured"
     assert len(train) + len(held_out) <= sum(d.num_tokens for d in data.datasets) // 8
     assert data.about == {"documents": 120, "tokens": 4800, "blend": [[2400, 7500], [2400, 2500]]}
     assert Corpora(prefixes[:1], None).about == {"documents": 60, "tokens": 2400}

@@ -354,7 +354,7 @@ def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
     published = config_from_hf({**QWEN3_MOE, "num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [0, 2]})
     assert published.moe == MoEConfig(experts=6, top_k=8, d_ff=768, every=2, normalize=True, aux_coefficient=0.001)
     assert config_from_hf({**LLAMA, "model_type": "mixtral", "router_aux_loss_coef": 0.02}) == replace(
-        config_from_hf({**LLAMA, "model_type": "mixtral"}), moe=MoEConfig(aux_coefficient=0.02)
+        config_from_hf({**LLAMA, "model_type": "mixtral"}), moe=MoEConfig(normalize=True, aux_coefficient=0.02)
     )
 
 

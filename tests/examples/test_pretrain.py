@@ -44,12 +44,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--preset tiny-moe", "--optimizer muon --zero 0"])
+@pytest.mark.parametrize(
+    "flags", ["--dtype bfloat16", "--preset tiny-moe", "--optimizer muon --zero 0", "--document-masking"]
+)
 def test_a_step_waits_for_the_device_once(flags, monkeypatch):
     t, lists, tolist = trainer(*flags.split()), [], torch.Tensor.tolist
     t.step()
     for module in ("mpcore.layers.embedding", "mpcore.layers.loss"):
         monkeypatch.setattr(f"{module}.check_ids", lambda *_: None)  # of a GPU's tokens it looks at none
+    for module in ("mpcore.kernels.attention.bounds", "mpcore.layers.attention.heads"):
+        monkeypatch.setattr(f"{module}.can_read", lambda *_: False)  # nor at documents
     monkeypatch.setattr("examples.gpt.train.summarize_experts", lambda *_: {})  # the experts' loads come after the step
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x) or tolist(x))
     with Reads() as reads:

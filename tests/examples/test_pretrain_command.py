@@ -102,8 +102,8 @@ def test_a_mesh_that_does_not_fit_stops_every_rank_within_seconds(tmp_path):
     began = time.monotonic()
     result = command("--tp", "3", "--out", str(tmp_path / "out"), ranks=2)
     assert result.returncode != 0
-    for rank in range(2):
-        assert f"rank {rank}: error: tp 3 x cp 1 x pp 1 = 3 does not divide the world size 2" in result.stderr
+    assert result.stderr.count("error: tp 3 x cp 1 x pp 1 = 3 does not divide the world size 2") == 1
+    assert "rank 0: error: tp 3" in result.stderr
     assert not (tmp_path / "out").exists()
     assert time.monotonic() - began < 60
 
@@ -219,7 +219,7 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
         (["--timeout", "0"], r"--timeout 0\.0 s is no number above 0"),
         (["--timeout", "inf"], "--timeout inf s is no number above 0"),
     ):
-        with pytest.raises(SystemExit, match=f"rank 0: error: {message}"):
+        with pytest.raises(SystemExit, match=f"^error: {message}"):
             main(flags)
     with pytest.raises(SystemExit):
         parse(["--help"])
@@ -258,7 +258,10 @@ def test_flags_that_say_two_things_of_a_model_are_refused(flags, message):
     ],
 )
 def test_sub_groups_of_two_levels_lie_in_a_node_where_nobody_says_else(flags, node, inner, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    launch = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(node),
+              "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}  # fmt: skip
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
     assert inner_size(parse(flags)) == inner
 
 
@@ -454,7 +457,7 @@ def test_a_sample_that_fails_ends_no_run_that_is_done(tmp_path, monkeypatch, cap
     def failing(*_, **options) -> str:
         raise Exception("token id 315 is outside the vocabulary of 300")
 
-    monkeypatch.setattr("examples.gpt.train.generate", failing)
+    monkeypatch.setattr("examples.gpt.generate.generate", failing)
     data = write_corpus(tmp_path / "corpus", list(range(100)))
     out = tmp_path / "out"
     trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).train()

@@ -221,7 +221,14 @@ FP8_CASES: dict[str, Callable[[], None]] = {
     "fp8_matmul K=8177 added": lambda: run_fp8_matmul(4096, 4096, 8177, False, True),
 }
 QUICK = {"attention K=64 bf16", "attention K=128 bf16"}
-SLOW = {case for case in CASES if case.startswith("attention")} - QUICK
+# Compiled by `make soak` alone: the kernels of a case before them, for another width or dtype.
+SLOW = {case for case in CASES if case.startswith("attention")} - QUICK | {
+    "rms_norm D=4096 bf16", "rms_norm D=5120 bf16", "rms_norm D=16384 fp32 residual",
+    "layer_norm D=4096 bf16", "layer_norm D=5120 bf16 residual", "layer_norm D=16384 fp32 residual",
+    "swiglu F=1000 fp32 bias", "cross_entropy V=128256 bf16 two rows", "cross_entropy V=50257 bf16",
+    "adamw bf16 master", "adamw bf16 master bf16 moments", "dropout_add D=4096 bf16 bias",
+    "rope 32+8 heads of 128 bf16 interleaved", "rope 32+8 heads of 128 bf16 norm",
+}  # fmt: skip
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
 if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread

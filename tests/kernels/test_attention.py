@@ -282,7 +282,7 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
         ({}, {"window": 2, "causal": False}, "window 2 needs a causal mask"),
         ({}, {"scale": 0.0}, "scale 0.0 is not a positive number"),
         ({}, {"softcap": -1.0}, "softcap -1.0 is not a positive number; None is none"),
-        ({}, {"cu_seqlens": torch.tensor([0, 9])}, "from 0 to the sequence length 8, but runs from 0 to 9$"),
+        ({}, {"cu_seqlens": torch.tensor([0, 9])}, "from 0 to 8, the tokens of all rows, but runs from 0 to 9$"),
         ({}, {"cu_seqlens": torch.tensor([0, 6, 5, 8])}, "but runs from 0 to 8, falling from 6 to 5$"),
         ({}, {"cu_seqlens": [0, 8]}, "cu_seqlens is a list, but must be int32 or int64"),
         ({}, {"bounds": (torch.zeros(7).int(),) * 2}, r"bound low is torch.int32 \(7,\) on cpu; it must be .*\(8,\)"),

@@ -19,7 +19,7 @@ from mpcore import (
     reduce_gradients,
 )
 from mpcore import collectives as c
-from mpcore.layers.attention.heads import document_positions
+from mpcore.layers.attention import document_positions
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline
 from tests.equality import FEWER_SIZES, close, same_model
@@ -72,8 +72,9 @@ def formula(
     documents=None,
     softcap=None,
     eps=1e-6,
+    also=True,
 ):
-    """Attention one head at a time."""
+    """Attention one head at a time, under the mask `also` too."""
     B, T, _ = x.shape
     q, k, v = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).split([heads * K, kv_heads * K, kv_heads * K], -1)
     q, k, v = (t.view(B, T, -1, K) for t in (q, k, v))
@@ -85,7 +86,7 @@ def formula(
             starts = [max(int(end) for end in documents if end <= t) for t in range(T)]
         cos, sin = RotaryEmbedding(K, 100.0)(torch.tensor([t - s for t, s in enumerate(starts)]), torch.float64)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    mask = sees(T, causal, window, documents)
+    mask = sees(T, causal, window, documents) & also
     outputs = []
     for head in range(heads):
         keys, values = (t[:, :, head // (heads // kv_heads)] for t in (k, v))
@@ -136,6 +137,18 @@ def test_dense_is_the_formula(heads, options, packed):
     close(x.grad, x_formula.grad, "dx")
     for name, q in attention.named_parameters():
         close(q.grad, p[name].grad, name)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("options", [{"rope": True}, {"window": 3}, {"causal": False}], ids=str)
+def test_a_mask_and_causality_windows_and_documents_all_hold(options, packed):
+    """A token sees what all of them let it see: a mask alone would show it the future."""
+    attention = build_attention(4, 2, **options).double()
+    x = draw(1, 1 if packed else B, T, D)
+    documents = DOCUMENTS if packed else None
+    for mask in (torch.ones(T, T).bool(), (draw(3, len(x), T, T) < 0) | torch.eye(T).bool()):
+        want = formula(dict(attention.named_parameters()), x, 4, 2, documents=documents, also=mask, **options)
+        close(attention(x, cu_seqlens=documents, mask=mask).detach(), want.detach(), f"under {tuple(mask.shape)}")
 
 
 def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen=(), mask=None):
@@ -386,8 +399,7 @@ def test_packed_documents_equal_separate_documents(options, dtype):
 
 def test_positions_begin_anew_in_each_document():
     """Rotation shows distances alone, so that the outputs above would not tell."""
-    assert document_positions(DOCUMENTS, T, torch.device("cpu")).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
-    assert document_positions(None, 3, torch.device("cpu")).tolist() == [0, 1, 2]
+    assert document_positions(DOCUMENTS, 1, T).tolist() == [[0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_positions_and_tables_may_be_given():
@@ -477,7 +489,7 @@ def test_what_does_not_fit_is_refused():
     for shape in ((5, 8), (2, 3, 4, 8)):
         with pytest.raises(ValueError, match=rf"x has {len(shape)} dimensions, but attention takes \[B, T, D\]"):
             attention(torch.zeros(shape))
-    with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+    with pytest.raises(ValueError, match=r"from 0 to 8, the tokens of all rows, but runs from 0 to 4$"):
         attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):
         attention(torch.zeros(1, 4, 8), mask=torch.ones(4, 4).tril())
@@ -496,8 +508,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=rf"cu_seqlens is {found}, but must be int32 or int64 \[n \+ 1\], such as"):
             attention(torch.zeros(1, 4, 8), cu_seqlens=bad)
-    with pytest.raises(ValueError, match="length 12, but runs from 0 to 12, falling from 4 to 3"):
+    with pytest.raises(ValueError, match="but runs from 0 to 12, falling from 4 to 3"):
         attention(torch.zeros(1, 12, 8), cu_seqlens=torch.tensor([0, 4, 3, 12]))
     for bad in ([0, 3], [1, 4], [0, 3, 2, 4]):
-        with pytest.raises(ValueError, match=f"from 0 to the sequence length 4, but runs from {bad[0]} to {bad[-1]}"):
+        with pytest.raises(ValueError, match=f"0 to 4, the tokens of all rows, but runs from {bad[0]} to {bad[-1]}"):
             attention(torch.zeros(1, 4, 8), cu_seqlens=torch.tensor(bad))

@@ -54,6 +54,11 @@ MASKS = [
     {"cu_seqlens": [0, 3, 13], "causal": False},
     {"cu_seqlens": [0, 9, 13], "window": 3},
 ]
+PACKED = [  # documents of two rows, whose ends lie one after another
+    {"cu_seqlens": [0, 1, 2, 6, 13, 13, 20, 26]},
+    {"cu_seqlens": [0, 13, 16, 26], "causal": False},
+    {"cu_seqlens": [0, 7, 13, 26], "window": 3},
+]
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (8, 2), (6, 3), (5, 1)]
 
 
@@ -85,7 +90,9 @@ def inputs(heads: tuple[int, int], rows: int, length: int = T) -> list[Tensor]:
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask: dict) -> Tensor:
     """Attention one head at a time, its mask one pair of tokens at a time."""
-    see = sees(q.shape[1], mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+    rows, length = q.shape[:2] if mask.get("cu_seqlens") else (1, q.shape[1])
+    see = sees(rows * length, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
+    see = torch.stack([part[:, i * length : (i + 1) * length] for i, part in enumerate(see.split(length))])
     group, outputs = q.shape[2] // k.shape[2], []
     for head in range(q.shape[2]):
         keys, values = k[:, :, head // group], v[:, :, head // group]
@@ -197,7 +204,7 @@ def fits(kind: str, cp: Axis, heads: int) -> bool:
 
 def check_attention(cases, kinds=KINDS):
     for mask, heads in cases:
-        rows = 1 if "cu_seqlens" in mask else B
+        rows = mask["cu_seqlens"][-1] // T if "cu_seqlens" in mask else B
         want = inputs(heads, rows)
         y = formula(*want, mask)
         y.backward(draw(9, *y.shape))
@@ -218,13 +225,14 @@ def check_attention(cases, kinds=KINDS):
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_is_dense_attention(ranks, size):
     """Each mask with some grouping of heads, each grouping with some mask; 13 tokens, which no size divides."""
-    ranks(size, check_attention, [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in enumerate(MASKS)])
+    masks = enumerate(MASKS + PACKED)
+    ranks(size, check_attention, [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in masks])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_is_dense_attention_for_every_mask_and_grouping(ranks, size):
-    ranks(size, check_attention, list(itertools.product(MASKS, HEADS)), timeout=600)
+    ranks(size, check_attention, list(itertools.product(MASKS + PACKED, HEADS)), timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +373,7 @@ def check_any_mask():
         for layer in (plain, sharded):
             load_full_state_dict(layer, full_state_dict(dense))
         x, x_plain, x_cut = (draw(1, B, T, D).requires_grad_() for _ in range(3))
-        want, y = attended(dense, x, see), plain(x_plain, mask=see)
+        want, y = attended(dense, x, see & torch.ones(T, T).bool().tril()), plain(x_plain, mask=see)
         part = sharded(shard_sequence(x_cut, cp, kind, 1), mask=see)
         y_cut = unshard_sequence(part, cp, kind, 1, T)
         for t in (want, y, y_cut):
@@ -704,9 +712,9 @@ def test_what_does_not_fit_is_refused():
             context_attention(q, q, q, kind, cp, length=11)
         with pytest.raises(ValueError, match="window 3 needs a causal mask"):
             context_attention(q, q, q, kind, cp, causal=False, window=3)
-        with pytest.raises(ValueError, match="rise from 0 to the sequence length 16, but runs from 0 to 15"):
+        with pytest.raises(ValueError, match="rise from 0 to 16, the tokens of all rows, but runs from 0 to 15"):
             context_attention(q, q, q, kind, cp, cu_seqlens=torch.tensor([0, 4, 15]))
-        with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+        with pytest.raises(ValueError, match="rise from 0 to 32, the tokens of all rows, but runs from 0 to 16"):
             context_attention(*[q.expand(2, 4, 4, K)] * 3, kind, cp, cu_seqlens=torch.tensor([0, 16]))
     layer = ParallelAttention(D, 4, cp=four, context="ring", head_dim=K)
     with pytest.raises(ValueError, match=r"'ring' can't serve a mask \(8, 8\) .*: 'allgather' and 'alltoall' can"):
@@ -716,7 +724,7 @@ def test_what_does_not_fit_is_refused():
         message = rf"mask {re.escape(str(shape))} is none of \[T, T\], .* for 2 rows with 4 tokens on each of 4 ranks"
         with pytest.raises(ValueError, match=message):
             layer(torch.zeros(2, 4, D), mask=torch.ones(shape, dtype=torch.bool))
-    with pytest.raises(ValueError, match="no softcap, impl or cu_seqlens"):
+    with pytest.raises(ValueError, match="no softcap or impl"):
         ParallelAttention(D, 4, softcap=1.0, head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
     with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):
         shard_sequence({"a": torch.zeros(8), "b": torch.zeros(1, 9)}, four, "ring")

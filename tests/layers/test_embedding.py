@@ -241,3 +241,12 @@ def test_positions_dense_are_a_lookup():
     close(table(x).detach(), x + F.embedding(torch.arange(T), table.weight.detach()), "y")
     with pytest.raises(ValueError, match="sequence length 17 is longer than the model's 16 positions"):
         table(draw(1, B, 17, D))
+
+
+def test_positions_of_the_whole_sequence_beside_a_shard_are_refused():
+    """Under context parallelism they would be those of the first tokens, in silence."""
+    table = PositionEmbedding(8, D)
+    for positions in (torch.arange(8), torch.arange(8).expand(2, 8)):
+        with pytest.raises(ValueError, match="8 positions for 4 tokens: under context parallelism select this rank"):
+            table(torch.zeros(2, 4, D), positions)
+    assert table(torch.zeros(2, 4, D), torch.arange(4, 8)).shape == (2, 4, D)

@@ -105,7 +105,8 @@ def check(options, mask, axes, length=T, rows=B, frozen=()):
     if ends is not None:
         ends = ends.clamp(max=length)
         places = places - torch.stack([ends[ends <= t].max() for t in range(length)])
-    see = sees(length, mask["causal"], mask["window"], ends) if given is None else given
+    see = sees(length, mask["causal"], mask["window"], ends)
+    see = see if given is None else see & given
     looks = {name: options[name] for name in ("heads", "interleaved", "softcap", "factor") if name in options}
     want = paper(p, x_paper, see, places, **looks)
     want.backward(draw(2, *want.shape))
@@ -401,5 +402,5 @@ def test_what_does_not_fit_is_refused():
         build_latent(cp=Axis(4, 0, None, "cp"), tp=Axis(2, 1, None, "tp"), context="alltoall")
     with pytest.raises(ValueError, match="impl='triton'"):
         build_latent(impl="triton").float()(draw(1, B, T, D).float())
-    with pytest.raises(ValueError, match="cu_seqlens packs documents in one row, but the batch has 2"):
+    with pytest.raises(ValueError, match="from 0 to 24, the tokens of all rows, but runs from 0 to 12"):
         build_latent()(draw(1, 2, T, D), cu_seqlens=DOCUMENTS)

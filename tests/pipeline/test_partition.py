@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpcore.layers.moe import Experts
 from mpcore.pipeline.partition import flop_costs, measured_costs, parameter_costs, partition, split_sizes
 
 
@@ -99,6 +100,8 @@ def test_costs_of_any_modules():
     assert parameter_costs(modules) == [36, 24, 144, 0], "biases, norms and tables multiply with nothing"
     modules[0].num_embeddings = 4
     assert parameter_costs(modules[:1]) == [36], "a table is known by its type, not by an attribute"
+    experts = Experts(4, dim=6, hidden_dim=3, used_share=0.5)
+    assert parameter_costs([experts]) == [0.5 * 4 * (2 * 3 * 6 + 6 * 3)], "a token goes through half of the experts"
     flops = flop_costs(modules, torch.randn(5, 6))
     assert flops == [2 * 5 * c for c in (36, 24, 144, 0)]
     with torch.device("meta"):

@@ -312,7 +312,8 @@ def test_a_precision_has_its_usual_names():
         "fp32": None,
         torch.bfloat16: torch.bfloat16,
     }.items():
-        assert mp.Precision(name).autocast == dtype
+        precision = mp.Precision(name)
+        assert (precision.param_dtype or precision.autocast_dtype) == dtype
 
 
 def test_an_optimizer_that_exists_already_is_refused():

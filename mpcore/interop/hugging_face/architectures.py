@@ -197,7 +197,7 @@ _MIXTRAL = replace(
         "router_aux_loss_coef": Field("moe.aux_coefficient", 0.001), "router_jitter_noise": Field("moe.jitter", 0.0),
     },
     rules=(*_MISTRAL.rules, "mixtral"),
-    ours=_NO_BIASES | {"rope_base": 1e6},
+    ours=_NO_BIASES | {"rope_base": 1e6, "moe.normalize": True},
     forgotten=_MOE_FORGOTTEN | {"d_ff"},
     block=_MIXTRAL_BLOCK,
 )  # fmt: skip

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from mpcore.checkpoint.folders import resolve
+from mpcore.command_line import Parser, find_object
 from mpcore.interop.hugging_face.config import ModelSpec
 from mpcore.interop.hugging_face.convert import export_hf, import_hf
 
 
-def main(argv: Sequence[str] | None = None, *, spec: ModelSpec, prog: str) -> int:
-    """Run the command for a model.
+def main(argv: Sequence[str] | None = None, *, spec: ModelSpec | None = None, prog: str = "mpcore convert") -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+        spec: of the model; None: the first argument names it, as `package.module:SPEC`.
+        prog: how messages call the command.
 
     Returns:
         0: done; 2: it failed, and said why.
     """
-    parser = argparse.ArgumentParser(prog=prog, description="Convert models between Hugging Face and checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    convert = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
+    parser = convert = Parser(prog=prog, description="Convert models between Hugging Face and checkpoints.")
+    if spec is None:
+        parser.add_argument("spec", metavar="package.module:SPEC", help="the ModelSpec, such as examples.gpt.hf:SPEC")
+    else:
+        commands = parser.add_subparsers(dest="command", required=True)
+        convert = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
     convert.add_argument("--from-hf", metavar="DIR", help="a folder with config.json and safetensors files")
     convert.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
     convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
@@ -34,12 +42,13 @@ def main(argv: Sequence[str] | None = None, *, spec: ModelSpec, prog: str) -> in
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     try:
+        model: ModelSpec = spec or find_object(args.spec)
         if args.from_hf and args.to and not (args.source or args.to_hf):
             if resolve(args.to).exists() and not args.force:
                 raise ValueError(f"{args.to} exists: --force replaces it")
-            print(f"wrote {import_hf(args.from_hf, args.to, spec=spec, dtype=dtype)}")
+            print(f"wrote {import_hf(args.from_hf, args.to, spec=model, dtype=dtype)}")
         elif args.source and args.to_hf and not (args.from_hf or args.to):
-            print(f"wrote {export_hf(args.source, args.to_hf, spec=spec, dtype=dtype, tokenizer=args.tokenizer)}")
+            print(f"wrote {export_hf(args.source, args.to_hf, spec=model, dtype=dtype, tokenizer=args.tokenizer)}")
         else:
             parser.error("give --from-hf and --to, or --from and --to-hf")
     except (ValueError, OSError) as error:

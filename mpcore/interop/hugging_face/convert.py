@@ -26,7 +26,7 @@ from mpcore.checkpoint.format import (
 )
 from mpcore.checkpoint.loading import copy_box, fill
 from mpcore.checkpoint.pieces import held_by_model
-from mpcore.checkpoint.ranks import together, world_group
+from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory, write_tensors
 from mpcore.interop.hugging_face.architectures import LENGTH
@@ -54,7 +54,6 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
     Raises:
         ValueError: on every rank, with nothing changed, if the folder can't be read or the model is another one.
     """
-    group = world_group(mesh)
     reshard(model)
 
     def plan() -> tuple[Source, list]:
@@ -70,8 +69,8 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
             items.append((held, entry))
         return source, items
 
-    source, items = together(group, plan)
-    together(group, lambda: fill(items, source.tensor))
+    source, items = together(mesh.world, plan)
+    together(mesh.world, lambda: fill(items, source.tensor))
     return source
 
 

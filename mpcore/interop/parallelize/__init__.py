@@ -1,9 +1,34 @@
 """Swap the layers of any model for parallel ones, as a plan says.
 
-Stands on `layers`. Open `plan.py` first: it has the language of plans.
+Stands on `layers`. Open `plan.py` first: it has the language of plans. `prove.py` tries a plan before it is used.
 """
 
 from mpcore.interop.parallelize.model import parallelize
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Replicate, Rowwise, Vocab, model_plan
+from mpcore.interop.parallelize.plan import (
+    Colwise,
+    Experts,
+    Hidden,
+    LocalSizes,
+    Plan,
+    Replicate,
+    Rowwise,
+    Vocab,
+    model_plan,
+)
+from mpcore.interop.parallelize.suggest import suggest_plan
+from mpcore.interop.parallelize.summary import parallelize_summary
 
-__all__ = ["Colwise", "LocalSizes", "Plan", "Replicate", "Rowwise", "Vocab", "model_plan", "parallelize"]
+__all__ = [
+    "Colwise",
+    "Experts",
+    "Hidden",
+    "LocalSizes",
+    "Plan",
+    "Replicate",
+    "Rowwise",
+    "Vocab",
+    "model_plan",
+    "parallelize",
+    "parallelize_summary",
+    "suggest_plan",
+]

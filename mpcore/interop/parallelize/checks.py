@@ -18,7 +18,7 @@ from mpcore.mesh.axis import Axis
 from mpcore.sharding.local import is_dtensor
 
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-_HEADS = re.compile(r"(\w+_)?n?heads?")
+HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
 def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
@@ -111,7 +111,7 @@ def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
             attention = _owner(attention)
         owner = model.get_submodule(attention)
         for attribute, value in vars(owner).items():
-            if type(value) is int and _HEADS.fullmatch(attribute) and attribute not in told.get(id(owner), ()):
+            if type(value) is int and HEADS.fullmatch(attribute) and attribute not in told.get(id(owner), ()):
                 raise ValueError(
                     f"{attention or 'the model itself'}.{attribute} is {value} on each of {tp.size} ranks, and the "
                     f"plan shards {name}. Divide it by tp: add {attention!r}: LocalSizes(({attribute!r},)) to the "
@@ -142,8 +142,9 @@ def check_local_sizes(styles: list[Target], tp: Axis) -> None:
         for attribute in style.names if isinstance(style, LocalSizes) else ():
             size = getattr(target, attribute, None)
             if not isinstance(size, int):
+                what = f"is {size!r}" if attribute in dir(target) else "doesn't exist"
                 raise ValueError(
-                    f"{name}.{attribute} is {size!r}, not a size to divide by the {tp.name} size {tp.size}"
+                    f"{name}.{attribute} {what}, so it is no size to divide by the {tp.name} size {tp.size}"
                 )
             if size % tp.size:
                 raise ValueError(f"{name}.{attribute} {size} is not a multiple of the {tp.name} size {tp.size}")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpcore import collectives
+from mpcore._torch.pytree import map_tensors
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import ParallelModule
@@ -55,6 +56,25 @@ class ColumnParallelConv1D(_Transposed, FusedColumnParallelLinear):
 
 class RowParallelConv1D(_Transposed, RowParallelLinear):
     """`RowParallelLinear` for transformers' Conv1D."""
+
+
+class ExpertsShard(nn.Module):
+    """Stands before a module of experts, whose own forward then computes this rank's part of the hidden features."""
+
+    tp: Axis
+    replicated: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = map_tensors(
+            lambda x: collectives.copy(x, self.tp) if x.is_floating_point() else x, (args, kwargs)
+        )
+        parts = {leaf: self.get_parameter(leaf) / self.tp.size for leaf in self.replicated}
+        vars(self).update(parts)  # read in place of the parameters: the sum over ranks has each of them once
+        try:
+            return collectives.reduce(super().forward(*args, **kwargs), self.tp)
+        finally:
+            for leaf in parts:
+                del vars(self)[leaf]
 
 
 class VocabShard(nn.Embedding):

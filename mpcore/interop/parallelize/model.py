@@ -11,14 +11,21 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3, for the 
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+import torch
 from torch import nn
 
+from mpcore._torch.fake import is_fake
+from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
-from mpcore.interop.parallelize.plan import BASE_PLANS, LocalSizes, Plan, Replicate, is_own, resolve
-from mpcore.interop.parallelize.swap import apply_swaps, swaps_of
-from mpcore.mesh.agreement import check_same
+from mpcore.interop.parallelize.plan import BASE_PLANS, Plan, Style, Target, is_own, resolve
+from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
+from mpcore.interop.parallelize.twin import Arguments, as_arguments
+from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Axis, check_axis
-from mpcore.sharding.declarations import add_partial
 
 GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()} | {
     "lm_head": "colwise_gather_output"
@@ -26,7 +33,19 @@ GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PL
 """The plan of Hugging Face's `GPT2LMHeadModel`. With "lm_head": "colwise" the logits stay sharded."""
 
 
-def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = Axis(name="tp")) -> nn.Module:
+FLOOR = 0.5  # of the parameters' bytes: a plan that shards less leaves most of the model on every rank
+
+
+def parallelize(
+    module: nn.Module,
+    plan: Plan | str | None = "auto",
+    tp: Axis = Axis(name="tp"),
+    *,
+    check: bool = True,
+    example: Any = None,
+    skip: tuple[str, ...] = (),
+    strict: bool = False,
+) -> nn.Module:
     """Make an existing model tensor parallel: swap its linear layers and embeddings in place, with their weights.
 
     Every rank holds the whole model on entry, with the same weights, and keeps its shard. dtype, device, requires_grad,
@@ -35,6 +54,9 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
     After each backward call `mpcore.reduce_gradients`. A model with dropout needs the same random seed on all ranks of
     tp, and even shards.
 
+    Before a weight is moved the plan is tried: a copy of the model on the CPU of rank 0, in float64, with random
+    weights and few of many equal layers, is run whole and sharded. Its outputs and all gradients must be equal.
+
     Args:
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
         plan: styles (a name of `STYLES`, or `Colwise(...)` and the like) by pattern of module or parameter name. `*`
@@ -42,6 +64,12 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
             fewer stars wins. "auto" or None: the plan that a Hugging Face model carries (`model_plan`), whose patterns
             may match nothing.
         tp: the axis.
+        check: try the plan. False: trust it.
+        example: arguments of a forward for that: a tensor, a tuple of arguments, or a dict of them by name. None: they
+            are guessed from the model's forward; where that fails, the first forward tries the plan on its arguments.
+        skip: patterns of modules that stay whole, though the plan names them.
+        strict: raise where there would be a warning: less than half of the model is sharded, or the plan can't be
+            tried.
 
     Returns:
         The model itself (or its replacement, where it is one layer and the plan names it by "").
@@ -49,12 +77,26 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
     Raises:
         ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
             or unsupported or doesn't fit its module, sizes don't fit tp, the plan shards heads whose number it leaves
-            undivided, or the ranks hold different models.
+            undivided, the ranks hold different models, or the copy computes something else sharded than whole: the
+            message names the first module that departs.
+
+    Note:
+        - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
+          `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for whole logits.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> tp = mpcore.Axis(size=2, rank=0, name="tp")
+        >>> mpcore.parallelize(model, {"0": "colwise", "2": "colwise"}, tp)  # "2" takes the shards of "0"
+        Traceback (most recent call last):
+        ValueError: 2 fails on 2 ranks: the last dimension of x (2, 7, 4) is 4, but in_features is 8...
+        >>> mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, tp)[0].weight.shape
+        torch.Size([4, 4])
     """
     check_axis(tp)
     problem, swaps, styles = None, {}, []
     try:
-        styles = resolve(module, plan)
+        styles = _without(module, resolve(module, plan), skip)
         swaps = swaps_of(module, styles, tp)
         checks.check_local_sizes(styles, tp)
         if tp.size > 1:
@@ -62,6 +104,7 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
             if not is_own(plan):
                 checks.check_head_counts(module, styles, tp)
                 checks.check_fused(styles)
+            _check_share(module, swaps, styles, tp, strict)
     except ValueError as error:
         problem = error
     if tp.size > 1:
@@ -70,11 +113,97 @@ def parallelize(module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = 
         raise problem
     if tp.size > 1:
         check_same("model and plan given to parallelize", checks.fingerprint(module, plan), tp)
-    for _, target, style in styles:
-        if isinstance(style, LocalSizes):
-            for attribute in style.names:  # the user named these attributes in the plan
-                setattr(target, attribute, getattr(target, attribute) // tp.size)
-        elif style == Replicate(partial_gradient=True):
-            for leaf in dict(target.named_parameters(recurse=False)):
-                add_partial(target, leaf, tp)
-    return apply_swaps(module, swaps)
+    later = _try_plan(module, styles, tp, example, strict) if check and tp.size > 1 else None
+    model = cut_model(module, styles, tp, swaps)
+    if later is not None:
+        later.watch(model)
+    return model
+
+
+def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
+    """Return the targets of the plan, without the modules that `skip` names."""
+    left_out = {id(module) for _, module, _ in resolve(model, dict.fromkeys(skip, "replicate"))} if skip else set()
+    return [target for target in styles if id(target[1]) not in left_out]
+
+
+def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target], tp: Axis, strict: bool) -> None:
+    """Warn of, or refuse, a plan that leaves most of the model on every rank."""
+    nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    cut = sharded_parameters(swaps, styles, tp)
+    whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
+    if total and whole > (1 - FLOOR) * total:
+        largest = max((p.numel() * p.element_size(), name) for name, p in model.named_parameters() if id(p) not in cut)
+        said = (
+            f"the plan leaves {whole / total:.0%} of the model's {total} bytes whole on each of {tp.size} ranks, most "
+            f"of all {largest[1]} ({largest[0]} bytes): name its module, or see mpcore.parallelize_summary(model)"
+        )
+        if strict:
+            raise ValueError(said)
+        if tp.rank == 0:
+            warnings.warn(said, stacklevel=3)
+
+
+class _Trial:
+    """A plan to be tried, at once or with the arguments of the first forward."""
+
+    def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis) -> None:
+        self.shapes, self.tp, self.done = shapes, tp, False
+        self.styles: dict[str, Style] = {name: style for name, _, style in styles}
+
+    def run(self, example: Arguments | None) -> str | None:
+        """Try the plan on rank 0, and raise its verdict on every rank. Returns why it can't be tried."""
+        wrong = unknown = None
+        if self.tp.rank == 0 or self.tp.group is None:
+            try:
+                wrong = Prover(self.shapes, example).verdict(self.styles, self.tp.size, cut_model)
+            except CannotCheckError as error:
+                unknown = str(error)
+            except ValueError as error:
+                wrong = str(error)
+            except Exception as error:  # the other ranks wait for a verdict
+                unknown = f"{type(error).__name__}: {error}"
+        wrong, unknown = gather_objects((wrong, unknown), self.tp.group)[0]
+        if wrong is not None:
+            raise ValueError(wrong)
+        return unknown
+
+    def watch(self, model: nn.Module) -> None:
+        """Have the first forward try the plan, on its own arguments."""
+
+        def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if self.done or torch.compiler.is_compiling() or any(x.is_meta or is_fake(x) for x in tensors):
+                return
+            self.done = True
+            handle.remove()
+            unknown = self.run((args, kwargs))
+            if unknown is not None:
+                _cannot_try(unknown)
+
+        handle = model.register_forward_pre_hook(first, with_kwargs=True)
+
+
+def _cannot_try(why: str, strict: bool = False) -> None:
+    said = (
+        f"parallelize can't try the plan on this model: {why}. Give arguments of a forward as example=.., or compare a "
+        f"small model of the family yourself and say check=False"
+    )
+    if strict:
+        raise ValueError(said)
+    warnings.warn(said, stacklevel=4)
+
+
+def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, example: Any, strict: bool) -> _Trial | None:
+    """Try the plan now. Returns what the first forward has to try, where no arguments are known yet."""
+    try:
+        trial = _Trial(shapes_of(model), styles, tp)
+    except CannotCheckError as error:
+        _cannot_try(str(error), strict)
+        return None
+    unknown = trial.run(None if example is None else as_arguments(example))
+    if unknown is None:
+        return None
+    if strict or example is not None:
+        _cannot_try(unknown, strict)
+        return None
+    return trial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -77,7 +77,42 @@ class LocalSizes:
     kept: tuple[str, ...] = ()
 
 
-Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes
+@dataclass(frozen=True)
+class Hidden:
+    """Where the hidden features of experts lie in a parameter that holds them all.
+
+    Args:
+        dim: the dimension, from the end: -1 or -2.
+        blocks: into how many equal blocks it falls, such as 2 for [gate | up]. Each is sharded.
+        unit: consecutive features that stay on one rank, such as 2 where gate and up alternate.
+
+    Example:
+        >>> mpcore.Hidden(-1, unit=2)  # of [E, D, 2F], gate and up alternating
+        Hidden(dim=-1, blocks=1, unit=2)
+    """
+
+    dim: int
+    blocks: int = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Shard the hidden features of all experts that one module holds as parameters, and sum its output over tp.
+
+    Args:
+        hidden: by parameter name. {}: as Hugging Face's experts say of themselves. Other parameters, such as biases
+            of the output, are replicated, and each rank adds its part of them.
+
+    Example:
+        >>> gated = mpcore.Experts({"w_in": mpcore.Hidden(-2, blocks=2), "w_out": mpcore.Hidden(-1)})
+        >>> plan = {"layers.*.mlp.experts": gated}  # w_in [E, 2F, D], w_out [E, D, F]
+    """
+
+    hidden: Mapping[str, Hidden] = field(default_factory=dict)
+
+
+Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes | Experts
 Plan = Mapping[str, str | Style]
 Target = tuple[str, nn.Module, Style]
 STYLES: dict[str, Style] = {
@@ -91,12 +126,13 @@ STYLES: dict[str, Style] = {
     "vocab": Vocab(),
     "replicated_with_grad_allreduce": Replicate(partial_gradient=True),
     "replicate": Replicate(),
+    "moe_tp_experts": Experts(),
 }
 """Styles by the names that Hugging Face's plans give them (4.x and 5.x), and "vocab"."""
 UNSUPPORTED = (
     *("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local_colwise", "local_rowwise", "local", "gather"),
     *("local_params", "isolated", "sequence_parallel", "all_reduce", "embedding_colwise", "mla_kv_a_proj"),
-    *("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_router", "ep_dispatch_experts"),
+    *("moe_identity_expert", "grouped_gemm", "ep_router", "ep_dispatch_experts"),
 )
 """Styles of Hugging Face's plans that `parallelize` refuses."""
 BASE_PLANS: dict[str, Plan] = {
@@ -156,6 +192,9 @@ def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
         hits = [name for name in names if regex.fullmatch(name)]
         if not hits and own:
             continue
+        owner = rules.get(pattern.rpartition(".")[0])
+        if hits and not modules.keys() & hits and (owner == "moe_tp_experts" or isinstance(owner, Experts)):
+            continue  # what the module's own style says of its parameters
         style = _style(pattern, rules[pattern])
         if not hits:
             raise ValueError(f"plan pattern {pattern!r} matches no module of {kind}{_near(pattern, names)}")

@@ -11,16 +11,27 @@ from torch import nn
 from mpcore.interop.parallelize.checks import check_plain, linear_sizes, unit_of
 from mpcore.interop.parallelize.layers import (
     ColumnParallelConv1D,
+    ExpertsShard,
     FusedColumnParallelLinear,
     RowParallelConv1D,
     VocabShard,
 )
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Replicate, Rowwise, Style, Target, Vocab
+from mpcore.interop.parallelize.plan import (
+    Colwise,
+    Experts,
+    Hidden,
+    LocalSizes,
+    Replicate,
+    Rowwise,
+    Style,
+    Target,
+    Vocab,
+)
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declarations import sharding_of
-from mpcore.sharding.declare import Sharding
+from mpcore.sharding.declarations import add_partial, declare_anew, sharding_of
+from mpcore.sharding.declare import Sharding, cut_blocks
 
 Swap = tuple[nn.Module, nn.Module]
 Place = tuple[str, nn.Module, str]
@@ -47,7 +58,12 @@ def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap
             raise ValueError(f"{name}: {error}") from None
 
     for name, module, style in styles:
-        if not isinstance(style, Replicate | LocalSizes):
+        if isinstance(style, Experts):
+            try:
+                experts_shardings(module, style, tp)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        elif not isinstance(style, Replicate | LocalSizes):
             build(name, module, style)
     named = {id(module) for _, module, _ in styles}
     for ends in _tied(model):
@@ -69,6 +85,8 @@ def _tied(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _check_tie(ends: list[Place], swaps: dict[int, Swap]) -> None:
+    """Refuse a tied weight that the plan cuts in two ways. A bias that its owner doesn't add itself follows."""
+    ends = [end for end in ends if id(end[1]) in swaps or isinstance(end[1], nn.Linear | nn.Embedding)]
     held = [(swaps.get(id(module), (module, module))[1], leaf, getattr(module, leaf)) for _, module, leaf in ends]
     cuts = [sharding_of(*place).shards for place in held]
     for (name, _, leaf), shards in zip(ends, cuts, strict=True):
@@ -114,6 +132,81 @@ def _parallel_linear(name: str, parent: nn.Module, module: nn.Module, style: Sty
     return ColumnParallelLinear(n_in, n_out, bias, **like)
 
 
+def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int, Swap] | None = None) -> nn.Module:
+    """Shard a model in place for this rank."""
+    swaps = swaps_of(model, styles, tp) if swaps is None else swaps
+    for _, target, style in styles:
+        if isinstance(style, LocalSizes):
+            for attribute in style.names:  # the user named these attributes in the plan
+                setattr(target, attribute, getattr(target, attribute) // tp.size)
+        elif isinstance(style, Experts):
+            _shard_experts(target, style, tp)
+        elif style == Replicate(partial_gradient=True):
+            for leaf in dict(target.named_parameters(recurse=False)):
+                add_partial(target, leaf, tp)
+    return apply_swaps(model, swaps)
+
+
+def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:
+    """Where this rank's part of each parameter of experts lies.
+
+    Raises:
+        ValueError: if the module lacks a parameter, or doesn't say how its parameters lie.
+    """
+    found = {}
+    for leaf, hidden in (style.hidden or _hidden_of(module)).items():
+        p = module._parameters.get(leaf)
+        if p is None or p.dim() < 2:
+            raise ValueError(f"it has no parameter {leaf!r} of at least 2 dimensions")
+        length, dim = p.shape[hidden.dim], p.dim() + hidden.dim
+        if length % (hidden.blocks * hidden.unit) or length // (hidden.blocks * hidden.unit) < tp.size:
+            raise ValueError(
+                f"{leaf} has {length} features in dimension {hidden.dim}, not {hidden.blocks} blocks of at least "
+                f"{tp.size} units of {hidden.unit}"
+            )
+        lengths = (length // hidden.blocks,) * hidden.blocks
+        shards = (cut_blocks(lengths, tp, dim, (hidden.unit,) * hidden.blocks),) if tp.size > 1 else ()
+        found[leaf] = Sharding(tuple(p.shape), shards)
+    return found
+
+
+def sharded_parameters(swaps: dict[int, Swap], styles: list[Target], tp: Axis) -> set[int]:
+    """The ids of the parameters that a plan shards."""
+    held = ((new, leaf, p) for old, new in swaps.values() for leaf, p in old.named_parameters(recurse=False))
+    found = {id(p) for new, leaf, p in held if sharding_of(new, leaf, p).shards}
+    experts = [(module, style) for _, module, style in styles if isinstance(style, Experts)]
+    return found | {id(m.get_parameter(leaf)) for m, style in experts for leaf in experts_shardings(m, style, tp)}
+
+
+def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
+    """What Hugging Face's experts say of themselves: up (and gate) [E, F, D] and down [E, D, F], or transposed."""
+    transposed, together = (getattr(module, f"is_{name}", None) for name in ("transposed", "concatenated"))
+    gated = "gate_up_proj" in module._parameters
+    if transposed is None or together is None:
+        raise ValueError(
+            "it doesn't say how its parameters lie: write Experts({'w_in': Hidden(-2, blocks=2), 'w_out': Hidden(-1)})"
+        )
+    packed = {"blocks": 2} if gated and together else {"unit": 2} if gated else {}
+    up = "gate_up_proj" if gated else "up_proj"
+    found = {up: Hidden(-1 if transposed else -2, **packed), "down_proj": Hidden(-2 if transposed else -1)}
+    return found | ({f"{up}_bias": Hidden(-1, **packed)} if f"{up}_bias" in module._parameters else {})
+
+
+def _shard_experts(module: nn.Module, style: Experts, tp: Axis) -> None:
+    """Keep a module's own forward, on this rank's part of the hidden features."""
+    if tp.size == 1:
+        return
+    kind, shardings = type(module), experts_shardings(module, style, tp)
+    for leaf, sharding in shardings.items():
+        module.register_parameter(leaf, _shard(module.get_parameter(leaf), sharding))
+        declare_anew(module, leaf, sharding)
+    others = tuple(leaf for leaf, _ in module.named_parameters(recurse=False) if leaf not in shardings)
+    for leaf in others:
+        add_partial(module, leaf, tp)
+    module.__class__ = type(f"TensorParallel{kind.__name__}", (ExpertsShard, kind), {})
+    module.tp, module.replicated = tp, others  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
     """Shard the parameters, each once, and put the parallel layers in place."""
@@ -123,10 +216,12 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             parent, _, child = name.rpartition(".")
             places.setdefault(id(module), []).append((model.get_submodule(parent), child))
     shards: dict[int, nn.Parameter] = {}
+    cuts: dict[int, Sharding] = {}
     for key, (module, layer) in swaps.items():
         for leaf, full in module.named_parameters(recurse=False):
             shard = shards.setdefault(id(full), _shard(full, layer.shardings[leaf]))  # type: ignore[index]
             layer.register_parameter(leaf, shard)
+            cuts[id(full)] = sharding_of(layer, leaf, full)
         layer.train(module.training)
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
             _shard_in_place(module, layer)
@@ -135,6 +230,11 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             parent.add_module(child, layer)
         if module is model:
             return layer
+    for module in model.modules():  # other names of a shard, such as BERT's second one for the bias of its head
+        for leaf, full in module.named_parameters(recurse=False):
+            if id(full) in cuts:
+                module.register_parameter(leaf, shards[id(full)])
+                declare_anew(module, leaf, cuts[id(full)])
     swapped = {id(layer) for _, layer in swaps.values()}
     for module in model.modules():  # in evaluation torch's encoders read their layers' weights, past the layers
         if any(id(layer) in swapped for layer in module.modules()):

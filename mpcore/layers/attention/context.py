@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import shard_sizes
+from mpcore.kernels._dispatch import can_read
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
 from mpcore.layers.attention.ring import _RingAttention, ring_attention
 from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
@@ -64,6 +66,8 @@ def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> Non
             f"mask {shape} is none of [T, T], [B, T, T] and [B, 1, T] for {rows} rows with {tokens} tokens on each of "
             f"{cp.size} ranks"
         )
+    if mask.shape[-2] == length > 1 and can_read(mask) and not mask.diagonal(dim1=-2, dim2=-1).any() and mask.any():
+        raise ValueError(f"no query sees its own key in the mask {shape}: True is a key that is seen here, give ~mask")
 
 
 def context_attention(
@@ -89,7 +93,7 @@ def context_attention(
         kind: one of `KINDS`.
         cp: the axis.
         causal, window, scale, softcap, impl: as of `mpcore.kernels.attention.attention`.
-        cu_seqlens: [n + 1] ends of packed documents in the whole sequence, the same on every rank, for B = 1.
+        cu_seqlens: [n + 1] ends of packed documents in the B whole rows one after another, the same on every rank.
         length: T; None: all ranks have as many tokens as this one.
 
     Returns:
@@ -117,33 +121,40 @@ def context_attention(
     check_heads(kind, cp, q.shape[2])
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window {window} needs a causal mask and at least 1 token")
-    documents = None
+    B, documents, rows = q.shape[0], None, 1  # documents pack all rows in one, on each rank its tokens of every row
     if cu_seqlens is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens packs documents in one row, but the batch has {q.shape[0]}")
-        check_documents(cu_seqlens, length)
-        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            documents = cu_seqlens.tolist()
+        rows = max(B, 1)
+        check_documents(cu_seqlens, rows * length)
+        documents = cu_seqlens.tolist() if can_read(cu_seqlens) else list(range(0, (rows + 1) * length, length))
         cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
     options = {"scale": scale, "softcap": softcap, "impl": impl}
     if cp.size == 1 or kind == "alltoall":
         heads = q.shape[2]
         q, k, v = _to_heads(q, k, v, cp, length)
-        y, _ = attention(q, k, v, causal=causal, window=window, cu_seqlens=cu_seqlens, **options)
+        y = packed_attention(q, k, v, causal=causal, window=window, cu_seqlens=cu_seqlens, **options)
         return collectives.all_to_all(y, cp, 1, 2, heads)
 
-    bounds = key_bounds(length, causal=causal, window=window, cu_seqlens=cu_seqlens, device=q.device)
+    bounds = key_bounds(rows * length, causal=causal, window=window, cu_seqlens=cu_seqlens, device=q.device)
     if kind == "allgather":
-        return _AllGather.apply(q, k, v, *_at(bounds, runs[cp.rank]), cp, runs, options)
+        bounds = _at(bounds, _packed(runs[cp.rank], rows, length))
+        return _as_rows(_AllGather.apply(_as_rows(q, B // rows), k, v, *bounds, cp, runs, options), B)
     outer, inner, heads = cp, Axis(), q.shape[2]
     if kind == "two-level":
         assert cp.levels is not None
         outer, inner = cp.levels
         runs = tuple(_join(runs[i : i + inner.size]) for i in range(0, cp.size, inner.size))
-    q, k, v = _to_heads(q, k, v, inner, tokens_of(runs[outer.rank]))
+    q, k, v = (_as_rows(t, B // rows) for t in _to_heads(q, k, v, inner, tokens_of(runs[outer.rank])))
+    runs = tuple(_packed(of_rank, rows, length) for of_rank in runs)
     ring = ring_attention(outer, runs, causal, window, documents)
     y = _RingAttention.apply(q, k, v, *_at(bounds, runs[outer.rank]), ring, options)
-    return collectives.all_to_all(y, inner, 1, 2, heads)
+    return collectives.all_to_all(_as_rows(y, B), inner, 1, 2, heads)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
+    """`mpcore.kernels.attention.attention` of whole rows, with `cu_seqlens` that pack all of them."""
+    rows = q.shape[0] if cu_seqlens is None else 1
+    y, _ = attention(*(_as_rows(t, rows) for t in (q, k, v)), cu_seqlens=cu_seqlens, **options)
+    return _as_rows(y, q.shape[0])
 
 
 def masked_attention(
@@ -170,6 +181,16 @@ def masked_attention(
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale, enable_gqa=grouped)
     y = y.masked_fill(blind, 0).transpose(1, 2)
     return collectives.all_to_all(y, cp, 1, 2, heads) if kind == "alltoall" else y
+
+
+def _as_rows(x: Tensor, rows: int) -> Tensor:
+    """[B, T, ...] as so many longer or shorter rows of the same tokens."""
+    return x if x.shape[0] == rows else x.reshape(rows, x.shape[0] * x.shape[1] // rows, *x.shape[2:])
+
+
+def _packed(runs: Runs, rows: int, length: int) -> Runs:
+    """The runs of every row's tokens, where rows of this length lie one after another."""
+    return tuple((row * length + start, row * length + end) for row in range(rows) for start, end in runs)
 
 
 def _at(bounds: Bounds, runs: Runs) -> Bounds:
@@ -212,7 +233,8 @@ class _AllGather(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):
-        output, lse = attention(q, *_gather_keys(k, v, cp, runs), bounds=(low, high), **options)
+        keys, values = (_as_rows(t, q.shape[0]) for t in _gather_keys(k, v, cp, runs))
+        output, lse = attention(q, keys, values, bounds=(low, high), **options)
         ctx.save_for_backward(q, k, v, output, lse, low, high)
         ctx.cp, ctx.runs, ctx.options = cp, runs, options
         return output
@@ -221,11 +243,12 @@ class _AllGather(Function):
     def backward(ctx, grad):
         refuse_second_derivative("context-parallel attention")
         q, k, v, output, lse, low, high = ctx.saved_tensors
-        keys, values = _gather_keys(k, v, ctx.cp, ctx.runs)
+        keys, values = (_as_rows(t, q.shape[0]) for t in _gather_keys(k, v, ctx.cp, ctx.runs))
         order, wide = order_of_runs(ctx.runs, q.device), torch.promote_types(q.dtype, torch.float32)
         options = {"bounds": (low, high), "out_dtype": wide, **ctx.options}
         dq, *grads = attention_backward(grad, q, keys, values, output, lse, **options)
-        dk, dv = (collectives.reduce_scatter(t.index_select(1, order), ctx.cp, 1) for t in grads)
+        grads = (_as_rows(t, k.shape[0]).index_select(1, order) for t in grads)
+        dk, dv = (collectives.reduce_scatter(t, ctx.cp, 1) for t in grads)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
 
 

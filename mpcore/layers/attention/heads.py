@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore.kernels.attention import attention, check_documents, check_ends
+from mpcore.collectives import shard_sizes
+from mpcore.kernels._dispatch import can_read
+from mpcore.kernels.attention import check_ends
 from mpcore.kernels.rope import rope_qkv
-from mpcore.layers.attention.context import check_heads, check_mask, context_attention, masked_attention
+from mpcore.layers.attention.context import (
+    check_heads,
+    check_mask,
+    context_attention,
+    masked_attention,
+    packed_attention,
+)
+from mpcore.layers.attention.documents import document_positions, visible_keys
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
 from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import (
@@ -131,22 +140,25 @@ class HeadAttention(ParallelLayer):
         Args:
             rotary: `rope(positions)` where the caller computes it once for all blocks.
             positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
-            cu_seqlens: [n + 1] ends of packed documents, from 0 to T, for B = 1; tokens see their own document. With
-                cp best in CPU memory: blocks of other documents then don't travel.
-            length: T, of the whole sequence, where cp's shards are uneven; None: the end of `cu_seqlens` where that is
-                in CPU memory, or else all ranks have as many tokens as this one.
+            cu_seqlens: [n + 1] ends of packed documents in the whole rows one after another, from 0 to B T, the same on
+                every rank of tp and cp; tokens see their own document. `document_ends` makes them of token ids or
+                document ids. With cp best in CPU memory: blocks of other documents then don't travel.
+            length: T, of the whole sequence, where cp's shards are uneven; None: from the end of `cu_seqlens` where
+                that is in CPU memory, or else all ranks have as many tokens as this one.
             mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
                 on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
-                0, without a gradient. It replaces all other masks, also `causal`, and takes memory T^2. Under cp
-                "alltoall" and "allgather" support it.
+                0, without a gradient. A query sees a key that this mask and all others (`causal`, `window`,
+                `cu_seqlens`) let it see. Takes memory T^2. Under cp "alltoall" and "allgather" support it.
         """
         whole = self._whole_length(x, cu_seqlens, length, mask)
         if self.rope is None:
             rotary = None
         elif rotary is None:
             if positions is None:
-                index = sequence_index(whole, self.cp, self.context, x.device)
-                positions = document_positions(cu_seqlens, whole, x.device)[index]
+                positions = sequence_index(whole, self.cp, self.context, x.device)
+                if cu_seqlens is not None:
+                    rows = x.shape[1 if self.sequence_dim == 0 else 0]
+                    positions = document_positions(cu_seqlens, rows, whole, x.device)[:, positions]
             rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
         y = self.core(*self.heads(x, rotary), cu_seqlens, whole, mask)
         y = y.flatten(2)  # b t h v -> b t (h v)
@@ -159,22 +171,19 @@ class HeadAttention(ParallelLayer):
                 f"x has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
                 f"flatten(1, -2) a grid of tokens"
             )
-        T, B = x.shape[:2] if self.sequence_dim == 0 else (x.shape[1], x.shape[0])
-        if self.sequence_parallel:
-            T *= self.tp.size
+        tokens, B = x.shape[:2] if self.sequence_dim == 0 else (x.shape[1], x.shape[0])
+        T = tokens * self.tp.size if self.sequence_parallel else tokens
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
-            if B != 1:
-                raise ValueError(
-                    f"cu_seqlens packs documents in one row, but the batch has {B}: flatten it to [1, B*T]"
-                )
         if mask is not None:
-            if self.softcap is not None or self.impl is not None or cu_seqlens is not None:
-                raise ValueError("a mask of its own goes through torch's attention: no softcap, impl or cu_seqlens")
+            if self.softcap is not None or self.impl is not None:
+                raise ValueError("a mask of its own goes through torch's attention: no softcap or impl")
             check_mask(mask, B, T, self.context, self.cp)
             return mask.shape[-1]
-        if length is None and cu_seqlens is not None and self.cp.size > 1 and cu_seqlens.device.type == "cpu":
-            length = int(cu_seqlens[-1])
+        if length is None and cu_seqlens is not None and self.cp.size > 1 and can_read(cu_seqlens):
+            length = _length_from_documents(
+                int(cu_seqlens[-1]), tokens, B, self.cp, self.tp if self.sequence_parallel else None
+            )
         return T * self.cp.size if length is None else length
 
     def core(
@@ -183,7 +192,10 @@ class HeadAttention(ParallelLayer):
         """softmax(scale q k^T) v: q [B, T/cp, H/tp, K], k and v of KV heads, v [..., V] -> [B, T/cp, H/tp, V]."""
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
+        cu_seqlens = cu_seqlens if q.shape[0] else None  # no rows have no documents
         if mask is not None:
+            if self.causal or cu_seqlens is not None:
+                mask = mask & visible_keys(q.shape[0], length, mask.device, cu_seqlens, self.causal, self.window)
             return masked_attention(q, k, v, mask, self.context, self.cp, self.scale)
         how = {"causal": self.causal, "window": self.window, "softcap": self.softcap, "impl": self.impl}
         if self.cp.size > 1:
@@ -191,7 +203,7 @@ class HeadAttention(ParallelLayer):
             return context_attention(q, k, v, self.context, self.cp, **how)
         if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
-            return attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, **how)[0]
+            return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, **how)
         grouped = q.shape[2] > k.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
@@ -203,6 +215,23 @@ class HeadAttention(ParallelLayer):
         else:
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.transpose(1, 2)
+
+
+def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | None) -> int:
+    """Length of the whole sequence, from the end of `cu_seqlens`; `tp` shards a rank's part of it once more.
+
+    Raises ValueError if x, with `tokens` on this rank, is another part.
+    """
+    length = end // max(B, 1)
+    mine = shard_sizes(length, cp.size)[cp.rank]
+    if tp is not None:
+        mine = shard_sizes(mine, tp.size)[tp.rank]
+    if B and mine != tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {end}, so rank {cp.rank} of {cp.name} {cp.size} holds {mine} tokens of each of {B} "
+            f"rows, but x has {tokens}: give the cu_seqlens of the whole sequence, and x as shard_sequence cuts it"
+        )
+    return length
 
 
 class ParallelAttention(HeadAttention):
@@ -298,13 +327,3 @@ def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:
     """Repeat head i `repeats[i]` times; without an index tensor, which would be copied to the GPU each time."""
     heads = zip(x.split(1, dim=2), repeats, strict=True)
     return torch.cat([head.expand(-1, -1, n, -1) for head, n in heads], dim=2)
-
-
-def document_positions(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor:
-    """[T] position of each token in its document; without documents 0 .. T-1."""
-    index = torch.arange(T, device=device)
-    if cu_seqlens is None:
-        return index
-    check_documents(cu_seqlens, T)
-    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
-    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]

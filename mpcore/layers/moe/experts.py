@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ class GroupedLinear(ParallelModule):
         num_experts, in_features, out_features: logical sizes.
         ep: the axis that experts are sharded over.
         shard: how each expert is sharded.
+        blocks: lengths of the matrices that the output features of each expert are made of, such as gate and up; Muon
+            orthogonalizes each of them alone. (): the output features are one matrix.
         used_share: share of the experts that a token goes through; those who count the work of a layer read it.
         init: fills the logical weight [E, F, D]; None: as `torch.nn.Linear`.
         like: `TensorOptions`.
@@ -47,6 +49,7 @@ class GroupedLinear(ParallelModule):
         *,
         ep: Axis,
         shard: Shard,
+        blocks: tuple[int, ...] = (),
         used_share: float = 1.0,
         init: Init | None = None,
         **like: Unpack[TensorOptions],
@@ -54,7 +57,8 @@ class GroupedLinear(ParallelModule):
         super().__init__(**like)
         self.sizes, self.used_share = (num_experts, in_features, out_features), used_share
         init, shards = init or uniform(1 / math.sqrt(in_features)), (cut(num_experts, ep, 0), shard)
-        self.declare("weight", (num_experts, out_features, in_features), init, shard=shards)
+        shape = (num_experts, out_features, in_features)
+        self.declare("weight", shape, init, shard=shards, blocks=blocks, block_dim=1)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
@@ -107,14 +111,9 @@ class Experts(nn.Module):
         self.activation = activation
         blocks = (hidden_dim,) * (2 if activation in GATED else 1)
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
-
-        def grouped(inner: int, outer: int, shard: Shard, init: Init | None) -> GroupedLinear:
-            return GroupedLinear(
-                num_experts, inner, outer, ep=ep, shard=shard, used_share=used_share, init=init, **like
-            )
-
-        self.gate_up = grouped(dim, sum(blocks), rows, init)
-        self.down = grouped(hidden_dim, dim, columns, output_init or init)
+        shared: dict[str, Any] = {"ep": ep, "used_share": used_share, **like}
+        self.gate_up = GroupedLinear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
+        self.down = GroupedLinear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert -> [R, D], the hidden [R, F/etp] between."""

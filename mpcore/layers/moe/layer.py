@@ -4,11 +4,7 @@ Every rank of tp x cp x dp brings tokens that no other has: with sequence parall
 without it they are sharded here. Experts lie on other axes of the same ranks: ep shards the list of experts, etp each
 expert, and edp holds replicas. So each token is computed once, whatever the sizes of tp and etp.
 
-    gather over etp -> to experts over ep -> experts, a sum pending over etp -> back over ep -> reduce-scatter over etp
-
-Two ways over ep. "all_gather" brings every token to every rank and sums the results: the host reads nothing from the
-device, but a rank has rows for the worst case. "all_to_all" sends each choice to its expert alone. Without a capacity
-the host must know how many rows to send, and waits for the device once in forward (never in backward).
+    to experts over ep x etp -> experts, a sum pending over etp -> back     (`mpcore.layers.moe.dispatch`)
 
 Sources: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668), section 3; Fedus et al. 2021 (arXiv:2101.03961); shared
 experts: Dai et al. 2024, "DeepSeekMoE" (arXiv:2401.06066), equation 9; upcycling: Komatsuzaki et al. 2022
@@ -26,19 +22,15 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore._torch.fake import is_fake
-from mpcore.collectives import all_gather, all_to_all_rows, reduce_scatter
-from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.layers.linear import check_last
 from mpcore.layers.mlp import ParallelMLP
 from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorOptions, TensorParallelOptions, pick
+from mpcore.layers.moe.dispatch import DISPATCHES, AllGather, AllToAll
 from mpcore.layers.moe.experts import Experts
-from mpcore.layers.moe.router import Places, Router, Routing
+from mpcore.layers.moe.router import Places, Router
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, declarations, named_modules
 from mpcore.sharding.declare import Sharding, cut
-
-DISPATCHES = ("all_gather", "all_to_all")
 
 
 class ParallelMoE(ParallelLayer):
@@ -49,8 +41,9 @@ class ParallelMoE(ParallelLayer):
         num_experts, top_k: E and K.
         activation: as of `ParallelMLP`.
         shared_experts: how many experts' width every token goes through besides; 0: none.
-        dispatch: "all_gather" or "all_to_all"; None: all_to_all where a capacity bounds it, else all_gather, neither of
-            which waits for the device.
+        dispatch: how tokens reach experts on other ranks: "all_gather" or "all_to_all". None: all_to_all with a
+            capacity, else all_gather. Dropless all_to_all sends less; outside of a `Run` or `DispatchBounds` the host
+            waits for its sizes.
         ep, etp: the axes of the experts; etp None: as tp, the axis of the layers around this one.
         cp, data: the other axes that tokens are sharded over.
         output_init: fills the weights of down; None: as `init`, which fills those of router and gate_up.
@@ -100,9 +93,10 @@ class ParallelMoE(ParallelLayer):
         self.router = Router(dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like)
         inits: dict[str, Any] = {"init": init, "output_init": output_init, "used_share": top_k / num_experts}
         self.experts = Experts(num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like)
-        self.local_experts = num_experts // ep.size
         bounded = self.router.options.capacity_factor is not None
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
+        way = AllToAll if self.dispatch == "all_to_all" and ep.size > 1 else AllGather
+        self.dispatcher = way(ep, self.etp, num_experts, top_k)
         self.shared = None
         if shared_experts:
             width = shared_experts * hidden_dim
@@ -119,8 +113,7 @@ class ParallelMoE(ParallelLayer):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] (or [T, B, D]), or this rank's shard of the sequence to the same.
 
-        All ranks of ep and etp bring inputs of one shape, and with a capacity those of cp too: pad, and mask. Only
-        all_to_all without a capacity, on etp 1, takes other numbers of tokens from each rank of ep.
+        All ranks of ep and etp bring inputs of one shape, and with a capacity those of cp too: pad, and mask.
 
         Args:
             samples: [B] global sample index of each row, for jitter in training.
@@ -152,9 +145,12 @@ class ParallelMoE(ParallelLayer):
             sequence, position, real = (F.pad(part, (0, short))[here] for part in places[:3])
             places = places._replace(sequence=sequence, position=position, real=real)
         routing = self.router(tokens, places, samples, loss_scale)
-        y = self._through_experts(tokens, routing, places)
-        if routing.loss is not None:
-            y = _WithLoss.apply(y, routing.loss)
+        capacity = self.router.capacity(places.length)
+        room = None if capacity is None else min(len(tokens), capacity * places.sequences)
+        weights = routing.weights
+        if routing.loss is not None:  # not with y: torch.compile would take this view of its result for the result
+            weights = _WithLoss.apply(weights, routing.loss)
+        y = self.dispatcher(tokens, routing.experts, weights, room, self.experts)
         if split:
             y = collectives.gather(y, self.tp, 0)[: ordered.shape[:2].numel()]
         y = y.reshape(ordered.shape)
@@ -177,84 +173,22 @@ class ParallelMoE(ParallelLayer):
         real = mask[:, start : start + T].reshape(-1)
         return Places(rows.reshape(-1), position.reshape(-1), real, B, self.cp.size * whole)
 
-    def _through_experts(self, x: Tensor, routing: Routing, places: Places) -> Tensor:
-        """[N, D] -> [N, D], the weighted sum over each token's experts."""
-        K = self.router.top_k
-        weights, experts = routing.weights, routing.experts
-        by_gather = self.dispatch == "all_gather"
-        route = torch.cat([weights, experts.to(weights.dtype)], 1)  # one message, and experts are exact in fp32
-        for axis in (self.etp, self.ep) if by_gather else (self.etp,):
-            x, route = all_gather(x, axis, 0), all_gather(route, axis, 0)
-        weights, experts = route[:, :K], route[:, K:].detach().long()
-        capacity = self.router.capacity(places.length)
-        slots = len(x) if capacity is None else min(len(x), capacity * places.sequences * self.etp.size)
-        if by_gather:
-            slots = len(x) if capacity is None else min(len(x), slots * self.ep.size)
-            y = self._of_all(x, experts, weights, slots)
-            y = reduce_scatter(y, self.ep, 0)
-        elif capacity is None:
-            y = self._sent_uneven(x, experts, weights)
-        else:
-            y = self._sent_in_slots(x, experts, weights, slots)
-        return reduce_scatter(y, self.etp, 0)
-
-    def _of_all(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int) -> Tensor:
-        """Every token is here: run those that chose this rank's experts."""
-        n = self.local_experts
-        row, counts = moe_rows(experts - self.ep.rank * n, n)
-        rows = min(len(x) * min(self.router.top_k, n), slots * n)
-        return moe_unpermute(self.experts(moe_permute(x, row, rows), counts), row, weights)
-
-    def _sent_in_slots(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int) -> Tensor:
-        """Each rank sends `slots` rows to each expert, whether they are full or not."""
-        n, E = self.local_experts, self.router.num_experts
-        row, counts = moe_rows(experts, E)
-        first = F.pad(counts.cumsum(0) - counts, (0, 1))  # E: nowhere
-        row = torch.where(row >= 0, row + (experts * slots - first[experts]), -1)
-        sent = all_to_all_rows(moe_permute(x, row, E * slots), self.ep)  # (r n s) d
-        mine = sent.view(self.ep.size, n, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)  # (n r s) d
-        y = self.experts(mine, counts.new_full((n,), self.ep.size * slots))
-        y = y.view(n, self.ep.size, slots, self.dim).transpose(0, 1).reshape(-1, self.dim)  # (r n s) d
-        return moe_unpermute(all_to_all_rows(y, self.ep), row, weights)
-
-    def _sent_uneven(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Each rank sends as many rows as there are; the host reads the numbers."""
-        n, E = self.local_experts, self.router.num_experts
-        row, counts = moe_rows(experts, E)
-        coming = all_to_all_rows(counts, self.ep).view(self.ep.size, n)
-        send, receive = _read(counts.view(self.ep.size, n).sum(1), coming.sum(1), len(x) * self.router.top_k)
-        sent = all_to_all_rows(moe_permute(x, row, sum(send)), self.ep, send, receive)
-        owner = torch.arange(n, device=x.device).repeat(self.ep.size)
-        owner = owner.repeat_interleave(coming.flatten(), output_size=sum(receive))
-        here, counts = moe_rows(owner[:, None], n)
-        y = moe_unpermute(self.experts(moe_permute(sent, here, len(sent)), counts), here)
-        return moe_unpermute(all_to_all_rows(y, self.ep, receive, send), row, weights)
-
     def extra_repr(self) -> str:
         """How tokens travel."""
         return f"dispatch={self.dispatch}, ep={self.ep.size}, etp={self.etp.size}"
 
 
-def _read(send: Tensor, receive: Tensor, total: int) -> tuple[list[int], list[int]]:
-    """Rows for each rank and from each; of tensors without values, as in a dry run, even parts of a total."""
-    if send.is_meta or is_fake(send):
-        even = [total // len(send) + (rank < total % len(send)) for rank in range(len(send))]
-        return even, even
-    send, receive = torch.stack([send, receive]).tolist()
-    return send, receive  # type: ignore[return-value]
-
-
 class _WithLoss(Function):
-    """The output; its backward also begins that of a loss already scaled, so no stage hands the loss on."""
+    """The weights; their backward also begins that of a loss already scaled, so no stage hands the loss on."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx, weights: Tensor, loss: Tensor) -> Tensor:
         ctx.like = loss.new_ones(())
-        return y.view_as(y)
+        return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        return dy, ctx.like
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return gradient, ctx.like
 
 
 def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:

@@ -77,11 +77,13 @@ class RouterOptions:
 
     Attributes:
         score: "softmax" or "sigmoid", of the logits.
-        normalize: weights of a token sum to 1.
+        normalize: weights of a token sum to 1. None: where K > 1. One weight divided by itself is always 1, and the
+            router would learn nothing from the loss; with K = 1 the weight is the score, as in the Switch Transformer.
         routed_scale: what the weights are multiplied by. K normalized weights make the output of K experts a mean; with
             a scale of K it is as large as that of a dense layer of their joint width, from the first step on.
         groups, top_groups: only experts of the best `top_groups` groups of equal size may be chosen; a group is as good
-            as the sum of its K / top_groups best experts.
+            as the sum of its ceil(K / top_groups) best experts. Megatron-LM sums floor(K / top_groups), another choice
+            where top_groups doesn't divide K, and none where it is larger.
         aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no such loss.
         aux_coefficient, z_loss: factors of the balance loss and of the squared log-sum-exp of the logits.
         bias_rate: how far `update_routers` moves each expert's bias in selection.
@@ -95,7 +97,7 @@ class RouterOptions:
     """
 
     score: str = "softmax"
-    normalize: bool = True
+    normalize: bool | None = None
     routed_scale: float = 1.0
     groups: int = 1
     top_groups: int | None = None
@@ -136,6 +138,19 @@ class RouterOptions:
         if open_ < K:
             raise ValueError(f"top_k {K} is more than the {open_} experts of {top_groups} groups of {E // groups}")
         return top_groups
+
+    def normalizes(self, top_k: int) -> bool:
+        """Whether the weights of a token's K experts sum to 1.
+
+        Raises:
+            ValueError: if one weight is to be normalized.
+        """
+        if self.normalize and top_k == 1:
+            raise ValueError(
+                "normalize=True with top_k 1: one weight divided by itself is always 1, and the router learns nothing "
+                "from the loss; leave normalize out, or take a top_k of 2 or more"
+            )
+        return top_k > 1 if self.normalize is None else self.normalize
 
 
 class Router(ParallelModule, RandomModule):
@@ -186,6 +201,7 @@ class Router(ParallelModule, RandomModule):
             check_axis(axis)
         self.num_experts, self.top_k, self.cp, self.data = num_experts, top_k, cp, data
         self.options = rule = RouterOptions(**options)
+        self.normalizes = rule.normalizes(top_k)
         self.top_groups, self.bias_rate = rule.best_groups(num_experts, top_k), rule.bias_rate
         self.tally: Tensor | None = None
         self.declare("weight", (num_experts, dim), init or uniform(1 / math.sqrt(dim)), partial=(tp,))
@@ -234,7 +250,7 @@ class Router(ParallelModule, RandomModule):
             scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
             chosen = self._choose(scores.detach())
             weights = scores.gather(-1, chosen)
-            if self.options.normalize:
+            if self.normalizes:
                 weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
             wanted = torch.where(places.real[:, None], chosen, self.num_experts)
             taken = self._within_capacity(wanted, places)
@@ -320,8 +336,8 @@ class Router(ParallelModule, RandomModule):
             return None
         if loss_scale is None:
             raise ValueError(
-                "balance losses need loss_scale, the factor of the main loss's sum over tokens, such as 1 / (tokens of "
-                "the step): they are divided as it is"
+                "balance losses need loss_scale, the main loss's factor, which is 1 / (tokens of the step): "
+                "pass run.loss_factor(run.count_tokens(target)) through the model (docs/moe.md), or take aux_loss=None"
             )
         loss = z * rule.z_loss if aux is None else aux * rule.aux_coefficient + z * rule.z_loss
         scale = torch.as_tensor(loss_scale, dtype=loss.dtype, device=loss.device).expand(places.sequences)

@@ -14,7 +14,7 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
     """A dense model's logical state dict as that of a mixture: each expert begins as a copy of the layer's MLP.
 
     With normalised weights of scale 1 and no shared experts the mixture's first output is the dense model's, whatever
-    its router.
+    its router. With a top_k of 1 weights aren't normalised: there it is the dense MLP's times the router's score.
 
     Args:
         state: as `mpcore.full_state_dict` gives it, of a model with a `ParallelMLP` where the mixture has a
@@ -30,7 +30,7 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
 
     Example:
         >>> dense = nn.Sequential(mpcore.ParallelMLP(4, 8, bias=False))
-        >>> mixture = nn.Sequential(mpcore.ParallelMoE(4, 8, num_experts=3, top_k=1))
+        >>> mixture = nn.Sequential(mpcore.ParallelMoE(4, 8, num_experts=3, top_k=2))
         >>> state = mpcore.upcycle(mpcore.full_state_dict(dense), mixture)
         >>> {name: tuple(x.shape) for name, x in state.items()}
         {'0.experts.gate_up.weight': (3, 16, 4), '0.experts.down.weight': (3, 4, 8)}

@@ -62,8 +62,9 @@ def test_without_a_residual_the_values_are_the_references_bits(dtype):
 @pytest.mark.parametrize("D", [1, 6, 257, 2100])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_errors(D, dtype, p):
-    check(draw(2, 3, D, dtype=dtype, residual=dtype, bias=dtype), p=p)
-    check(draw(2, 3, D, dtype=dtype, residual=dtype), p=p)
+    T = 3 if D < 1000 else 1
+    check(draw(2, T, D, dtype=dtype, residual=dtype, bias=dtype), p=p)
+    check(draw(2, T, D, dtype=dtype, residual=dtype), p=p)
 
 
 @pytest.mark.parametrize(("x", "residual", "bias"), [(BF16, F32, F32), (F32, BF16, BF16), (F16, F32, None)])

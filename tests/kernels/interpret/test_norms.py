@@ -9,6 +9,7 @@ import torch
 
 from mpcore.kernels import _norm, layer_norm, rms_norm
 from mpcore.kernels._norm import WIDEST_BACKWARD, WIDEST_FORWARD
+from tests.quick import some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -57,26 +58,27 @@ def norm(request):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("D", [1, 3, 64, 257, 1000, 5120])
+@pytest.mark.parametrize("D", [1, 3, 64, 257, 1000, 1280])  # the last is covered by 1024 columns and 256
 def test_errors(norm, D, dtype):
     norm.check(norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("D", [3, 1000, 5120])
+@pytest.mark.parametrize("D", [3, 1000, 1280])
 def test_errors_with_residual_and_zero_centered_gain(norm, D, dtype):
     norm.check(norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype, residual=dtype), zero_centered=True, eps=0.1)
 
 
 @pytest.mark.parametrize(
-    ("D", "residual"), [(WIDEST_BACKWARD + 8, None), (WIDEST_BACKWARD + 8, BF16), (WIDEST_FORWARD + 9, BF16)]
+    ("D", "residual"),
+    some((WIDEST_BACKWARD + 8, None), (WIDEST_FORWARD + 9, BF16), of=[(WIDEST_BACKWARD + 8, BF16)]),
 )
 def test_errors_of_wide_rows(norm, D, residual, monkeypatch):
     monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)  # so that rows are split over programs
     norm.check(norm.inputs(5, D, dtype=BF16, residual=residual), zero_centered=True)
 
 
-@pytest.mark.parametrize("D", [257, WIDEST_BACKWARD + 8, WIDEST_FORWARD + 9])
+@pytest.mark.parametrize("D", some(257, WIDEST_BACKWARD + 8, of=[WIDEST_FORWARD + 9]))
 def test_errors_of_layer_norm_without_bias(D, monkeypatch):
     norm = Norm(layer_norm, has_bias=False)
     monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)

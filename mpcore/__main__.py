@@ -1,0 +1,51 @@
+"""`mpcore COMMAND ...`, also `python -m mpcore COMMAND ...`: every command of the library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mpcore.command_line import did_you_mean
+
+COMMANDS = {
+    "verify": ("mpcore.verify.__main__", "compare your model under each layout with itself on one process"),
+    "plan": ("mpcore.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
+    "memory": ("mpcore.analysis.__main__", "print what a rank of a layout holds"),
+    "ledger": ("mpcore.analysis.__main__", "print what a rank of a layout sends in a step"),
+    "schedule": ("mpcore.pipeline.draw", "prove a pipeline schedule, and draw it"),
+    "checkpoint": ("mpcore.checkpoint.__main__", "inspect, verify and compare checkpoints"),
+    "convert": ("mpcore.interop.hugging_face.command", "convert between Hugging Face and checkpoints"),
+    "explain": ("mpcore.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
+    "doctor": ("mpcore.doctor", "check this machine, and print what an issue needs"),
+}
+"""By name: the module whose `main(arguments)` runs it, and what it does."""
+TAKES_NAME = ("plan", "memory", "ledger")
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        Its exit status: 0 if it did what it should and all is well, 1 if it found a difference or a fault, 2 if it
+        could not run.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in COMMANDS:
+        print(f"mpcore: error: unknown command {name}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
+        return 2
+    run = import_module(COMMANDS[name][0]).main
+    return run([name, *rest] if name in TAKES_NAME else rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The parser of every command line: flags are written out, and a mistyped one gets the nearest that exists."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean ..?"` with the nearest of the known words, or "" if none is near.
+
+    Example:
+        >>> from mpcore.command_line import did_you_mean
+        >>> did_you_mean("--zer", ["--zero", "--tp"])
+        '; did you mean --zero?'
+    """
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def find_object(name: str) -> Any:
+    """Return what a command line names as `package.module:name`. The current folder is looked at first.
+
+    Raises:
+        ValueError: if the module can't be imported, or has no such name.
+    """
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it, and a console script has not
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as problem:
+        raise ValueError(f"{module_name or repr(name)} can't be imported: {problem}") from problem
+    if attribute not in vars(module):
+        public = [other for other in vars(module) if not other.startswith("_")]
+        raise ValueError(
+            f"{module_name} has no {attribute or 'name after the colon'}: write package.module:name"
+            f"{did_you_mean(attribute, public)}"
+        )
+    return vars(module)[attribute]
+
+
+class Parser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` that takes no abbreviations, and answers an error in one line, without the usage.
+
+    Args:
+        examples: command lines that the help ends with.
+        options: as of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
+        epilog = "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else None
+        super().__init__(
+            **{"allow_abbrev": False, "epilog": epilog, "formatter_class": _Help, **options}  # type: ignore[arg-type]
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the command line, and refuse what no flag takes."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unknown {rest[0]}{did_you_mean(rest[0].partition('=')[0], flags)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and leave with status 2."""
+        print(f"{self.prog}: error: {message} ({self.prog} --help lists the flags)", file=sys.stderr)
+        sys.exit(2)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(known)}{did_you_mean(str(value), known)}"
+            )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of examples; a column wide enough for the flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)

@@ -1,0 +1,117 @@
+"""Run all ranks of an axis in one process, as threads that meet at each collective. torch.distributed isn't needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
+from mpcore.mesh.axis import Axis
+
+T = TypeVar("T")
+_ops = torch.ops._c10d_functional
+
+
+class CommunicatesError(RuntimeError):
+    """A model communicates over other groups, or in other ways, than the layers that `parallelize` puts in."""
+
+
+class _Group:
+    """Stands for a process group: the place where the threads meet. One thread computes at a time."""
+
+    group_name = "lockstep"
+
+    def __init__(self, size: int) -> None:
+        self.ranks, self.turn = size, threading.Lock()
+        self.barrier, self.slots = threading.Barrier(size), [("", torch.empty(0))] * size
+
+    def size(self) -> int:
+        return self.ranks
+
+    def exchange(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order; refuses ranks that make different collectives."""
+        self.slots[rank] = what, x
+        self._meet()
+        found = list(self.slots)
+        self._meet()
+        said = [f"{what} of {tuple(x.shape)}" for what, x in found]
+        if len(set(said)) > 1:
+            raise ValueError(f"the ranks make different collectives: {', '.join(said)}")
+        return [x for _, x in found]
+
+    def _meet(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+
+class _Collectives(TorchDispatchMode):
+    """Answer a rank's collectives from what the other threads bring, and refuse those of other groups."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        super().__init__()
+        self.group, self.rank = group, rank
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("_c10d_functional", "c10d"):
+            return func(*args, **(kwargs or {}))
+        if func is _ops.wait_tensor.default:
+            return args[0]
+        x, *others, name = args if isinstance(args[-1], str) else (*args, "")
+        if name != self.group.group_name or func is _ops.all_to_all_single.default:
+            raise CommunicatesError(f"the model calls {func} itself, which one process can't run")
+        found = self.group.exchange(self.rank, func.overloadpacket.__name__, x)
+        if func is _ops.all_gather_into_tensor.default:
+            return torch.cat(found)
+        if func is _ops.all_reduce.default and others[0] in ("max", "min"):
+            stacked = torch.stack(found)
+            return stacked.amax(0) if others[0] == "max" else stacked.amin(0)
+        total = torch.stack(found).sum(0)
+        return total if func is _ops.all_reduce.default else total.chunk(self.group.ranks)[self.rank].clone()
+
+
+def lockstep(size: int, work: Callable[[Axis], T]) -> list[T]:
+    """Call `work(axis)` for each rank of an axis, and return the results in rank order. Tensors are on the CPU.
+
+    Args:
+        size: number of ranks.
+        work: what a rank does; of collectives it may use all-reduce, all-gather and reduce-scatter, over `axis`.
+
+    Raises:
+        Exception: what `work` raised, on the lowest rank that raised.
+
+    Example:
+        >>> from mpcore.interop.parallelize.lockstep import lockstep
+        >>> lockstep(3, lambda axis: mpcore.collectives.reduce(torch.tensor(axis.rank), axis).item())
+        [3, 3, 3]
+    """
+    group: Any = _Group(size)
+    results: list[Any] = [None] * size
+    errors: dict[int, Exception] = {}
+
+    def rank_work(rank: int) -> None:
+        with group.turn:
+            try:
+                with _Collectives(group, rank):
+                    results[rank] = work(Axis(size, rank, group, name="tp"))
+                group.exchange(rank, "end", torch.empty(0))
+            except threading.BrokenBarrierError:
+                pass  # another rank raised
+            except Exception as error:
+                errors[rank] = error
+                group.barrier.abort()
+
+    threads = [threading.Thread(target=rank_work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return results

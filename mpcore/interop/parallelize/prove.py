@@ -1,0 +1,354 @@
+"""Try a plan before it is used: a small random twin of the model, sharded, must compute what it computes whole.
+
+The twin's ranks are threads of one process (`lockstep`), so that the proof needs neither the model's weights nor
+torch.distributed. It compares outputs, and gradients of all parameters and inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpcore._torch.fake import real_tensors
+from mpcore._torch.pytree import leaves, map_tensors
+from mpcore.gradients.reduce import reduce_gradients
+from mpcore.interop.parallelize.lockstep import CommunicatesError, lockstep
+from mpcore.interop.parallelize.plan import Colwise, Rowwise, Style, Target
+from mpcore.interop.parallelize.twin import (
+    MOST,
+    SMALL,
+    Arguments,
+    Twin,
+    guesses,
+    plain_arguments,
+    shape_copy,
+    size_of,
+    twin_of,
+)
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import Sharding
+
+# Of the largest value: float32 inside of a model's forward differs by some 1e-6, a wrong plan by 1e-2 and more.
+TOLERANCE = 1e-4
+Cut = Callable[[nn.Module, list[Target], Axis], nn.Module]
+
+
+class CannotCheckError(Exception):
+    """Nothing is known of the plan: no twin could be made, or it took none of the arguments."""
+
+
+@dataclass
+class Run:
+    """The results of one forward and backward of a twin.
+
+    Attributes:
+        outputs: the tensors that the model returned.
+        calls: in the order in which modules ended, each one's name and the tensors that it returned.
+        gradients: by parameter name; None where there is none. Those of inputs are by "input 0" and so on.
+        shardings: where each parameter's gradient lies in the logical one.
+        error: what the forward or the backward raised, and the innermost module that it was raised in.
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    calls: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    shardings: dict[str, Sharding] = field(default_factory=dict)
+    error: Exception | None = None
+    where: str = ""
+
+
+class Departure(NamedTuple):
+    """A tensor that isn't what it is in the whole model: whose it is, and by how much of its largest value."""
+
+    name: str
+    what: str
+    error: float
+
+
+def shapes_of(model: nn.Module) -> nn.Module:
+    """Copy a model before it is parallelized, for a `Prover`: its modules, without the memory of its parameters.
+
+    Raises:
+        CannotCheckError: if the model can't be copied.
+    """
+    with real_tensors(), torch.device("cpu"):
+        try:
+            return shape_copy(model)
+        except Exception as error:
+            raise CannotCheckError(f"it can't be copied ({_first_line(error)})") from error
+
+
+class Prover:
+    """A twin of a model, and what it computes whole. Makes both when the first plan is tried.
+
+    Args:
+        shapes: `shapes_of` the model.
+        example: arguments of a forward; None: they are guessed.
+        tolerance: largest difference, as a part of the largest value.
+    """
+
+    def __init__(self, shapes: nn.Module, example: Arguments | None = None, tolerance: float = TOLERANCE) -> None:
+        self.shapes, self.example, self.tolerance = shapes, example, tolerance
+
+    @cached_property
+    def whole(self) -> tuple[Twin, Arguments, Run]:
+        """The twin, arguments that it takes, and what it gives for them.
+
+        Raises:
+            CannotCheckError: if no twin can be made or run.
+        """
+        with real_tensors(), torch.device("cpu"), torch.enable_grad():
+            return _whole_run(self.shapes, self.example)
+
+    def verdict(self, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
+        """Compare the twin, sharded by a plan, with the twin whole.
+
+        Args:
+            styles: what the plan says, by module name.
+            size: number of ranks.
+            cut: shards a model in place for one rank, as `parallelize` will.
+
+        Returns:
+            What is wrong, in words that name the first module that departs; None: nothing.
+
+        Raises:
+            ValueError: as of `cut`.
+            CannotCheckError: if no twin can be made or run.
+        """
+        twin, arguments, whole = self.whole
+        with real_tensors(), torch.device("cpu"), torch.enable_grad():
+            named = [(n, m, twin.names.get(n, n)) for n, m in twin.model.named_modules()]  # a forward may add modules
+            found = [(name, module, styles[full]) for name, module, full in named if full in styles]
+
+            def rank_run(axis: Axis) -> Run:
+                part = copy.deepcopy(twin.model)
+                mine = [(name, part.get_submodule(name), style) for name, _, style in found]
+                return run(cut(part, mine, axis), arguments)
+
+            try:
+                runs = lockstep(size, rank_run)
+            except CommunicatesError as error:
+                raise CannotCheckError(str(error)) from error
+            return compare(twin, whole, runs, found, self.tolerance)
+
+
+def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Arguments, Run]:
+    """The first twin and arguments that run, the fewest layers first."""
+    said = []
+    for few in (False,) if size_of(shapes) <= SMALL else (True, False):
+        twin = None
+        for arguments in [example] if example is not None else guesses(shapes):
+            twin = twin or _twin(shapes, few)
+            found = run(twin.model, plain_arguments(arguments))
+            finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
+            if found.error is None and finite:
+                twin.model.zero_grad()
+                return twin, arguments, found
+            said.append(_first_line(found.error) if found.error else "its output has no finite floats")
+    why = f"on a copy with random weights, {said[0]}" if said else "no arguments of its forward are known"
+    raise CannotCheckError(why)
+
+
+def _twin(shapes: nn.Module, few_layers: bool) -> Twin:
+    size = size_of(shapes)
+    if not few_layers and size > MOST:
+        raise CannotCheckError(f"it has {size} parameters, and a copy may have {MOST}")
+    return twin_of(shapes, few_layers)
+
+
+def run(model: nn.Module, arguments: Arguments) -> Run:
+    """One forward and backward, from a loss that is the same for whole outputs and for the shards of one."""
+    found, stack = Run(), [""]
+    handles = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)),
+            module.register_forward_hook(lambda *of, name=name: _record(found, stack, name, of[2])),
+        ]
+    args, kwargs = plain_arguments(arguments)
+    inputs = [x.requires_grad_() for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    args, kwargs = map_tensors(lambda x: x.clone(), (args, kwargs))
+    try:
+        out = model(*args, **kwargs)
+        found.where, stack[:] = "the backward", ["the backward"]
+        found.outputs = [x for x in _tensors(out) if x.is_floating_point()]
+        loss = sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(()))
+        loss.backward()
+        held = list(declarations(model))
+        reduce_gradients(model)
+    except CommunicatesError:
+        raise
+    except Exception as error:
+        found.error, found.where = error, stack[-1]
+        return found
+    finally:
+        for handle in handles:
+            handle.remove()
+    found.outputs = [x.detach() for x in found.outputs]
+    found.gradients = {name: p.grad for name, p, _ in held}
+    found.shardings = {name: sharding for name, _, sharding in held}
+    found.gradients |= {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    return found
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [x for x in leaves(out) if isinstance(x, Tensor)]
+
+
+def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
+    stack.pop()
+    found.calls.append((name, [x.detach().clone() for x in _tensors(out) if x.is_floating_point()]))
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float) -> str | None:
+    """What is wrong with the sharded runs, in words that name the module; None: nothing."""
+    failed = next((found for found in runs if found.error is not None), None)
+    if failed is not None and failed.error is not None:
+        where = twin.names.get(failed.where, failed.where) or "the model itself"
+        said = f"{where} fails on {len(runs)} ranks: {_first_line(failed.error)}"
+        return said + _advice(twin, failed.where, targets, len(runs), failed=True)
+    outputs = [
+        _departure("the output", x, [r.outputs[i] for r in runs], tolerance) for i, x in enumerate(whole.outputs)
+    ]
+    gradients = list(_gradient_departures(whole, runs, tolerance))
+    if not any(outputs) and not gradients:
+        return None
+    calls = next(_call_departures(whole, runs, tolerance), None)
+    first = calls or next(filter(None, outputs), None)
+    if any(outputs) and first is not None:
+        where = twin.names.get(first.name, first.name) or "the model itself"
+        said = f"{where} returns other values on {len(runs)} ranks than whole, off by {first.error:.1%} of the largest"
+        return said + _advice(twin, first.name, targets, len(runs), failed=False)
+    last = _last_used(whole, gradients)
+    owner, _, leaf = last.name.rpartition(".")
+    where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
+    return (
+        f"the gradient of {where} on {len(runs)} ranks is not that of the whole model, off by {last.error:.1%} of the "
+        f"largest{_gradient_advice(last)}"
+    )
+
+
+def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> Departure | None:
+    """Whether a tensor departs that is whole on each rank, or of which each rank has a shard, in any order."""
+    if all(x.shape == want.shape for x in got):
+        error = max(_error(x, want) for x in got)
+        return Departure(name, "value", error) if error > tolerance else None
+    for dim in range(want.dim()):
+        try:
+            joined = torch.cat(got, dim)
+        except RuntimeError:
+            continue
+        if joined.shape == want.shape:
+            error = min(_error(joined, want), _error(joined.sort(dim).values, want.sort(dim).values))
+            return Departure(name, "value", error) if error > tolerance else None
+    return Departure(name, "shape", 1.0)
+
+
+def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, as a part of the largest value wanted."""
+    if want.numel() == 0:
+        return 0.0
+    both = (got.double() - want.double()).abs()
+    both = both.masked_fill((got == want) | (got.isnan() & want.isnan()), 0)
+    largest = want.double().nan_to_num(0, 0, 0).abs().max().item()
+    error = both.max().item() / max(largest, scale, 1e-30)
+    return error if error == error else float("inf")
+
+
+def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Departure]:
+    """Modules whose output has the whole model's shape and other values, in the order in which they ended."""
+    if any([name for name, _ in found.calls] != [name for name, _ in whole.calls] for found in runs):
+        return
+    for at, (name, want) in enumerate(whole.calls):
+        for i, x in enumerate(want):
+            got = [found.calls[at][1][i] for found in runs if len(found.calls[at][1]) == len(want)]
+            if got and all(y.shape == x.shape for y in got):
+                departure = _departure(name, x, got, tolerance)
+                if departure is not None:
+                    yield departure
+
+
+def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Departure]:
+    held = [x for x in whole.gradients.values() if x is not None]
+    scale = 1e-2 * max((x.abs().max().item() for x in held if x.numel()), default=0.0)
+    for name, want in whole.gradients.items():
+        got = [found.gradients.get(name) for found in runs]
+        if want is None or any(x is None for x in got):
+            if (want is not None and want.abs().max() > 0) or any(x is not None and x.abs().max() > 0 for x in got):
+                yield Departure(name, "presence", 1.0)
+            continue
+        cuts = [found.shardings.get(name) for found in runs]
+        error = max(_part_errors(want, [x for x in got if x is not None], cuts, scale))
+        if error > tolerance:
+            yield Departure(name, "gradient", error)
+
+
+def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], scale: float) -> Iterator[float]:
+    """Of each rank's gradient, from that part of the whole which it should be."""
+    for x, sharding in zip(got, cuts, strict=True):
+        part = want if sharding is None else sharding.take(want)
+        yield _error(x, part, scale) if x.shape == part.shape else 1.0
+
+
+def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
+    """The departure closest to the output, where a wrong gradient begins."""
+    place = {name: at for at, (name, _) in enumerate(whole.calls)}
+    return max(gradients, key=lambda found: place.get(found.name.rpartition(".")[0], -1))
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: bool) -> str:
+    """What to write, as far as the place of a failure tells."""
+    if name not in twin.names:
+        return ""
+    module, styles = twin.model.get_submodule(name), {name: style for name, _, style in targets}
+    style, full = styles.get(name), twin.names[name]
+    if isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int):
+        if not isinstance(style, Rowwise | Colwise):
+            return f". If its input is sharded, write {full!r}: 'rowwise'"
+        if isinstance(style, Rowwise) and not failed:
+            return (
+                ". What reaches it is not each rank's share of the whole input: shard all layers that feed it, name "
+                "the packing of fused ones (Colwise(blocks=.., unit=..)), and numbers of heads in LocalSizes"
+            )
+        if isinstance(style, Rowwise) and not style.split_input:
+            return (
+                f". 'rowwise' takes the sharded output of a 'colwise' layer: make what feeds {full} 'colwise', or "
+                f"write 'rowwise_split_input' for a whole input"
+            )
+        if isinstance(style, Colwise):
+            return f". 'colwise' takes a whole input: make what feeds {full} 'rowwise', or {full} itself"
+    inside = [n for n, _, style in targets if n.startswith(f"{name}." if name else "") and isinstance(style, Colwise)]
+    sizes = sorted(k for k, v in vars(module).items() if type(v) is int and v > 1 and v % size == 0)
+    said = ""
+    if inside and sizes:
+        said = f". It has the sizes {', '.join(sizes)}: name in LocalSizes those that count sharded heads or features"
+    fused = [n for n in inside if styles[n] == Colwise()]
+    if fused:
+        said += f". Where {twin.names[fused[0]]} packs several projections, write Colwise(blocks=.., unit=..)"
+    return said
+
+
+def _gradient_advice(found: Departure) -> str:
+    if found.name.startswith("input "):
+        return ""
+    return (
+        ". If it meets sharded heads or features, write 'replicated_with_grad_allreduce' for its module; if it sees "
+        "all of them on every rank, 'replicate'"
+    )
+
+
+def _first_line(error: Exception | None) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

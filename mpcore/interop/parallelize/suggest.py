@@ -1,0 +1,312 @@
+"""Find a plan for a model: see which linear layer feeds which in one forward, and try what may follow from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
+from mpcore._torch.pytree import leaves
+from mpcore.interop.parallelize.checks import HEADS, head_dim_of, linear_sizes
+from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, resolve
+from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
+from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments
+from mpcore.mesh.axis import Axis
+
+_WHOLE = ""  # the source of what every rank must have whole
+Styles = dict[str, "str | Style"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What `suggest_plan` returns.
+
+    Attributes:
+        plan: for `parallelize`.
+        share: the part of the model's bytes that it shards.
+        proven: whether a small random copy of the model, sharded by this plan, computed what it computes whole.
+        left: by module pattern, why it stays whole.
+    """
+
+    plan: Styles
+    share: float
+    proven: bool
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{pattern!r}: {style!r}," for pattern, style in self.plan.items()]
+        lines += [f"# {pattern} stays whole: {why}" for pattern, why in self.left.items()]
+        sure = "proven equal to the whole model" if self.proven else "not proven"
+        return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}"])
+
+
+@dataclass
+class _Region:
+    """Linear layers whose outputs may be sharded, the layers that take them, and norms of heads between them."""
+
+    columns: dict[str, None] = field(default_factory=dict)
+    rows: dict[str, None] = field(default_factory=dict)
+    norms: dict[str, None] = field(default_factory=dict)
+
+
+def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Suggestion:
+    """Derive a plan from one traced forward, part by part, and keep the parts that are proven.
+
+    A linear layer whose input comes from other linear layers alone, past no norm over all features, becomes "rowwise",
+    and those "colwise". Packings of fused projections and `LocalSizes` are found by trying. The trials run on a small
+    random copy of the model on the CPU, as those of `parallelize` do.
+
+    Args:
+        model: on any device, also meta.
+        tp: number of ranks to try.
+        example: arguments of a forward, as of `parallelize`.
+
+    Raises:
+        ValueError: if the model can't be copied, or takes none of the arguments tried.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> print(mpcore.suggest_plan(model))
+        '0': 'colwise',
+        '2': 'rowwise',
+        # shards 95% of the bytes, proven equal to the whole model
+    """
+    try:
+        prover = Prover(shapes_of(model), None if example is None else as_arguments(example))
+        flow = _flow(prover.whole[0], prover)
+    except CannotCheckError as error:
+        raise ValueError(
+            f"no plan can be tried on this model: {error}. Give arguments of a forward: example=.."
+        ) from None
+    twin, plan, left = prover.whole[0], {}, {}
+    for region in _regions(flow):
+        why = "nothing divides it"
+        for part in _parts(twin, flow, region, tp):
+            wrong = _verdict(prover, plan | part, tp)
+            if wrong is None:
+                plan |= part
+                break
+            why = wrong
+        else:
+            left |= dict.fromkeys((flow.patterns[name] for name in region.rows), why)
+    for part in (part for part in (*_experts(twin, flow), *_ends(twin, flow)) if not part.keys() & plan.keys()):
+        wrong = _verdict(prover, plan | part, tp)
+        if wrong is None:
+            plan |= part
+        else:
+            left |= dict.fromkeys(part, wrong)
+    return Suggestion(plan, share_of(prover.shapes, plan, tp), bool(plan), left)
+
+
+def share_of(model: nn.Module, plan: Plan | str | None, tp: int) -> float:
+    """The part of a model's bytes that a plan shards."""
+    axis, targets = Axis(tp, name="tp"), resolve(model, plan) if plan else []
+    cut = sharded_parameters(swaps_of(model, targets, axis), targets, axis)
+    sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    return sum(size for key, size in sizes.items() if key in cut) / max(sum(sizes.values()), 1)
+
+
+def _verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
+    twin = prover.whole[0]
+    try:
+        styles = {name: style for name, _, style in resolve(prover.shapes, plan)}
+        return prover.verdict(styles, tp, cut_model)
+    except ValueError as error:
+        return str(error)
+    finally:
+        twin.model.zero_grad()
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+class _Sources(TorchDispatchMode):
+    """For each tensor the linear layers that it was made from, without others between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, frozenset[str]] = {}
+        self.alive: list[Tensor] = []
+
+    def of(self, tree: Any) -> frozenset[str]:
+        """The sources of all tensors in nested containers."""
+        return frozenset().union(*(self.found.get(id(x), ()) for x in leaves(tree)))
+
+    def set(self, tree: Any, sources: frozenset[str]) -> None:
+        """Say where tensors come from."""
+        for x in leaves(tree):
+            if isinstance(x, Tensor):
+                self.found[id(x)] = sources
+                self.alive.append(x)  # or another tensor would get its id
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.set(out, self.of((args, kwargs)))
+        return out
+
+
+@dataclass
+class _Flow:
+    """What each linear layer's input was made from, the norms on the way, and the pattern of each module's name."""
+
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    norms: dict[str, frozenset[str]] = field(default_factory=dict)
+    tables: dict[str, None] = field(default_factory=dict)
+    patterns: dict[str, str] = field(default_factory=dict)
+    output: frozenset[str] = frozenset()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `Colwise` and `Rowwise` can shard a module: an `nn.Linear` or a Conv1D."""
+    return isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int)
+
+
+@torch.no_grad()
+def _flow(twin: Twin, prover: Prover) -> _Flow:
+    found, sources, handles = _Flow(), _Sources(), []
+    args, kwargs = plain_arguments(prover.whole[1])
+    sources.set(
+        [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()], frozenset([_WHOLE])
+    )
+    sizes = {name: linear_sizes(m)[1] for name, m in twin.model.named_modules() if is_linear(m)}
+    widths_in = {linear_sizes(m)[0] for m in twin.model.modules() if is_linear(m)}
+
+    def before(name: str, given: Any) -> None:
+        found.inputs[name] = found.inputs.get(name, frozenset()) | sources.of(given)
+
+    def after(name: str, module: nn.Module, given: Any, out: Any) -> None:
+        came = sources.of(given)
+        if name in sizes:
+            sources.set(out, frozenset([name]))
+        elif isinstance(module, nn.Embedding):
+            found.tables[name] = None
+            sources.set(out, frozenset([_WHOLE] if module.embedding_dim in widths_in else []))
+        elif came and all(next(m.parameters(), None) is None for m in module.children()):
+            widths = {p.shape[-1] for p in module.parameters(recurse=False) if p.dim()}
+            if widths & {sizes[one] for one in came if one in sizes}:
+                sources.set(out, came | {_WHOLE})  # it normalizes over all features
+            elif widths:
+                found.norms[name] = found.norms.get(name, frozenset()) | came
+
+    for name, module in twin.model.named_modules():
+        if name in sizes:
+            handles.append(module.register_forward_pre_hook(lambda _, given, name=name: before(name, given)))
+        if not any(True for _ in module.children()):
+            handles.append(module.register_forward_hook(lambda m, given, out, name=name: after(name, m, given, out)))
+    try:
+        with sources:
+            out = twin.model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found.output = sources.of(out)
+    found.patterns = {name: _pattern(prover.shapes, old) for name, old in twin.names.items()}
+    return found
+
+
+def _pattern(model: nn.Module, name: str) -> str:
+    """A module's name with `*` for its places in lists of layers."""
+    said, owner = [], model
+    for part in filter(None, name.split(".")):
+        said.append("*" if isinstance(owner, nn.ModuleList) else part)
+        owner = owner.get_submodule(part)
+    return ".".join(said)
+
+
+def _regions(flow: _Flow) -> list[_Region]:
+    """Parts of the model that can be sharded by themselves, those of equal layers joined to one."""
+    rows: dict[str, frozenset[str]] = {}
+    for name, came in flow.inputs.items():  # in the order of the forward
+        if came and _WHOLE not in came and not came & rows.keys():
+            rows[name] = came
+    whole = flow.output | frozenset().union(*(came for name, came in flow.inputs.items() if name not in rows))
+    found: dict[object, _Region] = {}
+    for row, came in rows.items():
+        if not came & whole:
+            key = tuple(dict.fromkeys(flow.patterns[name] for name in sorted(came)))
+            region = found.setdefault(key, _Region())
+            region.rows[row] = None
+            region.columns |= dict.fromkeys(sorted(came))
+            region.norms |= dict.fromkeys(name for name, of in flow.norms.items() if of and of <= came)
+    return list(found.values())
+
+
+# --- what to try ------------------------------------------------------------------------------------------------------
+
+
+def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles]:
+    """Plans of a region, the likelier ones first."""
+    parts = (region.columns, region.rows, region.norms)
+    columns, rows, norms = ({flow.patterns[name]: None for name in names} for names in parts)
+    column, row = next(iter(region.columns)), next(iter(region.rows))
+    owner = twin.model.get_submodule(column.rpartition(".")[0])
+    where = flow.patterns[column.rpartition(".")[0]]
+    n_out, n_in = linear_sizes(twin.model.get_submodule(column))[1], linear_sizes(twin.model.get_submodule(row))[0]
+    base: Styles = {**dict.fromkeys(rows, "rowwise"), **dict.fromkeys(norms, "replicated_with_grad_allreduce")}
+    for table in (flow.patterns[name] for name in flow.tables):
+        if table.rpartition(".")[0] == where:
+            base[table] = "colwise"  # such as a bias of each head by distance
+    for sizes, style in itertools.product(_sizes(owner, n_out, n_in, tp), _packings(twin, owner, n_out, n_in, columns)):
+        yield ({where: sizes} if sizes is not None else {}) | dict.fromkeys(columns, style) | base
+    gathered: Styles = dict.fromkeys(columns, "colwise_gather_output")
+    yield gathered | dict.fromkeys(rows, "rowwise_split_input")  # between them each rank does the same
+
+
+def _sizes(owner: nn.Module, n_out: int, n_in: int, tp: int) -> Iterator[LocalSizes | None]:
+    """Attributes that may count what is sharded: none, heads, and heads and widths."""
+    held = {name: value for name, value in vars(owner).items() if type(value) is int}
+    heads = tuple(name for name in held if HEADS.fullmatch(name))
+    divided = tuple(name for name in heads if held[name] % tp == 0)
+    widths = tuple(name for name, value in held.items() if value in (n_in, n_out) and value % tp == 0)
+    yield LocalSizes((), kept=heads) if heads else None
+    if divided:
+        yield LocalSizes(divided, kept=tuple(name for name in heads if name not in divided))
+    if widths and (*divided, *widths) != divided:
+        names = tuple(dict.fromkeys((*divided, *widths)))
+        yield LocalSizes(names, kept=tuple(name for name in heads if name not in names))
+
+
+def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Collection[str]) -> Iterator[str | Style]:
+    """How a projection may pack heads, or several projections."""
+    config: Any = getattr(twin.model, "config", None)
+    counts = [value for name, value in vars(owner).items() if type(value) is int and HEADS.fullmatch(name)]
+    counts += [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_head")]
+    widths = [head_dim_of(owner), *(n_in // n for n in counts if isinstance(n, int) and n and n_in % n == 0)]
+    units = [n for n in dict.fromkeys(widths) if n]
+    if n_out <= n_in or len(columns) > 1:
+        yield "colwise"
+        return
+    for unit in units:
+        kv = (n_out - n_in) // 2
+        if (n_out - n_in) % 2 == 0 and kv % unit == 0:
+            yield Colwise(blocks=(n_in, kv, kv), unit=unit)
+            groups = kv // unit
+            if groups and n_out % groups == 0:
+                yield Colwise(unit=n_out // groups)  # of each KV head its query heads, itself and its values
+    if n_out % n_in == 0:
+        yield Colwise(blocks=n_out // n_in, unit=1)
+    yield "colwise"
+
+
+def _experts(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+    """Modules of Hugging Face's that hold all experts of a layer."""
+    held = [name for name, module in twin.model.named_modules() if getattr(module, "is_concatenated", None) is not None]
+    for pattern in dict.fromkeys(flow.patterns[name] for name in held):
+        yield {pattern: "moe_tp_experts"}
+
+
+def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+    """The table of token ids, and the layer that makes logits."""
+    sizes = {name: twin.model.get_parameter(f"{name}.weight").shape for name in flow.tables}
+    rows = max((shape[0] for shape in sizes.values()), default=0)
+    for name, shape in sizes.items():
+        if shape[0] == rows:
+            yield {flow.patterns[name]: "vocab"}
+    for name in list(flow.inputs)[-1:]:
+        yield {flow.patterns[name]: "colwise_gather_output"}

@@ -1,0 +1,133 @@
+"""Dropless all-to-all that never waits for the device between dispatch and combine.
+
+The buffers of a step have fixed sizes, which the loads of earlier steps chose. The device counts what each buffer would
+have needed; the host reads that once, when the step's backward is done. If a buffer was too small on any rank, every
+rank drops the step's gradients and computes the step again with larger ones. So no token is ever lost.
+
+The sizes are those of the loads so far: at first `FIRST` times the rows of even loads; `MARGIN` times the rows that an
+overflow needed; and every `REVIEW` steps `MARGIN` times the most that these needed, if that saves a tenth. `LEAST` of
+the rows of even loads stay. A repetition may overflow too, as what came after the overflow was not yet exact. The third
+repetition has room for the worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from mpcore.collectives import all_reduce
+from mpcore.layers.moe.dispatch import AllToAll, Bound
+from mpcore.layers.moe.layer import ParallelMoE
+from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import ModelTree, named_modules
+
+MARGIN = 1.15
+REVIEW = 100
+LEAST = 0.25
+REPEATS = 3
+
+T = TypeVar("T")
+
+
+class DispatchBounds:
+    """Compute steps with dispatch buffers of fixed sizes, and compute a step again that overflowed one.
+
+    Every `Run` has one. For a training loop of your own make one after the model.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        mesh: the mesh it lies on.
+
+    Attributes:
+        is_used: whether any rank of the pipeline has a `ParallelMoE` with `dispatch="all_to_all"`, ep > 1 and no
+            capacity. Without one `exact` just computes.
+        repeats: how often the last step was computed again.
+        rows: how many rows a rank sends over ep for each of its tokens, in the layer with the most of them. All-gather
+            sends ep.
+
+    Example:
+        >>> from mpcore.layers.moe import DispatchBounds
+        >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=2, dispatch="all_to_all")
+        >>> bounds = DispatchBounds(moe, mpcore.Mesh())
+        >>> loss = bounds.exact(lambda: moe(torch.randn(2, 3, 4)).sum(), lambda: mpcore.drop_gradients(moe))
+        >>> bounds.repeats, bounds.is_used  # one rank sends nothing
+        (0, False)
+    """
+
+    def __init__(self, model: nn.Module | ModelTree, mesh: Mesh) -> None:
+        layers = [module for _, module in named_modules(model) if isinstance(module, ParallelMoE)]
+        self.routers = [moe.router for moe in layers]
+        dropless = [moe.dispatcher for moe in layers if moe.router.options.capacity_factor is None]
+        self.dispatches = [each for each in dropless if isinstance(each, AllToAll)]
+        self.largest = [each.even.times(LEAST) for each in self.dispatches]
+        for each in self.dispatches:
+            each.set_bound(each.bound, mesh.device)
+        self.mesh, self.steps, self.repeats, self.rows = mesh, 0, 0, 0.0
+        self.is_used = any(gather_objects(len(self.dispatches), mesh.pp.group))
+
+    def exact(self, compute: Callable[[], T], forget: Callable[[], object]) -> T:
+        """Compute forward and backward of a step until no buffer overflowed. The host waits for the device once each.
+
+        What a repeated step must compute alike has to follow from its arguments: mpcore's dropout and jitter do;
+        torch's generators, and buffers that a forward changes, go on.
+
+        Args:
+            compute: forward and backward of all micro-batches.
+            forget: drops the gradients of `compute`.
+
+        Returns:
+            What `compute` returned the last time.
+        """
+        self.repeats = 0
+        if not self.is_used:
+            return compute()
+        tallies = [router.tally for router in self.routers]
+        while True:
+            for dispatch in self.dispatches:
+                dispatch.is_bounded, dispatch.needed = True, None
+            try:
+                result = compute()
+            finally:
+                for dispatch in self.dispatches:
+                    dispatch.is_bounded = False
+            if not self._overflowed():
+                return result
+            forget()
+            for router, tally in zip(self.routers, tallies, strict=True):
+                router.tally = tally
+            self.repeats += 1
+
+    @torch.no_grad()
+    def _overflowed(self) -> bool:
+        """Whether a buffer was too small on any rank; sets the sizes of the next attempt, or step."""
+        mesh = self.mesh
+        zero = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+        found = [zero.expand(2 * each.ep.size + 1) if each.needed is None else each.needed for each in self.dispatches]
+        needed = all_reduce(all_reduce(torch.cat([*found, zero]), mesh.tp, "max"), mesh.data, "max")
+        over = torch.stack([each[-1] for each in needed.split([*map(len, found), 1])]).max()
+        rows = max((sum(each.bound.sent) for each in self.dispatches), default=0.0)
+        agreed = all_reduce(torch.stack([over, zero[0] + rows]), mesh.pp, "max")
+        over, self.rows, *loads = torch.cat([agreed, needed]).tolist()
+        for i, each in enumerate(self.dispatches):
+            ep = each.ep.size
+            mine, loads = loads[: 2 * ep], loads[2 * ep + 1 :]
+            sent, run = mine[:ep], mine[ep:]
+            for rank in range(ep):
+                if sent[rank] > each.bound.sent[rank]:  # its experts have not seen all rows: guess theirs
+                    run[rank] = max(run[rank], sent[rank] / each.even.sent[rank] * each.even.run[rank])
+            fit = Bound(tuple(sent), tuple(run)).times(MARGIN).with_each(min, each.worst)
+            if over:
+                last = self.repeats == REPEATS - 1
+                each.set_bound(each.worst if last else each.bound.with_each(max, fit), mesh.device)
+                continue
+            self.largest[i] = self.largest[i].with_each(max, fit)
+            if self.repeats == REPEATS or self.steps % REVIEW == REVIEW - 1:
+                smaller = self.largest[i].with_each(lambda new, old: new if new < 0.9 * old else old, each.bound)
+                each.set_bound(smaller, mesh.device)
+                self.largest[i] = each.even.times(LEAST)
+        self.steps += not over
+        return bool(over)

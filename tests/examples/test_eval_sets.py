@@ -1,0 +1,79 @@
+"""Validation sets by name: measured alike on every layout and with every seed, recorded and drawn by their names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from matplotlib import pyplot as plt
+
+from examples.gpt.arguments import parse
+from examples.gpt.blend import open_eval_sets
+from examples.gpt.indexed_dataset import IndexedDatasetWriter
+from examples.gpt.records import plot_losses
+from tests.pool import mesh
+
+FLAGS = [
+    "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "2",
+    "--micro-batch", "1", "--steps", "1", "--warmup", "1", "--dtype", "float64", "--device", "cpu",
+    "--eval-samples", "5", "--lr", "0", "--document-masking",
+]  # fmt: skip
+
+
+def write(prefix, byte: int) -> str:
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for document in range(20):
+            writer.add_document([(byte + document * i) % 256 for i in range(11)] + [256])
+    return str(prefix)
+
+
+def train(sizes: dict[str, int], out: str, web: str, code: str) -> list[dict]:
+    from examples.gpt.train import Trainer
+
+    trainer = Trainer(parse([*FLAGS, "--out", out, "--eval-data", f"web={web}", f"code={code}"]), mesh(**sizes))
+    trainer.train()
+    with open(f"{out}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(ranks, tmp_path):
+    web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
+    found = [
+        ranks(size, train, sizes, str(tmp_path / f"{size}"), web, code)[0][-1]
+        for size, sizes in ((1, {}), (2, {"dp": 2}))
+    ]
+    for entry in found:
+        assert entry.keys() == {"step", "val_loss", "val_losses"}
+        assert entry["val_losses"].keys() == {"web", "code"}
+        assert entry["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-10)
+        assert entry["val_losses"] == pytest.approx(found[0]["val_losses"], rel=1e-10)
+    assert len({found[0]["val_loss"], *found[0]["val_losses"].values()}) == 3
+
+
+def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    steps = [{"step": i, "loss": 2.0 - i, "tokens": 8 * i} for i in range(2)]
+    sets = [{"step": 0, "val_loss": 3.0}, {"step": 1, "val_loss": 2.0, "val_losses": {"web": 1.0, "code": 4.0}}]
+    plot_losses([*steps, *sets], tmp_path / "loss.png")
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
+    assert lines["held out"] == [(0, 3.0), (8, 2.0)]
+    assert (lines["web"], lines["code"]) == ([(8, 1.0)], [(8, 4.0)])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "held out", "web", "code"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["code"], "--eval-data code: give NAME=PREFIX"),
+        (["=code"], "--eval-data =code: give NAME=PREFIX"),
+        (["a={code}", "a={code}"], "names a twice"),
+        (["a={web}"], "--data names it too"),
+        (["a={web}-missing"], "missing"),
+    ],
+)
+def test_sets_that_cannot_be_measured_are_refused(words, message, tmp_path):
+    web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
+    with pytest.raises((ValueError, OSError), match=message):
+        open_eval_sets([word.format(web=web, code=code) for word in words], [web])

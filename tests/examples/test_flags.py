@@ -1,0 +1,367 @@
+"""Each flag of `python -m examples.gpt.pretrain` does something: what a probe sees differs with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from examples.gpt import console, faults, pretrain, train
+from examples.gpt.console import PEAK_FLOPS, Console, mfu
+from examples.gpt.flops import flops_of_token
+from examples.gpt.pretrain import Trainer, main, parse
+from mpcore import Axis, Mesh
+from mpcore.analysis.counts import Ledger
+from mpcore.sharding.local import local_tensor
+from tests.oracles.runs import build, corpus
+from tests.pool import mesh
+
+TINY = (
+    "--layers 2 --d-model 16 --heads 4 --d-ff 24 --seq-len 12 --global-batch 4 --steps 4 --warmup 2 --dtype float64 "
+    "--eval-every 2 --eval-samples 4 --device cpu"
+)
+EXPERTS = "--experts 4 --expert-d-ff 8"
+
+
+class AskedError(Exception):
+    """Ends a run where a probe has seen enough."""
+
+
+def arguments(flags: str, out: Path | str = "unused") -> list[str]:
+    given = flags.replace("OUT", str(out)).replace("OTHER", corpus(1)).split()
+    return [*TINY.split(), "--data", corpus(), *given, "--out", str(out)]
+
+
+def trains(flags: str, out: Path) -> Any:
+    """Losses, norms and rates of three steps, the validation loss, and first and last weights."""
+    t = Trainer(parse(arguments(flags)), Mesh())
+
+    def sums() -> list[float]:
+        return [float(p.detach().double().square().sum()) for p in t.model.parameters()]
+
+    first = sums()
+    steps = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in (t.step() for _ in range(3))]
+    return first, steps, t.evaluate(), sums()
+
+
+def first_batch(flags: str, out: Path) -> Any:
+    t = Trainer(parse(arguments(flags)), Mesh())
+    return t.batch(t.train_samples, t.share(0))[0].tolist()
+
+
+def asks_for_documents(flags: str, out: Path) -> Any:
+    t = Trainer(parse(arguments(flags)), Mesh())
+    return sorted(t.batch(t.train_samples, t.share(0))[2])
+
+
+def first_weights(flags: str, out: Path) -> Any:
+    t = Trainer(parse(arguments(flags)), Mesh())
+    return [float(p.detach().double().sum()) for p in t.model.parameters()]
+
+
+def moe_dispatch(flags: str, out: Path) -> Any:
+    return Trainer(parse(arguments(flags)), Mesh()).model.get_submodule("blocks.0.mlp").dispatch
+
+
+def seen(target: Any, name: str, flags: str, wants: Callable[[mock.Mock], Any]) -> Any:
+    """What a run asks of one of its parts; the run ends there."""
+    with mock.patch.object(target, name, side_effect=AskedError) as part, contextlib.suppress(AskedError):
+        Trainer(parse(arguments(flags)), Mesh())
+    return wants(part)
+
+
+def asks_of_prepare(flags: str, out: Path) -> Any:
+    """The policies and other arguments of `mpcore.prepare`."""
+
+    def wants(part: mock.Mock) -> Any:
+        told = {
+            name: value for name, value in part.call_args.kwargs.items() if name not in ("blocks", "loss", "optimizer")
+        }
+        recompute = dataclasses.replace(told.pop("recompute"), example=None, budget=None), told["data"]
+        plan = told.pop("schedule")
+        return recompute, (plan.name, plan.stages), told
+
+    return seen(train, "prepare", flags, wants)
+
+
+def asks_of_model(flags: str, out: Path) -> Any:
+    return seen(train, "build_stages", flags, lambda part: part.call_args.kwargs)
+
+
+def asks_of_mesh(flags: str, out: Path) -> Any:
+    """The sizes of axes, the device and the time limit that the command asks for."""
+    with mock.patch.object(pretrain, "build_mesh", side_effect=AskedError) as part, contextlib.suppress(AskedError):
+        main(arguments(flags))
+    return part.call_args.kwargs
+
+
+def asks_of_watchdog(flags: str, out: Path) -> Any:
+    with mock.patch.object(pretrain, "Watchdog", side_effect=AskedError) as part, contextlib.suppress(AskedError):
+        main(arguments(flags, out))
+    return part.call_args.kwargs["timeout"]
+
+
+def leaves(flags: str, out: Path) -> Any:
+    """What runs of the command leave behind, `then` one after another: their status, words, records and files."""
+    printed = io.StringIO()
+    status: Any = None
+    with mock.patch.object(Console, "end"), contextlib.redirect_stdout(printed):
+        for each in flags.split(" then "):
+            try:
+                status = main(arguments(each, out))
+            except SystemExit as error:
+                status = str(error.code)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name != ".lock")
+    written = (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
+    records = [json.loads(line, parse_constant=refuse) for line in written.splitlines()]
+    records = [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in records]
+    words = sorted({w for w in ("background", "resumed") if w in printed.getvalue()})
+    return str(status).replace(str(out), "OUT"), records, files, words
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def draws(flags: str, out: Path) -> Any:
+    with contextlib.redirect_stdout(io.StringIO()):
+        main(arguments(flags, out))
+    return sorted(path.name for path in out.iterdir())
+
+
+def elsewhere(flags: str, out: Path) -> Any:
+    """Which folder is written to: the last --out counts."""
+    with mock.patch.object(Console, "end"), contextlib.redirect_stdout(io.StringIO()):
+        main([*arguments("--steps 1 --eval-every 0", out / "a"), *flags.replace("OUT", str(out)).split()])
+    return sorted(path.name for path in out.iterdir())
+
+
+def watches(flags: str, out: Path) -> Any:
+    """In which of ten steps on two ranks replicas are compared, and ranks are timed and checked."""
+    called: list[Any] = []
+    args, on = parse(arguments(flags)), Mesh(world=Axis(size=2), job=Axis(size=2))
+    late = SimpleNamespace(
+        probe=lambda: called.append((step, "probe")), check=lambda: called.append((step, "check")) or []
+    )
+    found = faults.Faults(args, on, [], out)
+    with mock.patch.object(faults, "compare_replicas", side_effect=lambda *_: called.append((step, "replicas"))):
+        for step in range(10):
+            found.after({"step": step, "loss": 1.0, "grad_norm": 1.0}, range(4), torch.nn.Linear(1, 1), late)  # type: ignore[arg-type]
+    return called
+
+
+HF = "--init-from-hf nowhere"
+SAVED = "--save-every 2 --eval-every 0"
+FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
+    **{axis: (asks_of_mesh, "", f"--{axis} 2") for axis in ("tp", "pp", "cp", "ep", "dp", "etp", "workers")},
+    "cp_inner": (asks_of_mesh, "--cp 8 --cp-kind two-level", "--cp-inner 4"),
+    "device": (asks_of_mesh, "", "--device cuda"),
+    "timeout": (asks_of_watchdog, "", "--timeout 77"),
+    "zero": (asks_of_prepare, "", "--zero 3"),
+    "replicate": (asks_of_prepare, "", "--replicate 2"),
+    "sequence_parallel": (asks_of_model, "", "--sequence-parallel"),
+    "cp_kind": (asks_of_model, "", "--cp-kind ring"),
+    "schedule": (asks_of_prepare, "", "--schedule gpipe"),
+    "virtual_stages": (asks_of_prepare, "--schedule interleaved --virtual-stages 1", "--virtual-stages 2"),
+    "trace": (draws, "--steps 1", "--trace"),
+    "local_steps": (asks_of_prepare, "--workers 2", "--local-steps 7"),
+    "outer_lr": (asks_of_prepare, "--workers 2", "--outer-lr 0.5"),
+    "outer_momentum": (asks_of_prepare, "--workers 2", "--outer-momentum 0.5"),
+    "fragments": (asks_of_prepare, "--workers 2", "--fragments 2"),
+    "preset": (trains, "", "--preset gpt2"),
+    "layers": (trains, "", "--layers 3"),
+    "d_model": (trains, "", "--d-model 24"),
+    "heads": (trains, "", "--heads 2"),
+    "kv_heads": (trains, "", "--kv-heads 2"),
+    "d_ff": (trains, "", "--d-ff 25"),
+    "dropout": (trains, "", "--dropout 0.1"),
+    "tie_embeddings": (trains, "", "--tie-embeddings"),
+    "init_std": (trains, "", "--init-std 0.1"),
+    "experts": (trains, EXPERTS, "--experts 6"),
+    "top_k": (trains, EXPERTS, "--top-k 3"),
+    "shared_experts": (trains, EXPERTS, "--shared-experts 1"),
+    "expert_d_ff": (trains, EXPERTS, "--expert-d-ff 9"),
+    "routed_scale": (trains, EXPERTS, "--routed-scale 2"),
+    "moe_every": (trains, EXPERTS, "--moe-every 2"),
+    "balance": (trains, EXPERTS, "--balance none"),
+    "aux_loss": (trains, EXPERTS, "--aux-loss global"),
+    "aux_coefficient": (trains, EXPERTS, "--aux-coefficient 0.5"),
+    "router_z_loss": (trains, EXPERTS, "--router-z-loss 0.1"),
+    "bias_rate": (trains, f"{EXPERTS} --balance bias", "--bias-rate 0.1"),
+    "router_jitter": (trains, EXPERTS, "--router-jitter 0.3"),
+    "capacity_factor": (trains, EXPERTS, "--capacity-factor 0.5"),
+    "dispatch": (moe_dispatch, EXPERTS, "--dispatch all_to_all"),
+    "data": (trains, "", "--data OTHER"),
+    "tokenizer": (leaves, "", "--tokenizer nowhere.json"),
+    "end_of_document": (leaves, "", "--end-of-document EOD"),
+    "document_masking": (asks_for_documents, "", "--document-masking"),
+    "eval_data": (leaves, "", "--eval-data other=OTHER"),
+    "seq_len": (trains, "", "--seq-len 10"),
+    "steps": (leaves, "--eval-every 0", "--steps 3"),
+    "global_batch": (trains, "", "--global-batch 8"),
+    "rampup_batch_size": (trains, "--micro-batch 1", "--rampup-batch-size 1 1 6"),
+    "micro_batch": (asks_of_prepare, "", "--micro-batch 1"),
+    "lr": (trains, "", "--lr 0.01"),
+    "min_lr": (trains, "--warmup 0", "--min-lr 0.002"),
+    "warmup": (trains, "", "--warmup 3"),
+    "lr_schedule": (trains, "--steps 8 --warmup 0", "--lr-schedule wsd"),
+    "betas": (trains, "", "--betas 0.8 0.9"),
+    "optimizer": (trains, "", "--optimizer muon"),
+    "weight_decay": (trains, "", "--weight-decay 0.5"),
+    "clip": (trains, "", "--clip 0.1"),
+    "recompute": (asks_of_prepare, "", "--recompute full"),
+    "offload": (asks_of_prepare, "", "--offload activations"),
+    "seed": (trains, "", "--seed 1"),
+    "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
+    "autocast": (asks_of_prepare, "--dtype bfloat16", "--autocast"),
+    "residual_dtype": (asks_of_model, "--dtype bfloat16", "--residual-dtype float32"),
+    "fp8": (asks_of_prepare, "--d-model 256 --d-ff 256", "--fp8"),
+    "compile": (asks_of_prepare, "", "--compile aot_eager"),
+    "eval_every": (leaves, "", "--eval-every 1"),
+    "eval_samples": (trains, "", "--eval-samples 3"),
+    "out": (elsewhere, "", "--out OUT/b"),
+    "save_every": (leaves, "", "--save-every 2"),
+    "keep": (leaves, SAVED, "--keep 1"),
+    "async_save": (leaves, SAVED, "--async-save"),
+    "resume": (leaves, f"{SAVED} --exit-step 2 then {SAVED}", "--resume auto"),
+    "init_from_hf": (leaves, "", HF),
+    "init_from": (leaves, "", "--init-from nowhere"),
+    "exit_step": (leaves, SAVED, "--exit-step 3"),
+    "max_skips": (leaves, "--lr 1e300 --steps 6 --warmup 0 --clip 0 --weight-decay 0", "--max-skips 2"),
+    "check_replicas": (watches, "", "--check-replicas 4"),
+    "check_speed": (watches, "", "--check-speed 4"),
+}  # fmt: skip
+MORE = [(first_weights, "", "--seed 1"), (first_batch, "", "--seed 1"), (trains, "", "--optimizer adamw-bf16"),
+        (trains, "--steps 8 --warmup 0", "--lr-schedule linear")]  # fmt: skip
+
+
+@cache
+def at_base(probe: Callable[[str, Path], Any], base: str, folder: str) -> Any:
+    out = Path(folder, f"{probe.__name__} {base}".replace(" ", "_").replace("/", "_"))
+    out.mkdir()
+    return probe(base, out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where base runs leave their files."""
+    return str(tmp_path_factory.mktemp("flags"))
+
+
+def test_every_flag_is_in_the_table():
+    assert set(FLAGS) == set(vars(parse([])))
+
+
+@pytest.mark.parametrize(
+    ("probe", "base", "given"), [*FLAGS.values(), *MORE], ids=[*FLAGS, *(f"{p.__name__} {g}" for p, _, g in MORE)]
+)
+def test_a_flag_changes_what_it_is_for(probe, base, given, folder, tmp_path):
+    assert at_base(probe, base, folder) != probe(f"{base} {given}".strip(), tmp_path)
+
+
+@pytest.mark.parametrize("probe", [trains, leaves, asks_of_prepare, asks_of_mesh, asks_of_model, watches])
+def test_a_probe_sees_flags_alone(probe, folder, tmp_path):
+    assert at_base(probe, "", folder) == probe("", tmp_path)
+
+
+# --- what flags say, where another value would be silent --------------------------------------------------------------
+
+
+def test_replicas_are_compared_after_each_so_many_steps(tmp_path):
+    assert watches("--check-replicas 4 --check-speed 0", tmp_path) == [(3, "replicas"), (7, "replicas")]
+    assert watches("--check-replicas 0 --check-speed 0", tmp_path) == []
+    assert [step for step, what in watches("--check-replicas 0 --check-speed 8", tmp_path) if what == "check"] == [7]
+
+
+def test_the_time_limit_is_the_watchdogs_and_torchs_is_later(tmp_path):
+    assert asks_of_watchdog("--timeout 77", tmp_path) == 77
+    assert asks_of_mesh("--timeout 77", tmp_path)["timeout"] == 92
+
+
+def test_more_skips_than_allowed_end_the_run_and_leave_json_behind(tmp_path):
+    """Weights of 1e300 overflow from the second step on. What is null was not finite."""
+    diverging = "--lr 1e300 --steps 9 --warmup 0 --clip 0 --weight-decay 0 --eval-every 0 --max-skips"
+    status, records, *_ = leaves(f"{diverging} 3", tmp_path)
+    assert "4 steps in a row had a loss or gradient that isn't finite, 3 are allowed" in status
+    assert [entry["grad_norm"] is None for entry in records] == [False, True, True, True, True]
+    assert all(entry["lr"] < records[0]["lr"] for entry in records[1:])  # the rate goes on while steps are skipped
+    skipped = (tmp_path / "skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse)["grad_norm"] for line in skipped] == [None] * 4
+
+
+def test_a_run_resumes_past_skipped_steps_and_draws_them(tmp_path):
+    diverging = "--lr 1e300 --steps 4 --warmup 0 --clip 0 --weight-decay 0 --eval-every 0 --save-every 2"
+    status, records, *_ = leaves(f"{diverging} --exit-step 2 then {diverging} --resume auto", tmp_path)
+    assert (status, len(records)) == ("0", 4)
+    console.plot_losses(records, tmp_path / "again.png")
+    assert (tmp_path / "again.png").stat().st_size > 0
+
+
+def test_the_seed_does_not_choose_the_held_out_samples():
+    """The help of --seed says so, and losses of runs with other seeds are compared."""
+    first, second = ([t.held_out.sample(i).tolist() for i in range(4)] for t in (build({}), build({"seed": 1})))
+    assert first == second
+
+
+def test_the_held_out_samples_are_as_many_as_asked():
+    trainer = build({"eval_samples": 3})
+    asked: list[int] = []
+    real = trainer.batch
+
+    def batch(samples: Any, indices: range) -> Any:
+        assert samples is trainer.setup.held_out is not trainer.setup.train
+        asked.extend(indices)
+        return real(samples, indices)
+
+    with mock.patch.object(trainer, "batch", batch):
+        trainer.evaluate()
+    assert asked == [0, 1, 2]
+
+
+def test_mfu_is_a_share_of_the_peak_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB")
+    t = SimpleNamespace(config=build({}).config, mesh=SimpleNamespace(job=SimpleNamespace(size=4)))
+    expected = flops_of_token(t.config) * 1e6 / (4 * PEAK_FLOPS["H100"])
+    assert mfu(t, 1e6) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+
+
+def held(data: str, flags: str, **sizes: int) -> tuple[int, int, tuple]:
+    """Elements of parameters and of Adam's moments on this rank, and the calls of a second step by axis and kind."""
+    on = mesh(**sizes)
+    t = Trainer(parse([*arguments(flags), "--micro-batch", "1", "--data", data]), on)
+    t.step()
+    with Ledger(on) as ledger:
+        t.step()
+    calls = {key: count.calls for key, count in ledger.counts.items() if key[0] != "world"}
+    parameters = sum(local_tensor(p).numel() for p in t.model.parameters())
+    moments = sum(local_tensor(state["exp_avg"]).numel() for state in t.run.optimizer.state.values())
+    return parameters, moments, tuple(sorted(calls.items()))
+
+
+def all_held(data: str, rows: list[tuple[str, dict[str, int]]]) -> list[tuple]:
+    return [held(data, flags, **sizes) for flags, sizes in rows]
+
+
+def test_sharding_flags_change_what_a_rank_holds_and_sends(ranks):
+    rows = [(f"--zero {zero}", {"dp": 4}) for zero in range(4)]
+    rows += [("--zero 3 --replicate 2", {"dp": 4})]
+    rows += [(f"--cp-kind {kind}", {"cp": 4}) for kind in ("ring", "alltoall", "allgather")]
+    for none, state, gradients, all_, replicated, ring, a2a, gathered in ranks(4, all_held, corpus(), rows):
+        whole = none[0]
+        assert none[1] == whole
+        assert state[1] == gradients[1] == pytest.approx(whole / 4, rel=0.05)
+        assert state[0] in (whole, state[1])
+        assert all_[0] == pytest.approx(whole / 4, rel=0.05)
+        assert replicated[0] == pytest.approx(whole / 2, rel=0.05)
+        assert len({ring[2], a2a[2], gathered[2]}) == 3
+        assert len({none[2], gradients[2], all_[2], replicated[2]}) == 4

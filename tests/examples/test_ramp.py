@@ -1,0 +1,81 @@
+"""A growing batch: the sizes are Megatron's, and a run that goes on elsewhere in the middle of it loses no sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.gpt.arguments import parse
+from examples.gpt.ramp import Ramp, read_ramp
+from tests.pool import mesh
+
+FLAGS = [
+    "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "8",
+    "--micro-batch", "1", "--steps", "7", "--warmup", "2", "--dtype", "float64", "--device", "cpu",
+    "--rampup-batch-size", "2", "2", "12", "--resume", "auto",
+]  # fmt: skip
+
+
+def megatron(sample: int, start: int, increment: int, samples: int, final: int) -> int:
+    """Sizes as Megatron-LM has them, num_microbatches_calculator.py."""
+    if sample > samples:
+        return final
+    return start + int(sample / (samples / ((final - start) // increment))) * increment
+
+
+@pytest.mark.parametrize(("start", "increment", "samples", "final"), [(2, 2, 12, 8), (4, 4, 100, 32), (1, 3, 7, 10)])
+def test_sizes_are_megatrons_and_depend_on_the_samples_before(start, increment, samples, final):
+    args = parse(["--global-batch", f"{final}", "--rampup-batch-size", f"{start}", f"{increment}", f"{samples}"])
+    ramp, sample = read_ramp(args, 1), 0
+    for step in range(3 * samples):
+        assert ramp.size(sample) == megatron(sample, start, increment, samples, final)
+        assert ramp.after(0, step) == sample
+        assert ramp.after(sample, 2) == sample + ramp.size(sample) + ramp.size(sample + ramp.size(sample))
+        sample += ramp.size(sample)
+    assert ramp.sizes == list(range(start, final + 1, increment))
+    assert Ramp(5, 5).after(7, 3) == 22
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("8 2 9", "the start 8 is not below --global-batch 8"),
+        ("2 4 9", "from 2 to --global-batch 8 are 6 samples, no multiple of the increment 4"),
+        ("3 1 9", "the start 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
+        ("2 3 9", "the increment 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
+        ("2 2 0", "each number is at least 1"),
+        ("2 2 9 --workers 2", "with --workers 2: workers take steps of one size"),
+        ("2 2 9 --schedule plan.csv", "with --schedule plan.csv: a file is for one number of micro-batches"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused_with_its_numbers(flags, message):
+    args = parse(["--global-batch", "8", "--rampup-batch-size", *flags.split()])
+    with pytest.raises(ValueError, match=message):
+        read_ramp(args, 2)
+
+
+def train(sizes: dict[str, int], out: str, until: int) -> tuple[list[float], int]:
+    from examples.gpt.train import Trainer
+
+    t = Trainer(parse([*FLAGS, "--out", out]), mesh(**sizes))
+    losses = [t.step()["loss"] for _ in range(t.run.step, until)]
+    t.checkpoints.save()
+    return losses, t.checkpoints.sample(until)
+
+
+def check_few(out: str) -> None:
+    """The schedule needs two micro-batches, the first step has one."""
+    from examples.gpt.train import Trainer
+
+    with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
+        Trainer(parse([*FLAGS, "--out", out, "--micro-batch", "2"]), mesh(pp=2))
+
+
+def test_in_the_middle_of_a_ramp_any_layout_goes_on_with_the_same_losses(ranks, tmp_path):
+    ((want, samples),) = ranks(1, train, {}, str(tmp_path / "one"), 7)
+    assert samples == sum((2, 2, 4, 6, 8, 8, 8))
+    layouts = [({"dp": 2}, 3), ({"pp": 2}, 5), ({"tp": 2}, 7)]  # the size changes on both of the first two
+    parts = [ranks(2, train, sizes, str(tmp_path / "two"), until) for sizes, until in layouts]
+    for found in zip(*parts, strict=True):
+        assert [loss for losses, _ in found for loss in losses] == pytest.approx(want, rel=1e-10)
+        assert found[-1][1] == samples
+    ranks(2, check_few, str(tmp_path / "few"))

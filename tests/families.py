@@ -1,0 +1,183 @@
+"""Try `parallelize` on every causal language model of transformers: `python -m tests.families --write`.
+
+Each config is shrunk, its weights are random, and it computes in float64: whole, and sharded over tp, by the plan that
+the model carries or else by the one that `suggest_plan` finds. Outputs and gradients of all parameters must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+from mpcore.interop.parallelize import suggest_plan
+from mpcore.interop.parallelize.plan import Plan, resolve
+from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.suggest import share_of
+from mpcore.interop.parallelize.swap import cut_model
+
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+SECONDS = 120
+MOST = 10**7  # parameters
+EXACT = 1e-9  # of the largest value, in float64
+SIZES = {  # of whatever name a config has for it; 12 heads fall to 2, 3 and 4 ranks
+    "vocab_size": 66, "hidden_size": 48, "n_embd": 48, "d_model": 48, "embedding_size": 48, "word_embed_proj_dim": 48,
+    "emb_dim": 48, "dim": 48,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_attention_heads": 12, "n_head": 12, "n_heads": 12, "num_heads": 12, "encoder_attention_heads": 12,
+    "decoder_attention_heads": 12, "num_key_value_heads": 6, "num_kv_heads": 6, "head_dim": 4, "d_kv": 4,
+    "intermediate_size": 36, "ffn_dim": 36, "n_inner": 36, "d_ff": 36, "encoder_ffn_dim": 36, "decoder_ffn_dim": 36,
+    "dff": 36, "ffn_hidden_size": 36, "dim_ff": 36, "d_inner": 36, "intermediate_size_mlp": 36,
+    "max_position_embeddings": 32, "n_positions": 32, "max_seq_len": 32, "max_target_positions": 32,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_shared_experts": 1, "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12, "shared_intermediate_size": 12, "expert_ffn_hidden_size": 12, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 4, "rotary_dim": 4, "sliding_window": 4, "state_size": 4, "num_mel_bins": 4,
+    "max_source_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "rotary_pct": 1.0,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A family, and what came of it for each number of ranks."""
+
+    family: str
+    model: str
+    results: dict[str, str]
+
+
+def shrunk(config: Any) -> dict[str, Any]:
+    """Small sizes, under the names that a config has for them."""
+    names = {**{name: name for name in SIZES}, **getattr(config, "attribute_map", {})}
+    given = {}
+    for name, value in SIZES.items():
+        if getattr(config, names[name], None) is not None or name in ("head_dim", "pad_token_id"):
+            given[name] = value
+    if "kv_lora_rank" in given and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
+    return given
+
+
+def build(family: str) -> nn.Module:
+    """A small model of a family."""
+    kind = CONFIG_MAPPING[family]
+    config = kind()
+    config = kind(**{name: value for name, value in shrunk(config).items() if name in config.to_dict()})
+    make = getattr(transformers, CAUSAL[family])
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make(config).parameters())
+    if size > MOST:
+        raise ValueError(f"{size} parameters, for SIZES knows no names of its config")
+    return make(config)
+
+
+def judged(model: nn.Module, plan: Plan | str, tp: int) -> str:
+    """Say "equal" and the share sharded, or why not."""
+    shapes = shapes_of(model)
+    styles, share = {name: style for name, _, style in resolve(shapes, plan)}, f"{share_of(shapes, plan, tp):.0%}"
+    with mock.patch.object(torch.Tensor, "float", lambda x: x):  # else norms compute in float32
+        exact = Prover(shapes, tolerance=EXACT).verdict(styles, tp, cut_model)
+    if exact is None:
+        return f"equal, {share}"
+    return Prover(shapes, tolerance=TOLERANCE).verdict(styles, tp, cut_model) or f"equal to {TOLERANCE:g}, {share}"
+
+
+def tried(model: nn.Module, tp: int) -> str:
+    """The result of a model on tp ranks: by its own plan, or by the one found where that is right and shards more."""
+    try:
+        own = judged(model, "auto", tp)
+    except (ValueError, CannotCheckError) as error:
+        own = str(error)
+    share = int(own.split()[-1].rstrip("%")) if own.startswith("equal") else 0
+    if share >= 50:
+        return own
+    try:
+        found = suggest_plan(model, tp)
+        ours = judged(model, found.plan, tp) if 100 * found.share > share + 1 else ""
+    except (ValueError, CannotCheckError) as error:
+        own, ours = own if share else str(error), ""
+    if ours.startswith("equal"):
+        return f"{ours}, plan found"
+    return own if share else f"refused: {own}"
+
+
+def row(family: str, sizes: list[int]) -> Row:
+    """Try one family."""
+    signal.alarm(SECONDS)
+    try:
+        model = build(family)
+    except Exception as error:
+        return Row(
+            family, CAUSAL[family], {"tp": f"not shrunk: {type(error).__name__}: {str(error).splitlines()[0]:.100}"}
+        )
+    results = {}
+    for tp in sizes:
+        signal.alarm(SECONDS)
+        try:
+            results[f"tp {tp}"] = tried(model, tp)
+        except Exception as error:
+            results[f"tp {tp}"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finally:
+            signal.alarm(0)
+    return Row(family, type(model).__name__, results)
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """The page's lines."""
+    sizes = sorted({size for each in rows for size in each.results} - {"tp"})
+    yield f"| family | model | {' | '.join(sizes)} |"
+    yield f"|---|---|{'---|' * len(sizes)}"
+    for each in rows:
+        said = [each.results.get(size, each.results.get("tp", "not tried")) for size in sizes]
+        cells = [f"{' '.join(one.split()).replace('|', '/'):.160}" for one in said]
+        yield f"| {each.family} | {each.model} | {' | '.join(cells)} |"
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def main() -> None:
+    """Try the families named, or all; print a row each, and write the page where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", default=list(CAUSAL))
+    parser.add_argument("--tp", type=int, nargs="+", default=[2])
+    parser.add_argument("--rows", type=Path, help="a file of rows: those in it aren't tried again")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _too_long)
+    transformers.logging.set_verbosity_error()
+    done = (
+        [Row(*json.loads(line)) for line in given.rows.read_text().splitlines()]
+        if given.rows and given.rows.exists()
+        else []
+    )
+    for family in given.families:
+        if family not in {each.family for each in done}:
+            done.append(row(family, given.tp))
+            print(*done[-1], flush=True)
+            if given.rows:
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(done[-1]) + "\n")
+    equal = sum(all(result.startswith("equal") for result in each.results.values()) for each in done)
+    print(f"{equal} of {len(done)} equal")
+    if given.write:
+        top = PAGE.read_text().split("| family |")[0] if PAGE.exists() else ""
+        PAGE.write_text(top + "\n".join(table(done)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The command `mpcore`: each of its commands, mistyped words, and what the doctor finds."""
+
+import re
+import socket
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from examples.gpt.arguments import parse
+from mpcore import collectives, doctor
+from mpcore.__main__ import COMMANDS, main
+from mpcore.command_line import find_object
+from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
+from mpcore.kernels import _dispatch
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_fits_a_screen_and_names_it(name, capsys):
+    with pytest.raises(SystemExit) as status:
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert status.value.code == 0
+    assert out.startswith(f"usage: mpcore {name}"), out
+    assert len(out.splitlines()) <= 45, out
+
+
+def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(capsys):
+    assert main([]) == 0
+    listed = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert listed == list(COMMANDS)
+    assert main(["docter"]) == 2
+    assert "unknown command docter; did you mean doctor?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", "2"], "unknown --layer; did you mean --layers?"),  # argparse would take it for --layers
+        (["--zero", "5"], "none of 0, 1, 2, 3"),
+        (["--dtype", "bfloat"], "'bfloat' is none of float64, float32, bfloat16, float16; did you mean bfloat16?"),
+        (["--tp", "two"], "argument --tp: invalid int value: 'two'"),
+    ],
+)
+def test_a_mistyped_flag_or_choice_is_one_line_with_the_nearest(words, message, capsys):
+    with pytest.raises(SystemExit) as status:
+        parse(words)
+    err = capsys.readouterr().err
+    assert status.value.code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_object_is_found_by_its_name():
+    assert find_object("torch.nn:Linear") is nn.Linear
+    for name, message in (
+        ("nowhere:build", "nowhere can't be imported"),
+        ("torch.nn:Linea", "did you mean Linear"),
+        (":build", "':build' can't be imported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_object(name)
+
+
+def test_the_doctor_names_a_port_in_use_and_a_host_without_address():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = {finding.name: finding for finding in check_launch(port)}
+        assert found[f"port {port}"].state == "FAILED"
+        assert f"--master-port {port + 1}" in found[f"port {port}"].detail
+    assert next(iter(check_launch(port))).state == "ok"
+    with mock.patch.object(socket, "gethostbyname", side_effect=OSError("no address")):
+        assert [f.state for f in check_launch(port) if f.name.startswith("host name")] == ["FAILED"]
+
+
+def test_the_doctor_says_that_triton_is_missing():
+    with mock.patch.object(_dispatch, "HAS_TRITON", False):
+        (finding,) = check_kernels()
+        assert finding.state == "skipped"
+        assert "triton can't be imported" in finding.detail
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            (finding,) = check_kernels()
+            assert finding.state == "FAILED"
+
+
+@pytest.mark.parametrize("name", doctor.KERNELS)
+def test_the_doctor_finds_a_broken_kernel(name):
+    real = doctor.run_kernel
+
+    def last_result_is_off(name, impl, dtype, device):
+        *results, last = real(name, "reference", dtype, device)
+        return [*results, last * (1 + 1e-3) + 1e-3 if impl == "triton" else last]
+
+    with mock.patch.object(doctor, "run_kernel", last_result_is_off):
+        assert check_kernel(name, "cpu").state == "FAILED"
+
+
+def wrong_reduce(x, axis):
+    return collectives._Copy.apply(x, axis)
+
+
+def break_reduce():
+    collectives.reduce = wrong_reduce
+
+
+def test_the_doctor_checks_collectives_between_two_processes_and_names_a_broken_one():
+    assert {finding.state for finding in check_collectives()} == {"ok"}
+    with mock.patch.object(doctor, "Pool", lambda most: real_pool(most, break_reduce, ("tests.test_command",))):
+        bad = [finding.name for finding in check_collectives() if finding.state == "FAILED"]
+    assert bad == ["copy over gloo", "reduce over gloo"]  # the backward of copy is reduce
+
+
+real_pool = doctor.Pool
+
+
+def test_the_doctor_prints_versions_and_its_status_is_1_when_a_check_failed(capsys):
+    good, bad = Finding("port 1", "ok", "free"), Finding("port 2", "FAILED", "in use")
+    with mock.patch.multiple(
+        doctor, check_launch=lambda port: [good], check_kernels=lambda: [], check_collectives=lambda: []
+    ):
+        assert main(["doctor"]) == 0
+        assert "all is well" in (out := capsys.readouterr().out)
+        assert f"torch           {torch.__version__}"[:22] in out
+    with mock.patch.multiple(
+        doctor, check_launch=lambda port: [good, bad], check_kernels=lambda: [], check_collectives=lambda: []
+    ):
+        assert main(["doctor"]) == 1
+        assert "failed: port 2" in capsys.readouterr().out
+
+
+def test_the_planner_commands_run_through_it(capsys):
+    assert main(["ledger", "examples.gpt.plan:build", "--tp", "2", "--layers", "1", "--global-batch", "4"]) == 0
+    assert "all_reduce" in capsys.readouterr().out
+    assert "mpcore" in sys.modules

@@ -1,0 +1,252 @@
+"""How ranks agree, share their process groups and start: what it costs, and whom it names."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import start_up
+from mpcore import Mesh, build_mesh
+from mpcore._torch.distributed import default_store
+from mpcore.collectives import all_reduce
+from mpcore.fault_tolerance import Wishes, leave_together
+from mpcore.mesh.agreement import check_same, exchange, raise_together
+from mpcore.mesh.axis import Axis
+from mpcore.mesh.rendezvous import meet
+from tests.pool import mesh
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- agreement ----------------------------------------------------------------------------------------------------
+
+
+def check_values(size: int):
+    me, world = dist.get_rank(), dist.group.WORLD
+    large = bytes([me]) * (9 * 2**20)  # a TCPStore refuses 8 MiB
+    assert exchange(None, large if me == 1 else b"", world, lambda parts: [len(part) for part in parts]) == [
+        len(large) if rank == 1 else 0 for rank in range(size)
+    ]
+    assert exchange(None, (me, None), world) == [(rank, None) for rank in range(size)]
+    with pytest.raises(ValueError, match=r"^ZeroDivisionError: "):
+        exchange(None, me, world, lambda ranks: 1 // ranks[0])  # rank 0's error is everybody's
+    with pytest.raises(ValueError, match=rf"^lost \(on rank {size - 1} of {size}\)$"):
+        exchange(OSError("lost") if me == size - 1 else None, 0, world)
+    raise_together(None, Axis())  # alone, nobody is asked
+
+
+def test_ranks_exchange_values_of_any_size_and_errors(ranks):
+    for size in (2, 3, 4):
+        ranks(size, check_values, size)
+
+
+def keys_after(times: int) -> list[int]:
+    store = dist.distributed_c10d._get_default_store()
+    check_same("colour", "red")
+    raise_together(None)
+    counts = []
+    for _ in range(times):
+        check_same("colour", "red")
+        with pytest.raises(ValueError, match="disagree"):
+            check_same("number", str(dist.get_rank()))
+        exchange(None, dist.get_rank(), dist.group.WORLD)
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_the_store_does_not_grow_with_the_number_of_agreements(ranks):
+    for counts in ranks(4, keys_after, 12):
+        assert counts[-1] == counts[3], counts
+
+
+def check_late(limit: float):
+    me = dist.get_rank()
+    store, usual = default_store(), default_store().timeout
+    store.set_timeout(timedelta(seconds=limit))
+    dist.barrier()
+    began = time.monotonic()
+    if me in (1, 3):
+        time.sleep(limit + 1)
+        check_same("colour", "red")  # all have come now
+        took = 0.0
+    else:
+        with pytest.raises(ValueError, match=r"^ranks 1, 3 of 4 did not agree about the colour within 2 s: read what"):
+            check_same("colour", "red")
+        took = time.monotonic() - began
+    store.set_timeout(usual)
+    check_same("colour", "red")
+    return took
+
+
+def test_ranks_that_do_not_come_to_an_agreement_are_named_on_those_that_do(ranks):
+    for seconds in ranks(4, check_late, 2.0):
+        assert seconds < 2 + 1.5
+
+
+def check_wishes(steps: int):
+    me, found = dist.get_rank(), []
+    wishes, old = Wishes(mesh(dp=4).world), Wishes(mesh(dp=4).world)
+    for step in range(1, steps):
+        dist.all_reduce(torch.ones(1))  # no rank is a step ahead
+        found.append(sorted(wishes.after_step(step, stop=me == 2 and step == 3, failed=step == 3)))
+        assert old.after_step(step, stop=False) == set()  # of a run before in the same process
+    return found
+
+
+def test_a_wish_of_one_rank_is_granted_on_all_after_the_next_step(ranks):
+    for found in ranks(4, check_wishes, 7):
+        assert found == [[], [], [], ["failed", "stop"], [], []]
+    assert Wishes(Axis()).after_step(3, stop=True, failed=False) == {"stop"}
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 512])
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_world(size):
+    stores = start_up.count_agreement(size)
+    assert sum(store.requests for store in stores) <= 6 * size + 8
+    assert max(store.requests for store in stores) <= 14  # the last one settles it and clears up
+    assert sum(store.bytes for store in stores) <= 160 * size + 300
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_a_world_starts_with_few_files_a_rank(size):
+    assert start_up.measure(size)["files"] <= 6  # with every rank connected to every other: size + 3
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+def check_many_meshes(count: int):
+    sizes = [{"tp": 2, "pp": 2}, {"tp": 4}, {"cp": 2, "dp": 2, "ep": 2}, {"pp": 4}, {"tp": 2, "cp": 2}]
+    files = []
+    for i in range(count):
+        m = build_mesh(device_type="cpu", **sizes[i % len(sizes)])
+        assert int(exchange(None, m.tp.rank, m.tp.group, sum)) == sum(range(m.tp.size))
+        total = torch.ones(())
+        if m.pp.group is not None:
+            dist.all_reduce(total, group=m.pp.group)
+        assert total == m.pp.size
+        files.append(open_files())
+    return files
+
+
+def test_meshes_of_one_process_share_their_groups(ranks):
+    for files in ranks(4, check_many_meshes, 40):
+        assert max(files[10:]) == files[10], "files grow with the number of meshes"
+        assert files[-1] < 256
+
+
+def check_close():
+    def total(axis: Axis) -> float:
+        return all_reduce(torch.ones(()), axis).item()
+
+    first, second = build_mesh(etp=3, device_type="cpu"), build_mesh(etp=3, device_type="cpu")
+    group = first.etp.group_name
+    assert second.etp.group_name == group
+    assert first.etp.group is not first.job.group
+    assert total(first.etp) == 3
+    before = open_files()
+    first.close()
+    first.close()  # a second time does nothing
+    assert total(second.etp) == 3
+    second.close()
+    with pytest.raises(RuntimeError, match="group"):
+        total(second.etp)
+    assert total(second.job) == 3
+    del first, second
+    gc.collect()
+    assert open_files() < before
+    with build_mesh(etp=3, device_type="cpu") as third:
+        assert third.etp.group_name != group
+        assert total(third.etp) == 3
+    with pytest.raises(RuntimeError, match="group"):
+        total(third.etp)
+
+
+def test_a_group_ends_with_the_last_mesh_that_uses_it(ranks):
+    ranks(3, check_close)
+    with Mesh() as alone:
+        alone.close()
+
+
+def check_uneven_groups():
+    me = dist.get_rank()
+    if me == 1:
+        dist.new_group([1])
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 disagree about the process groups made before"):
+        build_mesh(tp=2, device_type="cpu")
+    if me != 1:
+        dist.new_group([1])
+    build_mesh(tp=2, device_type="cpu")
+
+
+def test_ranks_that_made_other_groups_are_refused_as_torch_would_name_the_next_ones_apart(ranks):
+    ranks(4, check_uneven_groups)
+
+
+# --- the start ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_there_twice_is_named_on_all():
+    store, told = dist.HashStore(), []
+
+    def one(rank: int) -> None:
+        with pytest.raises(ValueError, match="rank 1 is there twice, on ") as error:
+            meet(store, rank, 3, 20.0)
+        told.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 3
+
+
+GUARDED = """
+import time
+from mpcore.mesh import guard
+guard.GRACE_S = 0.2
+@guard.guard_start
+def start(timeout=None):
+    time.sleep(timeout)
+start(timeout=0.05)  # it ends in time, and so does nothing else
+time.sleep(0.5)
+guard.guard_start(lambda timeout: time.sleep(60))(timeout=0.3)
+"""
+
+
+def test_a_start_that_hangs_ends_and_names_the_host_that_gives_no_answer():
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=60, check=False,
+                         env={**os.environ, **variables})  # fmt: skip
+    assert run.returncode == 70, run.stderr
+    assert "the mesh was not built within 0.3 s: the host of rank 0 at 127.0.0.1:1 gives no answer" in run.stderr
+
+
+# --- who is dead --------------------------------------------------------------------------------------------------
+
+
+def test_of_four_ranks_the_two_that_died_are_named_and_none_that_waits():
+    """Rank 0 hears of it. Rank 1 waits for another and is alive. Ranks 2 and 3 are dead."""
+    store = dist.HashStore()
+    made = []
+    for rank in (0, 1):
+        together = leave_together(Mesh(), grace=0.2)
+        together.rank, together.size, together.store = rank, 4, store
+        made.append(together)
+    watch = threading.Thread(target=made[1]._watch, daemon=True)
+    watch.start()
+    assert made[0]._ask() == "ranks 2, 3 give no answer: killed, or cut off"
+    made[1].over.set()
+    watch.join()
