@@ -1,6 +1,7 @@
 """Tests that run in processes of their own beside all others: in those, four ranks leave a third of two cores idle."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ NO_RANKS = {
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }
+SLURM = sorted(TESTS.glob("slurm/test_*.py"))  # these wait for Slurm more than they compute
 RANKLESS = sorted(
     {
         *TESTS.glob("kernels/test_*.py"),
@@ -30,8 +32,8 @@ RANKLESS = sorted(
 class Beside:
     """The processes, started at the lowest priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, unless there is a
-    GPU, which they would share.
+    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, and a fourth, at
+    the usual priority, what runs under Slurm, unless there is a GPU, which they would share.
 
     Args:
         session: after its collection; what runs beside it is taken out.
@@ -40,20 +42,21 @@ class Beside:
     KEY = pytest.StashKey["Beside"]()
 
     def __init__(self, session: pytest.Session) -> None:
-        pytest_command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        low, pytest_command = ["nice", "-n", "19"], [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
         chosen = session.config.option
         marked = ["-m", chosen.markexpr]
-        runs = [(INTERPRETED, marked, {"TRITON_INTERPRET": "1", "INTERPRET_HALF": half}) for half in "01"]
-        others = [item for item in session.items if item.path not in RANKLESS]
+        interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
+        runs = [(low, INTERPRETED, marked, environment) for environment in interpret]
+        others = [item for item in session.items if item.path not in RANKLESS + SLURM]
         if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
             session.items[:] = others
-            runs.append((RANKLESS, [*marked, "-k", chosen.keyword], {}))
+            runs += [(*run, [*marked, "-k", chosen.keyword], {}) for run in ((low, RANKLESS), ([], SLURM))]
         self.processes = []
-        for files, options, environment in runs:
+        for priority, files, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
             process = subprocess.Popen(
-                [*pytest_command, *options, *map(str, files)],
+                [*priority, *pytest_command, *options, *map(str, files)],
                 env=os.environ | threads | environment, stdout=said, stderr=subprocess.STDOUT,
             )  # fmt: skip
             self.processes.append((process, said))
@@ -67,12 +70,12 @@ class Beside:
             said.seek(0)
             text = said.read()
             self.summaries.append(text.rstrip().rpartition("\n")[2])
-            failed += text if code else ""
+            failed += text if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) else ""
         return failed
 
     def stop(self) -> None:
         """End what still runs."""
         for process, said in self.processes:
-            process.kill()
+            process.send_signal(signal.SIGINT)  # so that Slurm's daemons end too
             process.wait()
             said.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mpcore.verify import _what_happened
 from tests.pool import Pool, RankError
 
 
@@ -31,3 +35,16 @@ def test_a_calls_time_begins_when_all_ranks_have_started():
 def test_ranks_that_die_as_they_start_are_told_of():
     with pytest.raises(RankError, match="a rank died as it started"):
         Pool(1, prepare=die)(1, os.getpid)
+
+
+def rank_1_is_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_signal_that_killed_a_rank_is_named_before_its_peers_broken_connection(ranks):
+    with pytest.raises(RankError) as told:
+        ranks(2, rank_1_is_killed)
+    assert "rank 0" in str(told.value)
+    assert _what_happened(str(told.value), 1.0) == "the process died (SIGKILL)"

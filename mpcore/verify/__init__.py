@@ -132,6 +132,9 @@ def _run(task: Task, layout: Layout) -> Seen:
 def _what_happened(text: str, timeout: float) -> str:
     """The cause in one line, of what the ranks that failed said."""
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
+    killed = [line for line in errors if line.startswith(f"{DIED} (")]  # whose peers say that a connection broke
+    if killed:
+        return killed[0]
     said = [line for line in errors if line not in (DIED, LATE)]  # of one rank, for which others wait
     if said:
         return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)

@@ -90,7 +90,7 @@ class Pool:
                 try:
                     ok, value = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, DIED
+                    ok, value = False, _death(workers[rank][0])
                 if ok:
                     results[rank] = value
                 else:
@@ -174,6 +174,13 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             result = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
             connection.send(result)
+
+
+def _death(process: Any) -> str:
+    """How a worker ended, as far as its exit status tells."""
+    process.join(GRACE_S)
+    status = process.exitcode or 0
+    return f"{DIED} ({signal.Signals(-status).name})" if status < 0 else DIED
 
 
 def _stack_file(folder: str, pid: int) -> Path:
