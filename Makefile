@@ -7,7 +7,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain quick test slurm-test soak oldest mutation bench check format clean
+.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,6 +34,11 @@ slurm-test: $(STAMP) ## launch under a real Slurm of two nodes on this machine, 
 
 soak: $(STAMP) ## the long proofs too
 	$(RUN) -m pytest -m "slow or not slow"
+
+asan: $(STAMP) ## the tests of ranks under AddressSanitizer: does a collective write into memory that was freed? (needs gcc)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" OMP_NUM_THREADS=1 \
+	ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:handle_segv=0:use_sigaltstack=0 \
+	$(RUN) -m pytest -q -m "not slow" tests/layers tests/pipeline tests/training tests/examples tests/test_[c-z]*.py
 
 oldest: ## the suite on the oldest torch and Triton that are promised, with all that torch's CUDA build pulls in (4 GB)
 	$(PYTHON) -m venv .venv-oldest

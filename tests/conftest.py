@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.beside import ASKS, Beside
-from tests.pool import BEFORE_2_13, Pool, start_pool, strict_memory
+from tests.pool import BEFORE_2_13, CRASHES, Pool, start_pool, strict_memory
 from tests.quick import mark_quick
 
 strict_memory()
@@ -57,6 +57,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for summary in config.stash[Beside.KEY].summaries if Beside.KEY in config.stash else ():
         terminalreporter.write_line(f"beside these: {summary}")
+    for crash in CRASHES:
+        terminalreporter.write_line(f"repeated after a crash in native code: {crash}")
 
 
 @pytest.hookimpl(wrapper=True)

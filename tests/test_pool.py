@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mpcore.verify import _what_happened
-from tests.pool import Pool, RankError
+from tests.pool import Pool, RankError, RepeatingPool
 
 
 def slow() -> None:
@@ -48,3 +49,28 @@ def test_the_signal_that_killed_a_rank_is_named_before_its_peers_broken_connecti
         ranks(2, rank_1_is_killed)
     assert "rank 0" in str(told.value)
     assert _what_happened(str(told.value), 1.0) == "the process died (SIGKILL)"
+
+
+def abort(times: int, folder: Path) -> int:
+    """Abort in the first calls; the next returns how many there were."""
+    calls = len(list(folder.iterdir()))
+    (folder / str(calls)).touch()
+    if calls < times:
+        os.abort()
+    return calls
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_call_is_repeated_once_after_a_crash_in_native_code(tmp_path, monkeypatch, times):
+    monkeypatch.setattr("tests.pool.CRASHES", told := [])
+    pool = RepeatingPool(1)
+    try:
+        if times == 1:
+            assert pool(1, abort, times, tmp_path) == [1]
+        else:
+            with pytest.raises(RankError, match=r"died \(SIGABRT\)"):
+                pool(1, abort, times, tmp_path)
+    finally:
+        pool.stop()
+    assert len(told) == 1
+    assert "SIGABRT in tests/test_pool.py::test_a_call_is_repeated" in told[0]
