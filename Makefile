@@ -7,7 +7,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench check format clean
+.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench docs check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ mutation: $(STAMP) ## break copies of the library on purpose and report what the
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 	$(RUN) -m pytest bench -q --benchmark-columns=median,iqr,rounds
+
+docs: $(STAMP) ## the documentation as a site, in docs/_build; a warning is an error
+	$(RUN) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build
 
 check: $(STAMP) ## ruff, format and pyright
 	$(VENV)/bin/ruff check .

@@ -54,7 +54,7 @@ def verify(
 
     Args:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
-            `nn.Module`s; importable from other processes. On the meta device it is materialized. It returns [B, ...],
+            modules; importable from other processes. On the meta device it is materialized. It returns [B, ...],
             rows first; tensors without rows are compared where a layout cuts no batch or sequence. What is compiled
             runs as it was written.
         batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are

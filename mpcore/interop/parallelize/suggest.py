@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
-from mpcore.interop.parallelize.checks import HEADS, head_dim_of, linear_sizes
+from mpcore.interop.parallelize.checks import HEADS, check_local_sizes, head_dim_of, linear_sizes
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, resolve
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
-from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments
+from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
 
+LARGE = 0.005  # part of the model's parameters, for which a layer is sharded by itself
 _WHOLE = ""  # the source of what every rank must have whole
 Styles = dict[str, "str | Style"]
 
@@ -95,12 +97,14 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
             why = wrong
         else:
             left |= dict.fromkeys((flow.patterns[name] for name in region.rows), why)
-    for part in (part for part in (*_experts(twin, flow), *_ends(twin, flow)) if not part.keys() & plan.keys()):
-        wrong = _verdict(prover, plan | part, tp)
-        if wrong is None:
-            plan |= part
-        else:
-            left |= dict.fromkeys(part, wrong)
+    for part in (*_experts(twin, flow), *_ends(twin, flow), *_large(twin, flow)):
+        if not part.keys() & plan.keys():
+            wrong = _verdict(prover, plan | part, tp)
+            if wrong is None:
+                plan |= part
+            else:
+                left |= dict.fromkeys(part, wrong)
+    left = {pattern: why for pattern, why in left.items() if pattern not in plan}
     return Suggestion(plan, share_of(prover.shapes, plan, tp), bool(plan), left)
 
 
@@ -115,8 +119,9 @@ def share_of(model: nn.Module, plan: Plan | str | None, tp: int) -> float:
 def _verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
     twin = prover.whole[0]
     try:
-        styles = {name: style for name, _, style in resolve(prover.shapes, plan)}
-        return prover.verdict(styles, tp, cut_model)
+        targets = resolve(prover.shapes, plan)
+        check_local_sizes(targets, Axis(tp, name="tp"))
+        return prover.verdict({name: style for name, _, style in targets}, tp, cut_model)
     except ValueError as error:
         return str(error)
     finally:
@@ -310,3 +315,13 @@ def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
             yield {flow.patterns[name]: "vocab"}
     for name in list(flow.inputs)[-1:]:
         yield {flow.patterns[name]: "colwise_gather_output"}
+
+
+def _large(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+    """Linear layers of some size, each by itself: such as those before a norm over all features."""
+    sizes: Counter[str] = Counter()
+    for name in flow.inputs:
+        sizes[flow.patterns[name]] += twin.model.get_parameter(f"{name}.weight").numel()
+    for pattern, size in sizes.items():
+        if size > LARGE * size_of(twin.model):
+            yield {pattern: "colwise_gather_output"}
