@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
     from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AdamW",
     "Axis",

@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0
+    if name == "--version":
+        print(f"mpcore {import_module('mpcore').__version__}")
+        return 0
     if name not in COMMANDS:
         print(f"mpcore: error: unknown command {name}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return 2

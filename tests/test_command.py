@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from examples.gpt.arguments import parse
-from mpcore import collectives, doctor
+from mpcore import __version__, collectives, doctor
 from mpcore.__main__ import COMMANDS, main
 from mpcore.command_line import find_object
 from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
@@ -31,6 +31,8 @@ def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(caps
     assert main([]) == 0
     listed = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert listed == list(COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpcore {__version__}\n"
     assert main(["docter"]) == 2
     assert "unknown command docter; did you mean doctor?" in capsys.readouterr().err
 
