@@ -180,6 +180,9 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
             "output_bias": (True, False),
             "qk_norm": (False, True),
             "norm_eps": (1e-6, 0.1, {"qk_norm": True}),
+            "alibi": (False, True),
+            "sinks": (False, True),
+            "memory_dim": (None, None),
         },
     ),
     "MultiLatentAttention": (

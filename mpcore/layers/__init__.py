@@ -7,7 +7,13 @@ from mpcore.layers.attention.sequence import sequence_index, shard_sequence, uns
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
-from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from mpcore.layers.linear import (
+    ColumnParallelLinear,
+    GateUpParallelLinear,
+    KVParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from mpcore.layers.loss import (
     VocabParallelCrossEntropy,
     linear_cross_entropy,
@@ -30,6 +36,7 @@ __all__ = [
     "Dropout",
     "GateUpParallelLinear",
     "GroupedLinear",
+    "KVParallelLinear",
     "LayerNorm",
     "MultiLatentAttention",
     "ParallelAttention",

@@ -7,6 +7,7 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
-from mpcore.sharding.declare import Shard, cut, cut_blocks
+from mpcore.sharding.declare import Run, Shard, cut, cut_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,7 +135,6 @@ class ColumnParallelLinear(ParallelLinear):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        check_size("out_features", out_features, self.tp, unit)
         self.gather_output, self.regather = gather_output, regather
         shard = self.output_shard(unit)
         if gather_output and (unit > 1 or len(shard.mine) > 1):
@@ -146,6 +146,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def output_shard(self, unit: int) -> Shard:
         """How the output features are sharded: each projection by itself."""
+        check_size("out_features", self.out_features, self.tp, unit)
         blocks = self.output_blocks() or (self.out_features,)
         return cut_blocks(blocks, self.tp, 0, (unit,) * len(blocks))
 
@@ -289,21 +290,38 @@ class QKVParallelLinear(ColumnParallelLinear):
         (q_start, q_end), (kv_start, kv_end) = self.q_heads[tp.rank][0], self.kv_heads[tp.rank][0]
         self.local_heads, self.local_kv_heads = q_end - q_start, kv_end - kv_start
         self.kv_head_of = [head // group - kv_start for head in range(q_start, q_end)]
-        super().__init__(in_features, (num_heads + 2 * num_kv_heads) * head_dim, bias, unit=head_dim, **others)
+        super().__init__(in_features, sum(self.output_blocks()), bias, unit=head_dim, **others)
 
     def output_shard(self, unit: int) -> Shard:
         """Q, K and V are cut each for itself, whole heads at a time."""
-        k, v = self.num_heads, self.num_heads + self.num_kv_heads
+        blocks = self.output_blocks()
+        starts = [0, *accumulate(blocks)][:-1]
 
-        def run(start: int, end: int, block: int) -> tuple[int, int]:
-            return (start + block) * self.head_dim, (end + block) * self.head_dim
+        def runs(q: Run, kv: Run) -> tuple[Run, ...]:
+            heads = zip(starts, (q, kv, kv)[-len(blocks) :], strict=True)
+            return tuple((start + a * self.head_dim, start + b * self.head_dim) for start, (a, b) in heads)
 
-        heads = zip(self.q_heads, self.kv_heads, strict=True)
-        return Shard(self.tp, 0, tuple((run(*q, 0), run(*kv, k), run(*kv, v)) for (q,), (kv,) in heads))
+        return Shard(self.tp, 0, tuple(runs(q, kv) for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)))
 
     def output_blocks(self) -> tuple[int, ...]:
         """Q, K and V."""
         return tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
+
+
+class KVParallelLinear(QKVParallelLinear):
+    """The key and value projections of `QKVParallelLinear` in one product, for queries that come from elsewhere.
+
+    The logical weight is [2 H_kv K, D], K above V. Arguments and attributes are those of `QKVParallelLinear`.
+
+    Example:
+        >>> layer = mpcore.layers.KVParallelLinear(16, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> layer(torch.zeros(1, 3, 16)).shape
+        torch.Size([1, 3, 16])
+    """
+
+    def output_blocks(self) -> tuple[int, ...]:
+        """K and V."""
+        return (self.num_kv_heads * self.head_dim,) * 2
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:

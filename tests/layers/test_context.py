@@ -32,7 +32,7 @@ from mpcore import (
 )
 from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.kernels.attention import attention, key_bounds
-from mpcore.layers.attention import context as module
+from mpcore.layers.attention import scores
 from mpcore.layers.attention.context import context_attention, masked_attention
 from mpcore.layers.attention.ring import ring_attention
 from mpcore.layers.attention.sequence import KINDS, sequence_runs
@@ -398,7 +398,7 @@ def test_a_query_that_sees_no_key_is_0_whatever_torch_makes_of_it(monkeypatch):
     def textbook(q, k, v, *, attn_mask, **_):
         return (q @ k.mT).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
 
-    monkeypatch.setattr(module.F, "scaled_dot_product_attention", textbook)
+    monkeypatch.setattr(scores.F, "scaled_dot_product_attention", textbook)
     for see in odd_masks()[:-1]:
         q, k, v = leaves = inputs((2, 2), B)
         y = masked_attention(q, k, v, see, "ring", Axis())
@@ -724,8 +724,8 @@ def test_what_does_not_fit_is_refused():
         message = rf"mask {re.escape(str(shape))} is none of \[T, T\], .* for 2 rows with 4 tokens on each of 4 ranks"
         with pytest.raises(ValueError, match=message):
             layer(torch.zeros(2, 4, D), mask=torch.ones(shape, dtype=torch.bool))
-    with pytest.raises(ValueError, match="no softcap or impl"):
-        ParallelAttention(D, 4, softcap=1.0, head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
+    with pytest.raises(ValueError, match="a mask or a bias goes through torch's attention: leave out impl 'reference'"):
+        ParallelAttention(D, 4, impl="reference", head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
     with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):
         shard_sequence({"a": torch.zeros(8), "b": torch.zeros(1, 9)}, four, "ring")
 

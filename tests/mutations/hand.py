@@ -43,7 +43,7 @@ SHARDING = [
          "ANY_1 if ANY_2 else ANY_3", "ANY_3",
          "different experts' gradients are mixed", "28"),
     Hand("sharding", "K and V change places", "QKVParallelLinear",
-         "(ANY_1, run(*kv, k), run(*kv, v))", "(ANY_1, run(*kv, v), run(*kv, k))",
+         "zip(starts, ANY_1, strict=True)", "zip([starts[0], *starts[:0:-1]], ANY_1, strict=True)",
          "attention of mixed-up heads trains too", "16"),
     Hand("sharding", "gate and up are sharded as one block", "ColumnParallelLinear.output_shard",
          "cut_blocks(ANY_1, ANY_2, ...)", "cut(self.out_features, ANY_2, 0, unit)",

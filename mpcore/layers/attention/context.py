@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import shard_sizes
 from mpcore.kernels._dispatch import can_read
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
 from mpcore.layers.attention.ring import _RingAttention, ring_attention
+from mpcore.layers.attention.scores import AttentionSinks, check_boolean, scored_attention
 from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
@@ -52,9 +52,8 @@ def check_heads(kind: str, cp: Axis, heads: int) -> None:
 
 def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> None:
     """Refuse a mask that doesn't fit `rows` sequences with `tokens` tokens on this rank, or that `kind` can't serve."""
+    check_boolean(mask)
     shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
-    if mask.dtype != torch.bool:
-        raise ValueError(f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool()")
     if cp.size > 1 and kind not in ("alltoall", "allgather"):  # others meet keys in blocks
         raise ValueError(
             f"context {kind!r} can't serve a mask {shape} over {cp.size} ranks, only causal, full, window and "
@@ -150,17 +149,17 @@ def context_attention(
     return collectives.all_to_all(_as_rows(y, B), inner, 1, 2, heads)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
-    """`mpcore.kernels.attention.attention` of whole rows, with `cu_seqlens` that pack all of them."""
-    rows = q.shape[0] if cu_seqlens is None else 1
-    y, _ = attention(*(_as_rows(t, rows) for t in (q, k, v)), cu_seqlens=cu_seqlens, **options)
-    return _as_rows(y, q.shape[0])
-
-
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, scale: float | None = None
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, sinks: AttentionSinks | None = None, **options: Any
 ) -> Tensor:
-    """Attention under any mask that `check_mask` accepts, by torch's own, in memory T^2.
+    """`mpcore.kernels.attention.attention` of whole rows, with `cu_seqlens` that pack all of them, and with sinks."""
+    rows = q.shape[0] if cu_seqlens is None else 1
+    y, lse = attention(*(_as_rows(t, rows) for t in (q, k, v)), cu_seqlens=cu_seqlens, **options)
+    return _as_rows(y if sinks is None else sinks(y, lse), q.shape[0])
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, **scores: Any) -> Tensor:
+    """`scored_attention` under any mask that `check_mask` accepts, in memory T^2.
 
     Returns [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
     """
@@ -173,13 +172,7 @@ def masked_attention(
         k, v = _gather_keys(k, v, cp, runs)
         if mask.shape[-2] > 1:
             mask = mask.index_select(-2, index_of_runs(runs[cp.rank], mask.device))
-    if mask.dim() == 3:
-        mask = mask.unsqueeze(1)  # the same of all heads
-    blind = ~mask.any(-1, keepdim=True)  # a softmax over no key may be NaN: these see all, and are zeroed after
-    grouped = q.shape[2] > k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale, enable_gqa=grouped)
-    y = y.masked_fill(blind, 0).transpose(1, 2)
+    y = scored_attention(q, k, v, mask=mask, **scores)
     return collectives.all_to_all(y, cp, 1, 2, heads) if kind == "alltoall" else y
 
 

@@ -82,7 +82,7 @@ def visible_keys(
     else:
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     bounds = key_bounds(rows * length, causal=causal, window=window, cu_seqlens=cu_seqlens, device=device)
-    first = torch.arange(0, rows * length, length, device=device)[:, None]  # of each row
+    first = length * torch.arange(rows, device=device)[:, None]  # of each row
     low, high = ((bound.view(rows, length) - first)[..., None] for bound in bounds)
     key = torch.arange(length, device=device)
     return (low <= key) & (key < high)

@@ -1,4 +1,4 @@
-"""Self-attention with its heads cut over the tensor-parallel axis.
+"""Attention with its heads cut over the tensor-parallel axis.
 
 Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped queries: Ainslie et al. 2023
 (arXiv:2305.13245).
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore.collectives import shard_sizes
+from mpcore import collectives
+from mpcore.collectives import shard_range, shard_sizes
 from mpcore.kernels._dispatch import can_read
 from mpcore.kernels.attention import check_ends
 from mpcore.kernels.rope import rope_qkv
@@ -25,8 +26,15 @@ from mpcore.layers.attention.context import (
     packed_attention,
 )
 from mpcore.layers.attention.documents import document_positions, visible_keys
+from mpcore.layers.attention.scores import (
+    AttentionSinks,
+    alibi_bias,
+    check_bias,
+    check_scores_mask,
+    scored_attention,
+)
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
-from mpcore.layers.linear import QKVParallelLinear, RowParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import (
     Init,
     LayerOptions,
@@ -87,10 +95,17 @@ class HeadAttention(ParallelLayer):
         others: `HeadOptions`.
 
     Attributes:
+        num_heads, local_heads: query heads, of all ranks and of this one.
         kv_repeats: how many query heads each KV head serves, where those are unequal.
+        alibi, sinks, memory_dim: of a subclass that has them.
     """
 
+    num_heads: int
+    local_heads: int
     kv_repeats: list[int] | None = None
+    alibi: bool = False
+    sinks: AttentionSinks | None
+    memory_dim: int | None = None
     output: torch.nn.Module
 
     def __init__(
@@ -119,25 +134,33 @@ class HeadAttention(ParallelLayer):
             raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
         self.context, self.cp = context or "ring", cp
         self.head_dim, self.causal, self.window, self.rope = head_dim, causal, window, rope
-        self.scale, self.softcap, self.impl = scale, softcap, impl
+        self.scale, self.softcap, self.impl, self.sinks = scale, softcap, impl, None
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, T/cp, heads, width] of the layer's input, rotated where there is a `rope`."""
         raise NotImplementedError
 
+    def cross_heads(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the layer's input, keys and values of `memory`, where there is a `memory_dim`."""
+        raise NotImplementedError
+
     def forward(
         self,
         x: Tensor,
+        memory: Tensor | None = None,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         length: int | None = None,
         mask: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
 
         Args:
+            memory: [B, S, memory_dim], for a layer with `memory_dim`: keys and values are made of it. With sequence
+                parallel it is this rank's shard, as x is.
             rotary: `rope(positions)` where the caller computes it once for all blocks.
             positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
             cu_seqlens: [n + 1] ends of packed documents in the whole rows one after another, from 0 to B T, the same on
@@ -148,62 +171,121 @@ class HeadAttention(ParallelLayer):
             mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
                 on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
                 0, without a gradient. A query sees a key that this mask and all others (`causal`, `window`,
-                `cu_seqlens`) let it see. Takes memory T^2. Under cp "alltoall" and "allgather" support it.
+                `cu_seqlens`) let it see. Takes memory T^2. Under cp "alltoall" and "allgather" support it. With a
+                `memory` it is [T, S], [B, T, S] or [B, 1, S].
+            bias: [H, T, T] or [B, H, T, T] (with a `memory`, S keys), added to the scores after the soft cap. It has
+                all H heads, the same on every rank of tp, and gets its whole gradient; or it has this rank's heads, as
+                a `ColumnParallelEmbedding` makes them. Takes memory T^2. Hide keys with `mask`: a row of -inf is NaN.
+
+        Raises:
+            ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
         """
-        whole = self._whole_length(x, cu_seqlens, length, mask)
-        if self.rope is None:
-            rotary = None
-        elif rotary is None:
-            if positions is None:
-                positions = sequence_index(whole, self.cp, self.context, x.device)
-                if cu_seqlens is not None:
-                    rows = x.shape[1 if self.sequence_dim == 0 else 0]
-                    positions = document_positions(cu_seqlens, rows, whole, x.device)[:, positions]
-            rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
-        y = self.core(*self.heads(x, rotary), cu_seqlens, whole, mask)
+        if memory is None and self.memory_dim is None:
+            whole = self._whole_length(x, cu_seqlens, length, mask, bias)
+            if self.rope is None:
+                rotary = None
+            elif rotary is None:
+                if positions is None:
+                    positions = sequence_index(whole, self.cp, self.context, x.device)
+                    if cu_seqlens is not None:
+                        rows = x.shape[1 if self.sequence_dim == 0 else 0]
+                        positions = document_positions(cu_seqlens, rows, whole, x.device)[:, positions]
+                rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
+            q, k, v = self.heads(x, rotary)
+        else:
+            whole = self._memory_length(x, memory, cu_seqlens, mask, bias)
+            assert memory is not None
+            q, k, v = self.cross_heads(x, memory)
+        y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
         y = y.flatten(2)  # b t h v -> b t (h v)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
 
-    def _whole_length(self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None) -> int:
-        """T of the whole sequence, of which x is this rank's part; refuses what doesn't fit it."""
+    def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
+        """B, and the tokens on all ranks of tp."""
         if x.dim() != 3:
             raise ValueError(
-                f"x has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
+                f"{name} has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
                 f"flatten(1, -2) a grid of tokens"
             )
         tokens, B = x.shape[:2] if self.sequence_dim == 0 else (x.shape[1], x.shape[0])
-        T = tokens * self.tp.size if self.sequence_parallel else tokens
+        return B, tokens * self.tp.size if self.sequence_parallel else tokens
+
+    def _whole_length(
+        self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None, bias: Tensor | None
+    ) -> int:
+        """T of the whole sequence, of which x is this rank's part; refuses what doesn't fit it."""
+        B, T = self._rows_and_tokens(x)
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
-        if mask is not None:
-            if self.softcap is not None or self.impl is not None:
-                raise ValueError("a mask of its own goes through torch's attention: no softcap or impl")
+        if mask is not None or bias is not None:
+            self._check_scores(bias, B, T, T)
+            if mask is None:
+                return T
             check_mask(mask, B, T, self.context, self.cp)
             return mask.shape[-1]
         if length is None and cu_seqlens is not None and self.cp.size > 1 and can_read(cu_seqlens):
             length = _length_from_documents(
-                int(cu_seqlens[-1]), tokens, B, self.cp, self.tp if self.sequence_parallel else None
+                int(cu_seqlens[-1]), x.shape[self.sequence_dim], B, self.cp, self.tp if self.sequence_parallel else None
             )
         return T * self.cp.size if length is None else length
 
+    def _memory_length(
+        self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, bias: Tensor | None
+    ) -> int:
+        """S of the memory; refuses what doesn't fit it."""
+        if self.memory_dim is None:
+            raise ValueError("this layer attends to x alone: build it with memory_dim, the width of `memory`")
+        if memory is None:
+            raise ValueError(
+                f"this layer needs a `memory` [B, S, {self.memory_dim}], of which it makes keys and values"
+            )
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
+        (B, T), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")
+        if rows != B or memory.shape[-1] != self.memory_dim:
+            raise ValueError(
+                f"memory {tuple(memory.shape)} has {rows} rows of width {memory.shape[-1]}, but x has {B} rows and "
+                f"memory_dim is {self.memory_dim}"
+            )
+        self._check_scores(bias, B, T, keys)
+        if mask is not None:
+            check_scores_mask(mask, B, T, keys)
+        return keys
+
+    def _check_scores(self, bias: Tensor | None, rows: int, queries: int, keys: int) -> None:
+        if self.impl is not None:
+            raise ValueError(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
+        if bias is not None:
+            if self.cp.size > 1:
+                raise ValueError(
+                    f"a bias can't follow tokens over {self.cp.name} size {self.cp.size}: use rope, or cp 1"
+                )
+            check_bias(bias, rows, (self.num_heads, self.local_heads), queries, keys)
+
     def core(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        length: int,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale q k^T) v: q [B, T/cp, H/tp, K], k and v of KV heads, v [..., V] -> [B, T/cp, H/tp, V]."""
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
         cu_seqlens = cu_seqlens if q.shape[0] else None  # no rows have no documents
-        if mask is not None:
-            if self.causal or cu_seqlens is not None:
-                mask = mask & visible_keys(q.shape[0], length, mask.device, cu_seqlens, self.causal, self.window)
-            return masked_attention(q, k, v, mask, self.context, self.cp, self.scale)
+        if mask is not None or bias is not None or self.alibi:
+            return self._scored(q, k, v, cu_seqlens, length, mask, bias)
         how = {"causal": self.causal, "window": self.window, "softcap": self.softcap, "impl": self.impl}
         if self.cp.size > 1:
             how |= {"cu_seqlens": cu_seqlens, "length": length, "scale": self.scale}
             return context_attention(q, k, v, self.context, self.cp, **how)
-        if self.impl is not None or self.window is not None or self.softcap is not None or cu_seqlens is not None:
+        plain = self.impl is None and self.window is None and self.softcap is None and self.sinks is None
+        if not plain or cu_seqlens is not None:
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
-            return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, **how)
+            return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, sinks=self.sinks, **how)
         grouped = q.shape[2] > k.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
@@ -215,6 +297,32 @@ class HeadAttention(ParallelLayer):
         else:
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.transpose(1, 2)
+
+    def _scored(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        length: int,
+        mask: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """`core` where scores have more than one run of keys says."""
+        if self.causal or cu_seqlens is not None:
+            see = visible_keys(q.shape[0], length, q.device, cu_seqlens, self.causal, self.window)
+            mask = see if mask is None else mask & see
+        scores: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        if self.cp.size > 1:
+            assert mask is not None
+            return masked_attention(q, k, v, mask, self.context, self.cp, **scores)
+        if bias is not None and bias.shape[-3] != self.local_heads:
+            bias = collectives.split(bias, self.tp, -3)
+        if self.alibi:
+            heads, queries = range(*shard_range(self.num_heads, self.tp)), range(length - q.shape[1], length)
+            distance = alibi_bias(heads, self.num_heads, queries, length, q)
+            bias = distance if bias is None else distance + bias
+        return scored_attention(q, k, v, mask=mask, bias=bias, **scores)
 
 
 def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | None) -> int:
@@ -235,7 +343,7 @@ def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | N
 
 
 class ParallelAttention(HeadAttention):
-    """Multi-head, grouped-query or multi-query self-attention; each rank computes its share of the query heads.
+    """Multi-head, grouped-query or multi-query attention; each rank computes its share of the query heads.
 
     Args:
         dim: D, the model width.
@@ -246,12 +354,21 @@ class ParallelAttention(HeadAttention):
         output_bias: that of the output projection; None: as `bias`.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         norm_eps: of that norm.
+        alibi: add minus the distance of query and key to the scores, times a fixed slope of each head. Takes memory
+            T^2.
+        sinks: one learned logit a head takes part in the softmax, and has no value.
+        memory_dim: cross-attention: keys and values are made of the `memory` [B, S, memory_dim] given to `forward`.
+            Then each token sees all of it, and `causal` is False.
         options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
             sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.
 
     Raises:
-        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask, or
-            `context` is unknown, missing, or can't cut these heads over cp.
+        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask,
+            `context` is unknown, missing, or can't cut these heads over cp, or two options can't go together: cp has
+            no alibi, sinks or memory, and a memory has no causal mask, rope or alibi.
+
+    Note:
+        - Twelve parameters: the sizes of the layer, and what changes its scores.
 
     Example:
         >>> rope = mpcore.RotaryEmbedding(4)
@@ -271,19 +388,38 @@ class ParallelAttention(HeadAttention):
         output_bias: bool | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        alibi: bool = False,
+        sinks: bool = False,
+        memory_dim: int | None = None,
         **options: Unpack[AttentionOptions],
     ) -> None:
         check_names(options, AttentionOptions)
+        if memory_dim is not None:
+            asked = {"causal": options.get("causal"), "rope": options.get("rope"), "alibi": alibi}
+            for name in (name for name, value in asked.items() if value):
+                raise ValueError(f"memory_dim {memory_dim} has no {name}: tokens have no place among those of a memory")
+            options["causal"] = False
         if head_dim is None:
             if dim % num_heads:
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
         super().__init__(head_dim, **pick(options, HeadOptions))
+        self.num_heads, self.memory_dim, self.alibi = num_heads, memory_dim, alibi
+        if self.cp.size > 1 and (alibi or sinks or memory_dim is not None):
+            what = "alibi" if alibi else "sinks" if sinks else "memory_dim"
+            raise ValueError(f"{what} can't go with {self.cp.name} size {self.cp.size}: take cp 1 and a larger tp")
+        if alibi and self.impl is not None:
+            raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
         layer = pick(options, LayerOptions)
-        self.qkv = QKVParallelLinear(dim, num_heads, num_kv_heads or num_heads, head_dim, bias, **layer)
-        # Kept here, so that `qkv` may be wrapped, as LoRA does, or be any other module of that output.
-        self.local_heads, self.local_kv_heads = self.qkv.local_heads, self.qkv.local_kv_heads
-        sizes = [len(list(same)) for _, same in groupby(self.qkv.kv_head_of)]  # query heads of each KV head
+        heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
+        # Each may be wrapped, as LoRA does, or be any other module of that output.
+        if memory_dim is None:
+            projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
+        else:
+            self.q = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
+            projection = self.kv = KVParallelLinear(memory_dim, *heads, **layer)
+        self.local_heads, self.local_kv_heads = projection.local_heads, projection.local_kv_heads
+        sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head
         self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
         output_bias = bias if output_bias is None else output_bias
         layer = pick(layer, LayerOptions, init=options.get("output_init"))
@@ -293,6 +429,8 @@ class ParallelAttention(HeadAttention):
         if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
             norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
             self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
+        if sinks:
+            self.sinks = AttentionSinks(num_heads, tp=self.tp, **pick(options, TensorOptions))
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
@@ -316,6 +454,15 @@ class ParallelAttention(HeadAttention):
         return rope_qkv(
             qkv, self.local_heads, self.local_kv_heads, cos, sin, interleaved=self.rope.interleaved, **fused
         )
+
+    def cross_heads(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to this rank's queries and `memory` to its keys and values; normalize q and k where asked."""
+        q, kv = self.q(x), self.kv(memory)
+        if self.sequence_dim == 0:
+            q, kv = q.transpose(0, 1), kv.transpose(0, 1)
+        q, kv = (t.unflatten(2, (-1, self.head_dim)) for t in (q, kv))
+        k, v = kv.chunk(2, 2)
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:

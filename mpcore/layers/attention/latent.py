@@ -90,6 +90,7 @@ class MultiLatentAttention(HeadAttention):
         scale = head_dim**-0.5 * (1.0 if rope is None else rope.score_factor)
         super().__init__(head_dim, scale=scale, **pick(options, HeadOptions))
         check_size("num_heads", num_heads, self.tp)
+        self.num_heads = num_heads
         self.local_heads = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
         check_heads(self.context, self.cp, self.local_heads)
         self.qk_dims, self.kv_dims = (qk_nope_head_dim, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
