@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: $(STAMP) ## the main job: a GPT learns Python's standard library on a 2x2 mesh of CPU processes
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --device cpu --tp 2 --pp 2 --steps 160 --eval-every 40 --out $(OUT)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node $(RANKS) -m examples.gpt.pretrain --device cpu --tp 2 --pp 2 --steps 160 --eval-every 40 --resume auto --out $(OUT)
 
 quick: $(STAMP) ## one case of each law and a training run of each kind, in a minute and a half: for every commit
 	$(RUN) -m pytest -q -m quick

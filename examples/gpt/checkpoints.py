@@ -166,7 +166,7 @@ class Checkpoints:
                 except OSError as problem:
                     raise ValueError(f"--out {self.out} can't be written: {problem}") from problem
             with raising_together():
-                if self.args.save_every:
+                if not self.args.no_save:
                     check_writable(self.path, self.mesh.world.rank)
             yield records
 
@@ -178,11 +178,24 @@ class Checkpoints:
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         records = read_records(out / "metrics.jsonl", self.first_step)
         write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
-        if self.args.save_every:
+        if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
         return records
 
     # --- saving -------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step: at the end of a run, and as often as `--save-every` says."""
+        args = self.args
+        return not args.no_save and (
+            step + 1 == args.steps or (args.save_every > 0 and (step + 1) % args.save_every == 0)
+        )
+
+    @property
+    def last(self) -> Path | None:
+        """The checkpoint after the last step, if there is one."""
+        path = step_path(self.path, self.run.step)
+        return path if path.is_dir() else None
 
     def save(self) -> None:
         """Write a checkpoint."""

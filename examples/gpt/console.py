@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
+from examples.gpt.dashboards import Dashboards
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import sample_text
 from examples.gpt.records import LOCK, draw_trace, plot_losses
@@ -23,6 +26,8 @@ from mpcore.sharding import local_tensor
 if TYPE_CHECKING:
     from examples.gpt.train import Trainer
 
+EVERY = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from the vendor's datasheets
 
 
@@ -34,6 +39,8 @@ class Console:
         self.lead, self.shows = mesh.world.rank == 0, mesh.job.rank == 0
         self.records: list[dict] = []
         self.writer: MetricsWriter | None = None
+        self.dashboards: Dashboards | None = None
+        self.bytes_of_token = math.nan
         self.unwritten: set[str] = set()
         self.spans: list = []
 
@@ -53,17 +60,28 @@ class Console:
                 self.tell(f"NOT WRITTEN: {what}: {error}", file=sys.stderr)
             self.unwritten.add(what)
 
-    def begin(self, trainer: Trainer, records: list[dict]) -> None:
-        """Print the summary of the run."""
+    @contextmanager
+    def recording(self, trainer: Trainer, records: list[dict]) -> Iterator[None]:
+        """Print the summary of the run, and write its records until its end."""
         self.records, self.writer = records, MetricsWriter(self.out / "metrics.jsonl")
-        steps, done = trainer.args.steps, trainer.run.step
+        args, steps, done = trainer.args, trainer.args.steps, trainer.run.step
+        if self.lead:
+            self.bytes_of_token = bytes_of_token(trainer)
+            self.dashboards = Dashboards(args.log_to, self.out, vars(args), done)
         if self.shows:
             print(summary(trainer), flush=True)
         if done >= steps:
             self.tell(f"nothing is left to train: {done} steps are done, --steps is {steps}")
+        try:
+            yield
+        finally:
+            if self.dashboards is not None:
+                self.dashboards.close()
 
-    def bar(self, todo: range, steps: int) -> tqdm:
-        """Return the progress bar over the steps that are left."""
+    def bar(self, todo: range, steps: int) -> tqdm | Lines:
+        """Return the steps that are left, with a progress bar on a terminal, and with lines elsewhere."""
+        if self.shows and not sys.stderr.isatty():
+            return Lines(todo, steps)
         shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not self.shows}
         return tqdm(todo, initial=todo.start, total=steps, **shown)
 
@@ -72,20 +90,26 @@ class Console:
         self.records.append(entry)
         if self.lead and self.writer is not None:
             self.write("metrics.jsonl", lambda: self.writer.add(entry))  # type: ignore[union-attr]
+        if self.dashboards is not None:
+            self.write("the dashboards", lambda: self.dashboards.add(entry))  # type: ignore[union-attr]
 
-    def record_step(self, trainer: Trainer, step: int, entry: dict, seconds: float, bar: tqdm) -> None:
+    def record_step(self, trainer: Trainer, step: int, entry: dict, seconds: float, bar: tqdm | Lines) -> None:
         """Record a step, and show it on the bar."""
         if trainer.args.trace:
             self.spans = trainer.run.pipeline.recorded()
         length, samples = trainer.config.seq_len, trainer.checkpoints.samples(step)
         speed, tokens = len(samples) * length / seconds, samples.stop * length
-        self.record({"step": step, **entry, "tokens": tokens, "tokens_per_second": speed})
+        speeds = {"tokens_per_second": speed, "seconds": seconds, "data_seconds": trainer.data_seconds}
+        speeds["memory"] = peak_memory(self.mesh)
+        if self.mesh.device_type == "cuda" and math.isfinite(used := mfu(trainer, speed)):
+            speeds["mfu"] = used
+        self.record({"step": step, **entry, "tokens": tokens, **speeds})
         shown = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}", "tok/s": f"{speed:.0f}"}
         if "experts" in entry:
             shown["max load"] = f"{1 + max(entry['experts']['max_violation']):.2f}"
             shown["dropped"] = f"{max(entry['experts']['dropped']):.1%}"
-        if self.mesh.device_type == "cuda":
-            shown["MFU"] = f"{mfu(trainer, speed):.1%}"
+        if "mfu" in speeds:
+            shown["MFU"] = f"{speeds['mfu']:.1%}"
         bar.set_postfix(shown)
 
     def record_merge(self, step: int, merge: Merge | None) -> None:
@@ -95,13 +119,15 @@ class Console:
             self.record({"step": step, "merge": {**facts, "norms": merge.norms}})
 
     def record_evaluation(self, step: int, value: float, sets: dict[str, float]) -> None:
-        """Record and print the validation loss, and that of each named set."""
-        self.record({"step": step, "val_loss": value, **({"val_losses": sets} if sets else {})})
+        """Record and print the validation loss, also as perplexity and in bits a byte, and that of each named set."""
+        also = {"perplexity": math.exp(min(value, 700.0)), "bits_per_byte": value / math.log(2) / self.bytes_of_token}
+        self.record({"step": step, "val_loss": value, **also, **({"val_losses": sets} if sets else {})})
         named = "".join(f", {name} {of:.4f}" for name, of in sets.items())
-        self.tell(f"step {step}: validation loss {value:.4f}{named}")
+        also_shown = f"perplexity {also['perplexity']:.2f}, {also['bits_per_byte']:.3f} bits a byte"
+        self.tell(f"step {step}: validation loss {value:.4f} ({also_shown}){named}")
 
     def end(self, trainer: Trainer) -> None:
-        """Draw the plots, generate a sample of text, and print the names of all files. Call it on all ranks."""
+        """Draw the plots, generate a sample of text, and print the files and what to do next. Call it on all ranks."""
         if self.lead and self.spans:  # none where no step was left
             self.write("the trace", lambda: draw_trace(trainer.run.pipeline.plan, self.spans, self.out))
         if self.lead:
@@ -110,6 +136,52 @@ class Console:
         if self.shows:
             written = sorted(str(path) for path in self.out.iterdir() if path.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
+            if (saved := trainer.checkpoints.last) is not None:
+                print(
+                    f"train on:  the same command with more --steps and --resume auto\n"
+                    f"generate:  python -m examples.gpt.generate --checkpoint {saved} --prompt 'def '\n"
+                    f"export:    mpcore convert examples.gpt.hf:SPEC --from {saved} --to-hf {self.out / 'hugging_face'}"
+                )
+
+
+class Lines:
+    """Counts steps in lines of a log, one every few seconds."""
+
+    def __init__(self, todo: range, steps: int) -> None:
+        self.todo, self.steps, self.shown = todo, steps, {}
+
+    def __iter__(self) -> Iterator[int]:
+        began = told = time.monotonic()
+        for step in self.todo:
+            yield step
+            now = time.monotonic()
+            if now - told >= EVERY or step + 1 == self.steps:
+                told, left = now, (now - began) / (step + 1 - self.todo.start) * (self.steps - step - 1)
+                facts = "".join(f", {name} {value}" for name, value in self.shown.items())
+                print(f"step {step + 1} of {self.steps}{facts}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def set_postfix(self, shown: dict[str, str]) -> None:
+        """Set what the next line says."""
+        self.shown = shown
+
+    def close(self) -> None:
+        """Do nothing: a bar has to be closed."""
+
+
+def bytes_of_token(trainer: Trainer, samples: int = 8) -> float:
+    """Return the mean length in bytes of a token of the first held-out samples; NaN without any."""
+    held_out, tokenizer = trainer.held_out, trainer.setup.tokenizer
+    if not held_out:
+        return math.nan
+    ids = held_out.batch(range(min(samples, len(held_out))))[1].flatten().tolist()
+    return tokenizer.count_bytes(ids) / len(ids) or math.nan
+
+
+def peak_memory(mesh: Mesh) -> int:
+    """Return the most bytes that this rank has held so far: of its GPU, or of the process without one."""
+    if mesh.device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
 
 
 def summary(trainer: Trainer) -> str:

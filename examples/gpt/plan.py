@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import check, flag, merge_options, model_config, parse, plan_stages, recompute_kind
+from examples.gpt.arguments import flag, parse
+from examples.gpt.checks import check, merge_options, model_config, plan_stages, recompute_kind
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import merge_options, recompute_kind
+from examples.gpt.checks import merge_options, recompute_kind
 from examples.gpt.model import GPT
 from mpcore import Compile, LocalUpdates, Offload, Precision, Recompute, Zero
 

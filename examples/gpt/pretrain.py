@@ -15,7 +15,8 @@ if __name__ == "__main__":  # the other imports take seconds, in which a signal 
 
 import torch.distributed as dist
 
-from examples.gpt.arguments import inner_size, parse
+from examples.gpt.arguments import parse
+from examples.gpt.checks import inner_size
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
 from mpcore.fault_tolerance import EXIT_STOPPED, StopSignals, Watchdog, leave, leave_together, record

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.gpt.arguments import check, find_carried, find_tokenizer, flag, model_config, plan_stages
+from examples.gpt.arguments import flag
 from examples.gpt.blend import Corpora, open_eval_sets, parse_sources
+from examples.gpt.checks import check, find_carried, find_tokenizer, model_config, plan_stages
 from examples.gpt.config import GPTConfig
+from examples.gpt.dashboards import check_installed
 from examples.gpt.default_corpus import default_corpus
 from examples.gpt.ramp import Ramp, read_ramp
 from examples.gpt.resume import other_dtype
@@ -60,6 +62,7 @@ def set_up(args: argparse.Namespace, mesh: Mesh) -> Setup:
     """
     check_same("code", code_versions(Path(__file__).parent))
     with raising_together((ValueError, OSError)):
+        check_installed(args.log_to)
         tokenizer = find_tokenizer(args)
         carried = find_carried(args, tokenizer)
         prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])

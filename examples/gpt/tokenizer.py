@@ -51,6 +51,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
+    def count_bytes(self, ids: Sequence[int] | np.ndarray) -> int: ...
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8 as tokens, and one more that ends a document."""
@@ -87,6 +89,10 @@ class ByteTokenizer:
         """
         kept = [i for i in _checked_ids(ids, self.vocab_size) if i != self.end_of_document]
         return bytes(kept).decode("utf-8", errors="replace")
+
+    def count_bytes(self, ids: Sequence[int] | np.ndarray) -> int:
+        """The number of bytes of UTF-8 that tokens stand for."""
+        return sum(i != self.end_of_document for i in ids)
 
 
 class JsonTokenizer:
@@ -161,6 +167,10 @@ class JsonTokenizer:
             ValueError: an id outside the vocabulary.
         """
         return self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=True)
+
+    def count_bytes(self, ids: Sequence[int] | np.ndarray) -> int:
+        """The number of bytes of UTF-8 that tokens stand for."""
+        return len(self.decode(ids).encode())
 
 
 def load_tokenizer(spec: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:

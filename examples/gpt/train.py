@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from examples.gpt.checkpoints import Checkpoints
+from examples.gpt.checks import profiled_steps
 from examples.gpt.console import Console
+from examples.gpt.dashboards import Profile
 from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, is_timed
 from examples.gpt.model import GPT
@@ -53,6 +55,8 @@ class Trainer:
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
+        self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
+        self.data_seconds = 0.0  # of the last step
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
     def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -79,7 +83,9 @@ class Trainer:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
         step, lr = self.run.step, learning_rate(self.args, self.run.step)
         with self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext():
+            began = time.perf_counter()
             tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
+            self.data_seconds = time.perf_counter() - began
         count = self.run.count_tokens(targets)
         if self.config.moe is not None:  # the layers add the balance loss of the experts themselves
             arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
@@ -110,13 +116,14 @@ class Trainer:
     def train(self) -> bool:
         """Train all steps that are left. Return whether a signal stopped the run."""
         args, console, checkpoints = self.args, self.console, self.checkpoints
-        with checkpoints.folder() as records:
-            console.begin(self, records)
+        with checkpoints.folder() as records, console.recording(self, records):
             faults = Faults(args, self.mesh, records, self.out)
             bar = console.bar(range(self.run.step, args.steps), args.steps)
             for step in bar:
                 began = time.perf_counter()
+                self.profile.before(step)
                 entry = self.step()
+                self.profile.after(step)
                 merge = entry.pop("merge", None)
                 self.beat()
                 console.record_step(self, step, entry, time.perf_counter() - began, bar)
@@ -133,7 +140,7 @@ class Trainer:
                     checkpoints.save_and_leave()
                     self.stop.tell_workers()
                     return self.stop.stopped
-                if args.save_every and (step + 1 == args.steps or (step + 1) % args.save_every == 0):
+                if checkpoints.is_due(step):
                     checkpoints.save_last() if step + 1 == args.steps else checkpoints.try_to_save()
                 self.beat()
             bar.close()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt.arguments import check, parse
+from examples.gpt.arguments import parse
+from examples.gpt.checks import check
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import build

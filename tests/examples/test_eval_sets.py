@@ -43,7 +43,7 @@ def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(
         for size, sizes in ((1, {}), (2, {"dp": 2}))
     ]
     for entry in found:
-        assert entry.keys() == {"step", "val_loss", "val_losses"}
+        assert entry.keys() == {"step", "val_loss", "perplexity", "bits_per_byte", "val_losses"}
         assert entry["val_losses"].keys() == {"web", "code"}
         assert entry["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-10)
         assert entry["val_losses"] == pytest.approx(found[0]["val_losses"], rel=1e-10)

@@ -111,6 +111,9 @@ def asks_of_watchdog(flags: str, out: Path) -> Any:
     return part.call_args.kwargs["timeout"]
 
 
+MEASURED = ("tokens_per_second", "seconds", "data_seconds", "memory")
+
+
 def leaves(flags: str, out: Path) -> Any:
     """What runs of the command leave behind, `then` one after another: their status, words, records and files."""
     printed = io.StringIO()
@@ -124,7 +127,7 @@ def leaves(flags: str, out: Path) -> Any:
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name != ".lock")
     written = (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
     records = [json.loads(line, parse_constant=refuse) for line in written.splitlines()]
-    records = [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in records]
+    records = [{k: v for k, v in entry.items() if k not in MEASURED} for entry in records]
     words = sorted({w for w in ("background", "resumed") if w in printed.getvalue()})
     return str(status).replace(str(out), "OUT"), records, files, words
 
@@ -158,6 +161,12 @@ def watches(flags: str, out: Path) -> Any:
         for step in range(10):
             found.after({"step": step, "loss": 1.0, "grad_norm": 1.0}, range(4), torch.nn.Linear(1, 1), late)  # type: ignore[arg-type]
     return called
+
+
+def reads(flags: str, out: Path) -> Any:
+    """The flags of a command line on which TOML is a file."""
+    (out / "run.toml").write_text("lr = 0.5")
+    return parse(arguments(flags.replace("TOML", str(out / "run.toml")))).lr
 
 
 HF = "--init-from-hf nowhere"
@@ -229,6 +238,10 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "compile": (asks_of_prepare, "", "--compile aot_eager"),
     "eval_every": (leaves, "", "--eval-every 1"),
     "eval_samples": (trains, "", "--eval-samples 3"),
+    "config": (reads, "", "--config TOML"),
+    "log_to": (leaves, "", "--log-to tensorboard"),
+    "profile": (leaves, "", "--profile 1:2"),
+    "no_save": (leaves, "", "--no-save"),
     "out": (elsewhere, "", "--out OUT/b"),
     "save_every": (leaves, "", "--save-every 2"),
     "keep": (leaves, SAVED, "--keep 1"),

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.arguments import inner_size, model_config
+from examples.gpt.checks import inner_size, model_config
 from examples.gpt.console import summary
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
@@ -76,12 +76,19 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
     (status, *second), (other, *_) = by_hand(*flags, "--pp", "2", "--out", str(mesh2), ranks=2)
     assert (status, other) == (0, 0), second
     for out, (stdout, stderr) in ((alone, first), (mesh2, second)):
-        assert sorted(p.name for p in out.iterdir()) == [".lock", "config.json", "loss.png", "metrics.jsonl"]
+        assert sorted(p.name for p in out.iterdir()) == [
+            ".lock",
+            "checkpoints",
+            "config.json",
+            "loss.png",
+            "metrics.jsonl",
+        ]
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         steps, evaluations = read(out)
         assert [r["step"] for r in steps] == [0, 1, 2]
         assert [r["step"] for r in evaluations] == [1, 2]
-        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+        measured = {"tokens_per_second", "seconds", "data_seconds", "memory"}
+        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", *measured}
         assert [r["tokens"] for r in steps] == [64, 128, 192]
         config = json.loads((out / "config.json").read_text())
         assert config["model"]["d_model"] == 16
@@ -89,7 +96,7 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
         assert stdout.count("mesh of") == 1
         assert "parameters" in stdout
         assert "--- a sample\ndef " in stdout
-        assert "3/3" in stderr
+        assert "step 3 of 3, loss " in stderr
     assert "2 ranks" in second[0]
     assert "stage 1 | dp 0: 1" in second[0]
     for a, b in zip(*(read(out)[0] for out in (alone, mesh2)), strict=True):

@@ -1,0 +1,219 @@
+"""What a run reads, shows and leaves: a file of flags, lines and records, dashboards, a profile, what to do next."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from examples.gpt import console, generate
+from examples.gpt.arguments import parse
+from examples.gpt.console import Lines, bytes_of_token
+from examples.gpt.dashboards import numbers
+from examples.gpt.pretrain import main
+from examples.gpt.tokenizer import ByteTokenizer
+from mpcore.__main__ import main as mpcore
+from tests.examples.test_flags import arguments
+
+
+def run(flags: str, out: Path) -> list[dict]:
+    """Train four steps, and return the records."""
+    assert main(arguments(flags, out)) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- a file of flags ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'steps = 7\nbetas = [0.8, 0.9]\n[mesh]\ntp = 2\nsequence-parallel = true\n[data]\ndata = [0.7, "a", 0.3, "b"]'
+    )
+    found = parse(["--config", str(file), "--steps", "9"])
+    assert (found.steps, found.tp, found.sequence_parallel, found.betas) == (9, 2, True, [0.8, 0.9])
+    assert found.data == ["0.7", "a", "0.3", "b"]
+
+
+def test_the_config_of_a_run_gives_the_same_run(tmp_path):
+    first = run("--eval-every 0 --no-save --tie-embeddings --seed 3", tmp_path / "a")
+    again = ["--config", str(tmp_path / "a" / "config.json"), "--out", str(tmp_path / "b")]
+    was, now = (
+        vars(parse(argv)) for argv in ([*arguments("--eval-every 0 --no-save --tie-embeddings --seed 3")], again)
+    )
+    assert {**was, "out": None, "config": None} == {**now, "out": None, "config": None}
+    assert main(again) == 0
+    second = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("stepz = 3", "unknown --stepz; did you mean --steps?"),
+        ("steps = 'many'", "invalid int value: 'many'"),
+        ("steps =", "Invalid value"),
+        ("steps = 1\n[a]\nsteps = 2", "--steps is given twice"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_of_flags_that_is_wrong_is_named(content, words, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as left:
+        parse(["--config", str(file)])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert words in said
+    assert f"--config {file}" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--no-save --save-every 2", "--no-save and --save-every 2"),
+        ("--profile 3", "--profile 3 is not FIRST:LAST"),
+        ("--profile 3:2", "--profile 3:2 is not FIRST:LAST"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, words, tmp_path):
+    with pytest.raises(SystemExit, match=words):
+        main(arguments(flags, tmp_path))
+
+
+# --- lines and records ----------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_no_terminal_progress_is_lines(monkeypatch, capsys):
+    now = iter([0.0, *(4.0 * step for step in range(1, 9))])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    bar = Lines(range(2, 8), 8)
+    for step in bar:
+        bar.set_postfix({"loss": f"{step}.5"})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["step 5 of 8, loss 4.5, 12 s left", "step 8 of 8, loss 7.5, 0 s left"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = SimpleNamespace(shows=True)
+    assert not isinstance(console.Console.bar(shown, range(2), 2), Lines)  # type: ignore[arg-type]
+
+
+def test_the_validation_loss_is_perplexity_and_bits_a_byte_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "bytes_of_token", lambda trainer: 2.5)
+    (*_, last) = run("--eval-every 4 --no-save", tmp_path)
+    assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-12)
+    assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2) / 2.5, rel=1e-12)
+
+
+def test_the_bytes_of_a_token_are_counted_on_the_text():
+    held_out = mock.MagicMock(batch=lambda indices: (None, torch.tensor([[104, 105, 256], [195, 169, 33]])))
+    held_out.__len__.return_value = 2
+    trainer: Any = SimpleNamespace(held_out=held_out, setup=SimpleNamespace(tokenizer=ByteTokenizer()))
+    assert bytes_of_token(trainer) == 5 / 6  # the end of a document has none
+    trainer.setup.tokenizer = mock.Mock(count_bytes=lambda ids: 3 * len(ids))
+    assert bytes_of_token(trainer) == 3
+
+
+def test_each_step_has_its_seconds_and_memory(tmp_path):
+    for entry in run("--eval-every 0 --no-save", tmp_path):
+        assert 0 < entry["data_seconds"] < entry["seconds"]
+        assert entry["tokens_per_second"] == pytest.approx(4 * 12 / entry["seconds"])
+        assert entry["memory"] > 2**20
+
+
+def test_the_profile_has_the_steps_that_were_asked_for(tmp_path):
+    run("--eval-every 0 --no-save --profile 1:2", tmp_path)
+    (file,) = (tmp_path / "profile").iterdir()
+    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+    products = sum(name == "aten::mm" for name in names)
+    run("--eval-every 0 --no-save --profile 3:3", tmp_path)
+    (file,) = (tmp_path / "profile").iterdir()
+    one = sum(event["name"] == "aten::mm" for event in json.loads(file.read_text())["traceEvents"])
+    assert products == 2 * one > 0
+
+
+# --- dashboards -----------------------------------------------------------------------------------------------------
+
+
+def tensorboard_of(folder: Path) -> dict[tuple[str, int], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        (name, event.step): float(make_ndarray(event.tensor_proto))
+        for name in events.Tags()["tensors"]
+        for event in events.Tensors(name)
+    }
+
+
+def wandb_of(folder: Path) -> dict[tuple[str, int], float]:
+    """The file of an offline run: blocks of records of protobuf, as LevelDB's log has them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("offline-run-*/run-*.wandb")
+    found: dict[tuple[str, int], float] = {}
+    for data in leveldb_records(file.read_bytes()[7:], 7):
+        history = Record.FromString(data).history
+        values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+        found |= {(name, int(values["_step"])): value for name, value in values.items() if not name.startswith("_")}
+    return found
+
+
+def leveldb_records(data: bytes, start: int):
+    whole, at = b"", 0
+    while at + 7 <= len(data):
+        left = 2**15 - (at + start) % 2**15
+        if left < 7:  # the rest of a block is padding
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole = (whole if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        if kind in (1, 4):
+            yield whole
+        at += 7 + length
+
+
+def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    records = run("--eval-every 2 --no-save --log-to tensorboard wandb --experts 4 --expert-d-ff 8", tmp_path)
+    expected = {(name, entry["step"]): value for entry in records for name, value in numbers(entry) if name != "step"}
+    assert ("experts/dropped/0", 3) in expected
+    assert ("val_loss", 3) in expected
+    assert tensorboard_of(tmp_path / "tensorboard") == expected
+    assert wandb_of(tmp_path / "wandb") == expected
+
+
+def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--log-to wandb needs the package wandb"):
+        main(arguments("--log-to wandb", tmp_path))
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_saves_its_end_and_says_how_to_go_on(tmp_path, capsys):
+    run("--eval-every 0", tmp_path)
+    said = dict(line.split(":  ", 1) for line in capsys.readouterr().out.splitlines() if ":  " in line)
+    python, dash_m, module, *words = shlex.split(said["generate"])
+    assert (python, dash_m, module) == ("python", "-m", "examples.gpt.generate")
+    assert generate.main([*words, "--new-tokens", "3"]) == 0
+    program, *words = shlex.split(said["export"].strip())
+    assert program == "mpcore"
+    assert mpcore(words) == 0
+    assert (tmp_path / "hugging_face" / "config.json").is_file()
+    assert "--resume auto" in said["train on"]
+    capsys.readouterr()
+    assert main(arguments("--eval-every 0 --steps 6 --resume auto", tmp_path)) == 0
+    assert "resumed after step 4" in capsys.readouterr().out
