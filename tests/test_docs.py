@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -10,18 +11,26 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.gpt.model import GPT
+from examples.gpt.plan import build
+from examples.gpt.presets import PRESETS
+from mpcore.__main__ import main
+from mpcore.analysis.dry_run import dry_run
+from tests import drawings
 from tests.quick import some
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def run_page(name: str, **sizes: int) -> dict:
-    """Run all python blocks of a page, one after the other, and return what they leave."""
+CONSOLE = re.compile(r"```console\n\$ mpcore ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", re.DOTALL)
+
+
+def run_page(name: str, **sizes: object) -> dict:
+    """Run all python blocks of a page, one after the other, and return what they leave; `tp=2` is for `TP = 1`."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
-    assert ("TP = PP = 1" in code) == (name == "training.md")
-    assert ("CP = 1\n" in code) == (name == "context_parallel.md")
-    code = code.replace("TP = PP = 1", f"TP, PP = {sizes.get('tp', 1)}, {sizes.get('pp', 1)}")
-    code = code.replace("CP = 1\n", f"CP = {sizes.get('cp', 1)}\n")
+    for size, value in sizes.items():
+        code, found = re.subn(rf"^({size.upper()}) = \w+", rf"\1 = {value}", code, flags=re.MULTILINE)
+        assert found == 1, f"{name} has {found} lines {size.upper()} = .."
     held: dict = {"__name__": "docs"}
     exec(compile(code, name, "exec"), held)
     return held
@@ -40,16 +49,73 @@ def test_the_page_on_training_has_the_same_losses_on_a_mesh(ranks, tmp_path, siz
         assert found == pytest.approx(alone, rel=1e-5)
 
 
-def context_losses(cp: int) -> list[float]:
-    return run_page("context_parallel.md", cp=cp)["losses"]
+def page_losses(name: str, **sizes: object) -> list[float]:
+    return run_page(name, **sizes)["losses"]
 
 
-def test_the_page_on_context_parallelism_has_the_same_losses_on_a_mesh(ranks):
-    (alone,) = ranks(1, context_losses, 1)
-    assert alone[-1] < alone[0] / 2
-    for size, cp in ((2, 2), (4, 2), (4, 4)):
-        for found in ranks(size, context_losses, cp):
+@pytest.mark.parametrize(
+    ("page", "layouts"),
+    [
+        ("context_parallel.md", [(2, {"cp": 2}), (4, {"cp": 2}), (4, {"cp": 4})]),
+        ("tensor_parallel.md", [(2, {"tp": 2, "sp": False}), (4, {"tp": 2}), (4, {"tp": 4})]),
+    ],
+)
+def test_a_page_has_the_losses_of_one_process_on_every_mesh(ranks, page, layouts):
+    (alone,) = ranks(1, page_losses, page)
+    assert alone[-1] < alone[0]
+    for size, sizes in layouts:
+        for found in ranks(size, page_losses, page, **sizes):
             assert found == pytest.approx(alone, rel=1e-5)
+
+
+def commands() -> list:
+    """Each command that a page shows with what it prints; those on 80 blocks are for `make soak`."""
+    found = [(page.name, *each) for page in sorted(DOCS.glob("*.md")) for each in CONSOLE.findall(page.read_text())]
+    assert len(found) > 1
+    long = [pytest.mark.slow]
+    return [
+        pytest.param(*each, id=f"{each[0]} {each[1].split()[0]}", marks=long if "llama-65b" in each[1] else [])
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), commands())
+def test_a_command_prints_what_its_page_shows(capsys, page, command, printed):
+    assert main(shlex.split(command.replace("\\\n", " "))) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_the_page_on_choosing_counts_a_model_of_65_billion():
+    held = run_page("choose.md")
+    n = held["parameters"]
+    assert n == sum(p.numel() for p in GPT(PRESETS["llama-65b"], device="meta").parameters())
+    counted = drawings.rows("choose.md", "layout of 64 ranks")
+    assert len(counted) == 8
+    for layout, flags, *sizes, total in counted:
+        axes = {name: int(size) for name, size in re.findall(r"(tp|pp|dp) (\d+)", layout)}
+        zero = int(flags[-1])
+        state = held["state_bytes"](zero, axes["dp"]) * n / axes.get("tp", 1) / axes.get("pp", 1) / 2**30
+        assert sum(map(float, sizes)) == pytest.approx(float(total), abs=0.25)
+        if "recompute full" in flags:  # the formula, and inputs of the blocks in flight
+            assert 0 < float(total) - state < 4, (layout, flags)
+
+
+LARGE = "--preset llama-65b --micro-batch 1 --global-batch 128 --dtype bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", drawings.rows("choose.md", "layout of 64 ranks"), ids=" ".join)
+def test_each_row_of_the_65_billion_is_what_a_dry_run_counts(row):
+    layout, flags, *sizes = row
+    axes = {name: int(size) for name, size in re.findall(r"(tp|pp|dp) (\d+)", layout)}
+    found = dry_run(build, [*LARGE.split(), *flags.split()], **axes)
+    counted = (found.parameters, found.gradients, found.optimizer, found.peak, found.total)
+    assert sizes == [f"{size / 2**30:.1f}" for size in counted]
+
+
+@pytest.mark.parametrize("name", drawings.PICTURES)
+def test_a_picture_is_what_its_program_draws(name):
+    assert (DOCS / name).read_text() == drawings.PICTURES[name](), "run: python -m tests.drawings"
 
 
 def test_the_page_on_plans_runs():

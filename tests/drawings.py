@@ -1,0 +1,179 @@
+"""Draw the pictures of the guides: `python -m tests.drawings` writes docs/*.svg; tests/test_docs.py compares them.
+
+Colours are Okabe and Ito's, which people with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLUE, ORANGE, GREEN, SKY, RED, PINK = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7"
+INK, GREY, PALE = "#222222", "#767676", "#eef3fa"
+PICTURES: dict[str, Callable[[], str]] = {}
+
+
+def picture(draw: Callable[[], str]) -> Callable[[], str]:
+    """Name a picture by its function: `choose` draws docs/choose.svg."""
+    PICTURES[f"{draw.__name__}.svg"] = draw
+    return draw
+
+
+class Svg:
+    """A picture 760 wide; its title says what is found."""
+
+    def __init__(self, height: float, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height:g}" font-family="sans-serif" '
+            'font-size="14">',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="760" height="{height:g}" fill="white"/>',
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>',
+        ]
+        self.text(12, 24, title, size=16, weight="bold")
+
+    def text(
+        self, x: float, y: float, text: str, *, at: str = "start", size: int = 14, fill: str = INK, weight: str = ""
+    ) -> None:
+        """Write at a baseline; `at`: start, middle or end."""
+        more = (f' text-anchor="{at}"' if at != "start" else "") + (f' font-size="{size}"' if size != 14 else "")
+        more += f' font-weight="{weight}"' if weight else ""
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" fill="{fill}"{more}>{escape(text)}</text>')
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str = PALE,
+        *lines: str,
+        line: str = "",
+        ink: str = INK,
+    ) -> None:
+        """Draw a rectangle with lines of text in its middle."""
+        stroke = f' stroke="{line}"' if line else ""
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{stroke}/>')
+        for i, text in enumerate(lines):
+            middle = y + height / 2 + 5 + 18 * (i - (len(lines) - 1) / 2)
+            self.text(x + width / 2, middle, text, at="middle", fill=ink)
+
+    def arrow(self, x: float, y: float, x2: float, y2: float, text: str = "") -> None:
+        """Draw an arrow, with a text above its middle."""
+        self.parts.append(
+            f'<line x1="{x:g}" y1="{y:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" stroke-width="1.5" '
+            'marker-end="url(#head)"/>'
+        )
+        if text:
+            self.text((x + x2) / 2, (y + y2) / 2 - 6, text, at="middle", size=12)
+
+    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
+        """Write what colours mean, in a row."""
+        for fill, text in entries:
+            self.box(x, y - 11, 14, 14, fill)
+            self.text(x + 20, y, text, size=12)
+            x += 36 + 6.6 * len(text)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.parts, "</svg>\n"])
+
+
+def rows(page: str, head: str) -> list[list[str]]:
+    """The cells of a page's table that begins with this head."""
+    text = (DOCS / page).read_text()
+    table = text[text.index(f"| {head} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[re.sub(r"[`*]", "", cell).strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+@picture
+def choose() -> str:
+    svg = Svg(576, "Take the first answer that fits; add one axis at a time")
+    questions = [
+        ("Does the model fit on one GPU?", "18 bytes a parameter, and more", "data parallel", "Zero(1), the default"),
+        ("Does it fit, sharded over all GPUs,", "with one sample a GPU?", "ZeRO-3", "Zero(3)"),
+        ("Does it fit, layers sharded", "over the GPUs of a node?", "+ tensor, sequence parallel", "build_mesh(tp=8)"),
+        ("Does it fit with its blocks", "spread over several nodes?", "+ pipeline", "build_mesh(tp=8, pp=4)"),
+        ("Are the samples too long,", "32,000 tokens and more?", "+ context parallel", "build_mesh(tp=8, cp=4)"),
+        ("Does it have experts?", "", "+ expert parallel", "build_mesh(ep=8)"),
+    ]  # fmt: skip
+    for i, (*question, answer, code) in enumerate(questions):
+        y = 48 + 84 * i + 30 * (i > 3)
+        svg.box(12, y, 330, 60, PALE, *filter(None, question), line=BLUE)
+        svg.box(436, y, 312, 60, "#fdf3dc", answer, code, line=ORANGE)
+        svg.arrow(342, y + 30, 434, y + 30, "yes")
+        if i < 3:
+            svg.arrow(177, y + 60, 177, y + 83)
+            svg.text(187, y + 76, "no", size=12)
+    svg.text(12, 404, "In addition to each of these:", weight="bold")
+    return str(svg)
+
+
+@picture
+def choose_memory() -> str:
+    found = rows("choose.md", "layout of 64 ranks")
+    svg = Svg(110 + 46 * len(found), "A 65B model fits on 80 GB by ZeRO-3, or by tensor and pipeline parallelism")
+    kinds = ((BLUE, "parameters"), (ORANGE, "gradients"), (GREEN, "optimizer"), (PINK, "activations and gathered"))
+    svg.legend(190, 54, kinds)
+    scale, left, most = 3.0, 190, 155
+    for i, (layout, flags, *sizes, total) in enumerate(found):
+        y, x = 76 + 46 * i, float(left)
+        recompute, zero = re.findall(r"--(?:recompute|zero) (\w+)", flags)
+        svg.text(180, y + 12, layout, at="end")
+        svg.text(180, y + 28, f"ZeRO-{zero}, recompute {recompute}", at="end", size=12, fill=GREY)
+        for (fill, _), size in zip(kinds, sizes, strict=True):
+            width = min(float(size) * scale, left + most * scale - x)
+            svg.box(x, y, width, 28, fill)
+            x += width
+        over = float(total.replace(",", "")) > most
+        svg.text(x + 6, y + 19, f"{'... ' if over else ''}{total} GiB", size=12)
+    x, bottom = left + scale * 80e9 / 2**30, 80 + 46 * len(found)
+    svg.parts.append(f'<path d="M{x:g} 66V{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>')
+    svg.text(x, bottom + 16, "a GPU of 80 GB", size=12, at="middle")
+    return str(svg)
+
+
+@picture
+def tensor_parallel() -> str:
+    svg = Svg(438, "Sequence parallelism shards norms and dropout too, and sends the same bytes")
+    variants = (
+        (60, "tensor parallel", "copy", "all-reduce", "[B, T, D]", 40),
+        (250, "tensor and sequence parallel", "all-gather", "reduce-scatter", "[B, T/2, D]", 20),
+    )
+    for y, name, enter, leave, shape, height in variants:
+        svg.text(12, y, name, weight="bold")
+        for rank in (0, 1):
+            top = y + 44 + 52 * rank
+            svg.text(12, top + 24, f"rank {rank}")
+            here = top + (20 * rank if height == 20 else 0)
+            svg.box(76, here, 112, height, SKY, "norm")
+            svg.box(258, top, 96, 40, ORANGE, "column")
+            svg.box(362, top, 96, 40, ORANGE, "heads or", "units")
+            svg.box(466, top, 96, 40, ORANGE, "row")
+            svg.box(636, here, 112, height, SKY, "dropout, +")
+        for x, label, word in ((223, enter, "enter"), (599, leave, "leave")):
+            svg.box(x - 24, y + 44, 48, 92, "none" if label == "copy" else "#dddddd", line=GREY)
+            svg.text(x, y + 36, label, at="middle", size=12)
+            svg.text(x, y + 94, word, at="middle", size=12)
+        svg.text(132, y + 154, shape, at="middle", size=12)
+        svg.text(410, y + 154, "[B, T, features/2]", at="middle", size=12)
+        svg.text(692, y + 154, shape, at="middle", size=12)
+    svg.text(
+        12,
+        424,
+        "Blue is replicated, or sharded along the sequence; orange is sharded over heads or hidden units.",
+        size=12,
+    )
+    return str(svg)
+
+
+def main() -> None:
+    for name, draw in PICTURES.items():
+        (DOCS / name).write_text(draw())
+
+
+if __name__ == "__main__":
+    main()
