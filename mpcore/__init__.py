@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         reduce_gradients,
         zero_gradients,
     )
+    from mpcore.interop.hugging_face import save_pretrained
     from mpcore.interop.parallelize import (
         Colwise,
         Experts,
@@ -152,6 +153,7 @@ __all__ = [
     "prepare",
     "recompute",
     "reduce_gradients",
+    "save_pretrained",
     "seed_dropout",
     "sequence_index",
     "shard_data_parallel",
@@ -171,6 +173,7 @@ _HOMES = {
     "gradients": (
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
+    "interop.hugging_face": "save_pretrained",
     "interop.parallelize": "Colwise Experts Hidden LocalSizes Replicate parallelize parallelize_summary suggest_plan",
     "layers": (
         "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "

@@ -405,6 +405,7 @@ ELSEWHERE = {
     "VocabParallelCrossEntropy": "vocab_parallel_cross_entropy",
     "unshard_sequence": "tests/layers/test_context.py",
     "drop_gradients": "tests/test_gradients.py",
+    "save_pretrained": "tests/test_pretrained.py",
 }
 POLICIES = {
     mp.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},

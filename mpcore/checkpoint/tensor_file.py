@@ -38,7 +38,8 @@ def write_tensors(
     Args:
         path: the file; must not exist.
         tensors: by key, on any device; moved to the CPU one at a time.
-        read: gives the tensor of a key when its turn comes; then `tensors` may be on the meta device.
+        read: gives the tensor of a key when its turn comes, in the order of `tensors`, which may then be on the meta
+            device.
 
     Returns:
         The file's record and each tensor's checksum.
@@ -66,9 +67,9 @@ def write_tensors(
             _write_at(file, data, len(head) + header[key]["data_offsets"][0])
             return checksum(data)
 
-        sums = in_threads(one, keys, THREADS if read is None else 1)
+        sums = in_threads(one, tensors, THREADS if read is None else 1)
         os.fsync(file.fileno())
-    return FileRecord(len(head) + end, zlib.crc32(head)), dict(zip(keys, sums, strict=True))
+    return FileRecord(len(head) + end, zlib.crc32(head)), dict(zip(tensors, sums, strict=True))
 
 
 def _write_at(file: FileIO, data: bytes | memoryview, offset: int) -> None:

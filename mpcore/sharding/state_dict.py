@@ -57,10 +57,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         own = full.data_ptr() == local_tensor(parameter).data_ptr()  # what no other rank holds a part of
         state[name] = full.clone() if own else full
     state |= {name: buffer.detach().clone() for name, _, _, buffer in persistent_buffers(model)}
-    return state | {name: state[first] for first, *others in _names(model) for name in others}
+    return state | {name: state[first] for first, *others in all_names(model) for name in others}
 
 
-def _names(model: nn.Module) -> Iterable[list[str]]:
+def all_names(model: nn.Module) -> Iterable[list[str]]:
     """All names of each tensor in the state dict, the first one first."""
     names: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -97,7 +97,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         pending = [axis.key for axis in sharding.partial]
         if over is not None and over.size > 1 and not is_dtensor(parameter) and over.key not in pending:
             raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
-    given = {name: state[one] for name, *others in _names(model) for one in (*others, name) if one in state}
+    given = {name: state[one] for name, *others in all_names(model) for one in (*others, name) if one in state}
     shapes = {name: sharding.shape for name, _, sharding in held}
     for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.values()}).items():
         if name not in given:

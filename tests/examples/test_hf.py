@@ -33,7 +33,7 @@ from mpcore import Mesh, materialize
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
-from mpcore.interop.hugging_face import convert, read_json
+from mpcore.interop.hugging_face import read_json, writing
 from mpcore.interop.hugging_face.config import JSON_LIMIT
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
@@ -636,13 +636,13 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "publish", failing)
+        patch.setattr(writing, "publish", failing)
         with pytest.raises(OSError, match="No space left"):
             import_hf(folders["qwen2"], tmp_path / "step")
     path = import_hf(folders["qwen2"], tmp_path / "step")
     (tmp_path / "back").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "publish", failing)
+        patch.setattr(writing, "publish", failing)
         with pytest.raises(OSError, match="No space left"):
             export_hf(path, tmp_path / "back")
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == ["back", hf.FOLDER, "step"]

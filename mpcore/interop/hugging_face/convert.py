@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpcore.checkpoint.folders import discard, prepare, publish, read_complete, resolve, temporary
-from mpcore.checkpoint.format import (
-    DTYPES,
-    Chunk,
-    Entry,
-    FileRecord,
-    Manifest,
-    dtype_name,
-    write_manifest,
-    write_synced,
-)
+from mpcore.checkpoint.folders import read_complete, resolve
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, write_manifest
 from mpcore.checkpoint.loading import copy_box, fill
 from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.saving import write_beside
-from mpcore.checkpoint.tensor_file import Files, host_memory, write_tensors
+from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
 from mpcore.interop.hugging_face.carried import carried_by_checkpoint, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
-from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
+from mpcore.interop.hugging_face.folder import ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
+from mpcore.interop.hugging_face.writing import (
+    SHARD_BYTES,
+    check_new,
+    new_folder,
+    write_files,
+    write_json,
+    write_weights,
+)
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import reshard
-
-SHARD_BYTES = 5 * 10**9  # of a file
 
 
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
@@ -114,8 +109,8 @@ def import_hf(
             return tensor
         return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may keep what is freed
 
-    with _whole(path) as new:
-        files, where = _write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
+    with new_folder(path) as new:
+        files, where = write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
         chunks: dict[str, list[Chunk]] = {}
         for key, (file, found) in where.items():
             box = pieces[key][1]
@@ -160,8 +155,7 @@ def export_hf(
         part.key: torch.empty(part.stored, dtype=_written_as(name, entry, dtype), device="meta")
         for name, entry, part in pieces.values()
     }
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists: it is not overwritten")
+    check_new(folder)
     _check_model(manifest, files, {name for name, _, _ in pieces.values()})
     carried = carried_by_checkpoint(path)
     beside = carried.files if tokenizer is None else tokenizer_files(tokenizer)
@@ -181,16 +175,9 @@ def export_hf(
         held.extend(entry.chunks)
         return stored
 
-    with _whole(folder) as new:
-        written, where = _write_files(
-            new, likes, read, shard_bytes,
-            lambda i, n: f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors",
-        )  # fmt: skip
-        if len(written) > 1:
-            index = {key: file for key, (file, _) in sorted(where.items())}
-            size = sum(like.nbytes for like in likes.values())
-            _write_json(new / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-        _write_json(new / "config.json", values)
+    with new_folder(folder) as new:
+        write_weights(new, likes, read, shard_bytes)
+        write_json(new / "config.json", values)
         write_beside(new, beside)
     return folder
 
@@ -243,43 +230,3 @@ def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
 def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a file; a router's bias stays as it is, because it moves by steps that half precision loses."""
     return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype
-
-
-def _write_files(
-    folder: Path,
-    likes: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
-    limit: int,
-    name: Callable[[int, int], str],
-) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
-    """Write tensors to files of a limited size; return the files' records, and each tensor's file and checksum."""
-    shards: list[list[str]] = [[]]
-    total = 0
-    for key, like in likes.items():
-        if shards[-1] and total + like.nbytes > limit:
-            shards.append([])
-            total = 0
-        shards[-1].append(key)
-        total += like.nbytes
-    files, where = {}, {}
-    for i, keys in enumerate(shards):
-        file = name(i, len(shards))
-        files[file], sums = write_tensors(folder / file, {key: likes[key] for key in keys}, read)
-        where |= {key: (file, sums[key]) for key in keys}
-    return files, where
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `path` when the block ends; after an error nothing is left of it."""
-    prepare(path)
-    try:
-        yield temporary(path)
-        publish(path)
-    except BaseException:
-        discard(path)
-        raise
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_synced(path, f"{json.dumps(values, indent=2)}\n".encode())

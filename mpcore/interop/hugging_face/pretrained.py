@@ -1,0 +1,169 @@
+"""Save parallel models of transformers as its `save_pretrained` does, with one whole tensor in memory at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.checkpoint.ranks import together
+from mpcore.checkpoint.tensor_file import host_memory
+from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
+from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
+from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.sharding.declarations import declarations, persistent_buffers
+from mpcore.sharding.declare import Sharding, check_lies_on
+from mpcore.sharding.local import is_dtensor, reshard
+from mpcore.sharding.state_dict import all_names, check_present
+
+PIECE = 2**20  # bytes that the ranks gather at a time
+
+Held = dict[str, tuple[Tensor, Sharding]]
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh(), *, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write the folder that transformers' `save_pretrained` writes of the unsharded model: a collective on all ranks.
+
+    The folder has config.json, generation_config.json where the model generates, the weights as safetensors under the
+    names of the family, experts and fused projections included, and an index where there are several files. Rank 0
+    writes: it holds its shard and one whole tensor at a time. The experts of a layer may be one tensor. The other
+    ranks hold their shards. All gather in pieces, which take some 20 MB.
+
+    Args:
+        model: a model of transformers that `parallelize` sharded over tp, and `shard_data_parallel` over data or not.
+        folder: the folder to make; missing or empty.
+        mesh: the mesh that the model lies on.
+        shard_bytes: largest size of a file, unless one tensor is larger.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: on every rank and with nothing written, if the model is none of transformers, is one stage of a
+            pipeline, has other tensors than its config says, or the folder isn't empty. On every rank, with nothing
+            left, if the folder can't be written.
+
+    Note:
+        - The tokenizer is not the model's: call `tokenizer.save_pretrained(folder)` afterwards, on one rank.
+        - Needs transformers 5.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from mpcore.interop.hugging_face import save_pretrained
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+        >>> model = mpcore.parallelize(LlamaForCausalLM(config), tp=mpcore.Mesh().tp)
+        >>> import os, tempfile
+        >>> sorted(os.listdir(save_pretrained(model, tempfile.mkdtemp())))
+        ['config.json', 'generation_config.json', 'model.safetensors']
+    """
+    check_mesh(mesh)
+    model, folder = getattr(model, "_orig_mod", model), Path(folder)
+    reshard(model)
+
+    def plan() -> tuple[Any, Held, list[Group]]:
+        dense, held = dense_shape(model), _held(model, mesh)
+        if mesh.world.rank == 0:
+            check_new(folder)
+        return dense, held, stored_groups(dense, _saved_state(dense, held))
+
+    dense, held, groups = together(mesh.world, plan)
+    together(mesh.world, lambda: _write(folder, model, dense, held, groups, mesh, shard_bytes))
+    return folder
+
+
+def _held(model: nn.Module, mesh: Mesh) -> Held:
+    """The tensors of the state dict, under all their names, and where they lie."""
+    held: Held = {}
+    for name, parameter, sharding in declarations(model):
+        check_present(name, parameter)
+        check_lies_on(name, parameter, sharding, mesh)
+        held[name] = parameter, sharding
+    held |= {name: (buffer, Sharding(tuple(buffer.shape))) for name, _, _, buffer in persistent_buffers(model)}
+    for first, *others in all_names(model):
+        held |= dict.fromkeys(others, held[first])
+    return held
+
+
+def _saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
+    """The state dict to save, on the meta device; refuse a model that its config doesn't describe."""
+    names, state = stored_names(dense), {}
+    for name, x in dense.state_dict().items():
+        if name not in held or held[name][1].shape != tuple(x.shape):
+            found = f"with shape {held[name][1].shape}" if name in held else "not there"
+            raise ValueError(
+                f"{name} is {found}, but has shape {tuple(x.shape)} by the model's config: save a whole model"
+            )
+    if more := sorted(held.keys() - dense.state_dict().keys()):
+        raise ValueError(f"the model's config has no {more[:20]}: from_pretrained would not read them")
+    for name in names:
+        state[name] = torch.empty(held[name][1].shape, dtype=held[name][0].dtype, device="meta")
+    return state
+
+
+def _write(folder: Path, model: Any, dense: Any, held: Held, groups: list[Group], mesh: Mesh, shard_bytes: int) -> None:
+    """Write on rank 0 what all ranks gather."""
+    writes = mesh.world.rank == 0
+    gathered = _gather(held, groups, writes)
+    if not writes:
+        for _ in gathered:
+            pass
+        return
+    current: dict[str, Tensor] = {}
+
+    def read(key: str) -> Tensor:
+        while key not in current:
+            current.clear()
+            group, tensors = next(gathered)
+            current.update(stored_tensors(dense, group, tensors))
+        return current[key]
+
+    try:
+        with new_folder(folder) as new:
+            _write_configs(new, model, dense)
+            likes = {key: like for group in groups for key, like in group.files.items()}
+            write_weights(new, likes, read, shard_bytes)
+    finally:
+        for _ in gathered:  # after an error: the other ranks wait for this one's part
+            pass
+
+
+def _write_configs(folder: Path, model: Any, dense: Any) -> None:
+    dense.config.architectures = [type(dense).__name__]
+    dense.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _gather(held: Held, groups: list[Group], keep: bool) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+    for group in groups:
+        yield group, {name: _whole_on_host(*held[name], keep) for name in group.sources}
+
+
+@torch.no_grad()
+def _whole_on_host(x: Tensor, sharding: Sharding, keep: bool) -> Tensor:
+    """The logical tensor in the host's memory, gathered in pieces; where it isn't kept, an empty tensor."""
+    local = (x.full_tensor() if is_dtensor(x) else x).detach()
+    split = {shard.dim for shard in sharding.shards if shard.axis.size > 1}
+    if not split:
+        return local.cpu() if keep else local.new_empty(0)
+    full = host_memory(sharding.shape, local.dtype) if keep else local.new_empty(0)
+    # A dimension that lies whole on each rank, to take the tensor apart; a vector has none.
+    dim = max(set(range(local.dim())) - split, key=lambda d: local.shape[d], default=min(split))
+    length = sharding.shape[dim]
+    step = length if dim in split else max(1, PIECE * length // (math.prod(sharding.shape) * local.itemsize))
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        shape = (*sharding.shape[:dim], size, *sharding.shape[dim + 1 :])
+        part = local if dim in split else local.narrow(dim, start, size)
+        piece = replace(sharding, shape=shape).assemble(part)
+        if keep:
+            full.narrow(dim, start, size).copy_(piece)
+    return full

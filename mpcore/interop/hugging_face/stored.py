@@ -1,0 +1,138 @@
+"""How a model of transformers lies in its files: which tensors of the model make which tensors of the files.
+
+transformers tells it as operations on tensors. They run here on the meta device, to learn what depends on what; then
+on one group of tensors at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mpcore._torch import fsdp
+from mpcore._torch.pytree import leaves
+
+
+@dataclass
+class Group:
+    """Tensors of the files that are made of the same tensors of the model.
+
+    Attributes:
+        sources: names in the model.
+        files: names in the files, and the tensors on the meta device.
+        renamed: whether it is one tensor under another name.
+    """
+
+    sources: list[str]
+    files: dict[str, Tensor]
+    renamed: bool
+
+
+def dense_shape(model: nn.Module) -> Any:
+    """Make the unsharded model of a model's class and config on the meta device.
+
+    Raises:
+        ValueError: if it is no model of transformers, or one that this module can't save.
+    """
+    kind: Any = type(model).__bases__[-1] if model in fsdp.units(model) else type(model)  # fully_shard puts one before
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(kind, "save_pretrained", None) is None:
+        raise ValueError(
+            f"{type(model).__name__} is no model of transformers: save a model of your own with "
+            f"mpcore.checkpoint.save, or write an Architecture for it and call export_hf"
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{kind.__name__} is quantized or holds adapters: only plain weights are saved here")
+    config = copy.deepcopy(config)
+    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)  # a save makes it text
+    with torch.device("meta"):
+        dense = kind(config)
+    if "_weight_conversions" in vars(model):  # how from_pretrained read it
+        vars(dense)["_weight_conversions"] = vars(model)["_weight_conversions"]
+    return dense
+
+
+def stored_names(dense: Any) -> list[str]:
+    """The names of the state dict that are saved: of tied weights one."""
+    ignored = getattr(dense, "_keys_to_ignore_on_save", None) or ()
+    state = {name: x for name, x in dense.state_dict().items() if name not in ignored}
+    return list(_transformers("modeling_utils").remove_tied_weights_from_state_dict(state, dense))
+
+
+def stored_groups(dense: Any, state: Mapping[str, Tensor]) -> list[Group]:
+    """Split a state dict on the meta device into groups, in the order of their files' names."""
+    source_of = {id(x): {name} for name, x in state.items()}
+    with _Trace(source_of):
+        files = _revert(dense, dict(state))
+    order = {name: i for i, name in enumerate(state)}
+    groups: dict[str, Group] = {}  # by each source
+    for key, x in files.items():
+        sources = source_of[id(x)]
+        joined = {id(groups[name]): groups[name] for name in sources if name in groups}.values()
+        old = [name for group in joined for name in group.sources]
+        group = Group(
+            sorted({*old, *sources}, key=order.__getitem__),
+            {name: like for group in joined for name, like in group.files.items()} | {key: x},
+            len(sources) == 1 and not joined and any(x is state[name] for name in sources),
+        )
+        groups |= dict.fromkeys(group.sources, group)
+    if lost := sorted(state.keys() - groups.keys()):
+        raise ValueError(f"transformers writes no file of {lost[:20]}")
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def stored_tensors(dense: Any, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the files from those of the model, in no new memory where a view is enough."""
+    if group.renamed:
+        return dict(zip(group.files, tensors.values(), strict=True))
+    with _Views():
+        made = _revert(dense, dict(tensors))
+    return {key: made[key] for key in group.files} if made.keys() == group.files.keys() else dict(
+        zip(group.files, made.values(), strict=True)
+    )  # fmt: skip
+
+
+def _revert(dense: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return _transformers("core_model_loading").revert_weight_conversion(dense, state)
+
+
+def _transformers(name: str) -> Any:
+    """A module of transformers 5; this library doesn't need transformers, but who gives such a model has it."""
+    try:
+        return import_module(f"transformers.{name}")
+    except ModuleNotFoundError:
+        raise ValueError(f"this transformers has no {name}: install transformers 5 or later") from None
+
+
+class _Views(TorchFunctionMode):
+    """Have `contiguous` return its tensor as it lies."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+class _Trace(_Views):
+    """Note by the id of each new tensor which named ones it is made of."""
+
+    def __init__(self, source_of: dict[int, set[str]]) -> None:
+        super().__init__()
+        self.source_of, self.held = source_of, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)
+        sources = set().union(*(self._of(leaves((args, kwargs)))))
+        for x in leaves(made):
+            if isinstance(x, Tensor) and id(x) not in self.source_of:
+                self.source_of[id(x)] = sources
+                self.held.append(x)  # so that no other tensor gets its id
+        return made
+
+    def _of(self, values: Iterable[Any]) -> Iterable[set[str]]:
+        return [self.source_of.get(id(x), set()) for x in values if isinstance(x, Tensor)]

@@ -1,0 +1,84 @@
+"""Write a folder of safetensors files with one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mpcore.checkpoint.folders import discard, prepare, publish, temporary
+from mpcore.checkpoint.format import FileRecord, write_synced
+from mpcore.checkpoint.tensor_file import write_tensors
+from mpcore.interop.hugging_face.folder import INDEX
+
+SHARD_BYTES = 5 * 10**9  # of a file
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists: it is not overwritten")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `path` when the block ends; after an error nothing is left of it."""
+    prepare(path)
+    try:
+        yield temporary(path)
+        publish(path)
+    except BaseException:
+        discard(path)
+        raise
+
+
+def write_weights(folder: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor], limit: int) -> None:
+    """Write the safetensors files of a Hugging Face folder, and their index where there are several.
+
+    Args:
+        folder: where.
+        likes: the tensors by key, on the meta device.
+        read: gives the tensor of a key; it is called in the order of `likes`.
+        limit: largest bytes of a file, unless one tensor is larger.
+    """
+    written, where = write_files(
+        folder, likes, read, limit,
+        lambda i, n: f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors",
+    )  # fmt: skip
+    if len(written) > 1:
+        index = {key: file for key, (file, _) in sorted(where.items())}
+        size = sum(like.nbytes for like in likes.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
+
+
+def write_files(
+    folder: Path,
+    likes: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    limit: int,
+    name: Callable[[int, int], str],
+) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
+    """Write tensors to files of a limited size; return the files' records, and each tensor's file and checksum."""
+    shards: list[list[str]] = [[]]
+    total = 0
+    for key, like in likes.items():
+        if shards[-1] and total + like.nbytes > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(key)
+        total += like.nbytes
+    files, where = {}, {}
+    for i, keys in enumerate(shards):
+        file = name(i, len(shards))
+        files[file], sums = write_tensors(folder / file, {key: likes[key] for key in keys}, read)
+        where |= {key: (file, sums[key]) for key in keys}
+    return files, where
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file, and sync it to the disk."""
+    write_synced(path, f"{json.dumps(values, indent=2)}\n".encode())

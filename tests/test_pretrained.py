@@ -1,0 +1,200 @@
+"""Folders of transformers' models: what a parallel model saves is what the unsharded one saves, byte for byte."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpcore import parallelize, shard_data_parallel, suggest_plan
+from mpcore.interop.hugging_face import save_pretrained
+from tests.pool import mesh
+
+hf = pytest.importorskip("transformers", minversion="5")
+from safetensors.torch import load_file  # noqa: E402
+
+from tests.families import build  # noqa: E402
+
+OWN = ["apertus", "arcee", "cohere", "deepseek_v3", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text"]
+OWN += ["glm4_moe", "gpt2", "gpt_neox", "granitemoe", "hunyuan_v1_moe", "llama", "minimax", "mixtral", "olmo2", "phi3"]
+OWN += ["qwen2_moe", "qwen3", "qwen3_moe", "smollm3"]
+FOUND = ["bert", "bloom", "gpt_oss", "jamba", "opt"]  # their plans are found
+
+
+def quiet_build(family):
+    """The same model on every rank, in the dtype of its weights."""
+    hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
+    torch.manual_seed(3)
+    model = build(family)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    return model
+
+
+def files_of(folder):
+    """All tensors of a folder, by name."""
+    return {key: x for path in Path(folder).glob("*.safetensors") for key, x in load_file(path).items()}
+
+
+def all_equal(got, want):
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    assert all(got[key].dtype == want[key].dtype and torch.equal(got[key], want[key]) for key in want), [
+        key for key in want if not torch.equal(got[key], want[key])
+    ]
+
+
+def check_saved(family, folder, zero=False):
+    """A sharded model's folder beside the one that transformers writes of the whole model."""
+    layout = mesh(tp=3 if torch.distributed.get_world_size() == 3 else 2)
+    model = quiet_build(family)
+    if layout.world.rank == 0:
+        model.save_pretrained(f"{folder}/dense")
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    plan = suggest_plan(model, layout.tp.size).plan if family in FOUND else "auto"
+    model = parallelize(model, plan, layout.tp, check=False)
+    assert sum(p.numel() for p in model.parameters()) < sum(x.numel() for x in state.values())
+    if zero:
+        shard_data_parallel(model, layout, blocks=model.model.layers, zero=3)
+    save_pretrained(model, f"{folder}/sharded", layout)
+    if layout.world.rank == 0:
+        dense, sharded = Path(folder, "dense"), Path(folder, "sharded")
+        assert sorted(os.listdir(dense)) == sorted(os.listdir(sharded))
+        for path in dense.glob("*.json"):
+            assert json.loads(path.read_text()) == json.loads((sharded / path.name).read_text())
+        all_equal(files_of(sharded), files_of(dense))
+        kind = getattr(hf, json.loads((sharded / "config.json").read_text())["architectures"][0])
+        with contextlib.redirect_stdout(io.StringIO()):
+            all_equal(kind.from_pretrained(sharded).state_dict(), state)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("family", OWN + FOUND)
+def test_a_sharded_model_saves_the_folder_of_the_whole_one(ranks, tmp_path, family, tp):
+    ranks(tp, check_saved, family, str(tmp_path))
+
+
+LLAMA = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}  # fmt: skip
+WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "num_hidden_layers": 3}  # of 64 MiB
+
+
+def test_zero_3_beside_tp_saves_the_whole_model(ranks, tmp_path):
+    ranks(4, check_saved, "llama", str(tmp_path), True)
+
+
+def check_several_files(folder):
+    """Small files, which a group of tensors may span, and their index."""
+    layout, model = mesh(tp=2), quiet_build("mixtral")
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    save_pretrained(parallelize(model, tp=layout.tp, check=False), folder, layout, shard_bytes=5000)
+    if layout.world.rank == 0:
+        index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 5
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
+        all_equal(hf.MixtralForCausalLM.from_pretrained(folder).state_dict(), state)
+
+
+def test_a_large_model_has_several_files_and_an_index(ranks, tmp_path):
+    ranks(2, check_several_files, str(tmp_path))
+
+
+def check_full_disk(folder):
+    """Rank 0 can't write: all ranks raise, nothing is left, and the model can be saved elsewhere."""
+    layout = mesh(tp=2)
+    model = parallelize(quiet_build("llama"), tp=layout.tp, check=False)
+    real, calls = os.pwrite, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    if layout.world.rank == 0:
+        os.pwrite = full
+    try:
+        with pytest.raises(ValueError, match="No space left on device"):
+            save_pretrained(model, f"{folder}/full", layout)
+    finally:
+        os.pwrite = real
+    assert not os.listdir(folder)
+    save_pretrained(model, f"{folder}/elsewhere", layout)
+
+
+def test_a_full_disk_is_told_on_all_ranks_and_leaves_nothing(ranks, tmp_path):
+    ranks(2, check_full_disk, str(tmp_path))
+
+
+def grown():
+    model = quiet_build("llama")
+    model.extra = torch.nn.Linear(2, 2)
+    return model
+
+
+def resized():
+    model = quiet_build("llama")
+    model.lm_head = torch.nn.Linear(48, 70, bias=False)
+    return model
+
+
+def stage():
+    model = quiet_build("llama")
+    del model.model.layers[1]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
+        (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
+        (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
+        (stage, r"model.layers.1.\S+ is not there, but has shape .*: save a whole model"),
+    ],
+)
+def test_what_from_pretrained_would_not_read_is_refused(tmp_path, make, match):
+    with pytest.raises(ValueError, match=match):
+        save_pretrained(make(), tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_with_files_is_not_overwritten(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="exists: it is not overwritten"):
+        save_pretrained(quiet_build("llama"), tmp_path)
+    assert os.listdir(tmp_path) == ["notes"]
+
+
+def peak():
+    """The most memory that this process held since `forget_peak`, and what it holds now, in bytes."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return [1024 * int(lines[name].split()[0]) for name in ("VmHWM", "VmRSS")]
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def check_memory_of_save(folder):
+    """The rise above what a rank holds before. A first save loads the code."""
+    layout, config = mesh(tp=2), hf.LlamaConfig(**LLAMA | WIDE)
+    save_pretrained(parallelize(quiet_build("llama"), tp=layout.tp, check=False), f"{folder}/first", layout)
+    model = parallelize(hf.LlamaForCausalLM(config), tp=layout.tp, check=False)
+    forget_peak()
+    before = peak()[1]
+    save_pretrained(model, f"{folder}/second", layout)
+    return peak()[0] - before
+
+
+def test_rank_0_holds_one_whole_tensor_more_and_the_others_a_piece(ranks, tmp_path):
+    first, other = ranks(2, check_memory_of_save, str(tmp_path))
+    tensors = files_of(tmp_path / "second").values()
+    largest, total = max(x.nbytes for x in tensors), sum(x.nbytes for x in tensors)
+    assert total > 6 * largest
+    assert first < 1.5 * largest
+    assert other < 0.5 * largest
