@@ -44,6 +44,7 @@ PACKAGES = {
     "mpcore.layers.moe": "Mixture of experts",
     "mpcore.interop.parallelize": "Models made elsewhere",
     "mpcore.interop.hugging_face": "Hugging Face folders",
+    "mpcore.interop.lora": "LoRA adapters",
     "mpcore.optim": "Optimizers",
     "mpcore.parallel": "Data parallelism, recompute, offload, FP8",
     "mpcore.pipeline": "Pipelines",

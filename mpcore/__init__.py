@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         zero_gradients,
     )
     from mpcore.interop.hugging_face import save_pretrained
+    from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
     from mpcore.interop.parallelize import (
         Colwise,
         Experts,
@@ -124,6 +125,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "Zero",
+    "add_lora",
     "add_partial",
     "apply_rope",
     "build_mesh",
@@ -142,8 +144,11 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_prob",
     "load_full_state_dict",
+    "load_lora",
     "main_gradients",
     "materialize",
+    "merge_lora",
+    "merged_state_dict",
     "offload_activations",
     "offload_optimizer",
     "offload_parameters",
@@ -153,6 +158,7 @@ __all__ = [
     "prepare",
     "recompute",
     "reduce_gradients",
+    "save_lora",
     "save_pretrained",
     "seed_dropout",
     "sequence_index",
@@ -174,6 +180,7 @@ _HOMES = {
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
     "interop.hugging_face": "save_pretrained",
+    "interop.lora": "add_lora load_lora merge_lora merged_state_dict save_lora",
     "interop.parallelize": "Colwise Experts Hidden LocalSizes Replicate parallelize parallelize_summary suggest_plan",
     "layers": (
         "ColumnParallelEmbedding ColumnParallelLinear Dropout GateUpParallelLinear GroupedLinear LayerNorm "

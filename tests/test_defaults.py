@@ -382,6 +382,7 @@ ELSEWHERE = {
     "Experts": "tests/test_plans.py",
     "suggest_plan": "tests/test_plans.py",
     "StepResult": "tests/layers/test_moe_dispatch.py",
+    "add_lora": "tests/test_lora_files.py",
     "parallelize": "tests/test_parallelize.py",
     "Pipeline": "tests/pipeline/test_engine.py",
     "shard_data_parallel": "tests/test_data_parallel.py",

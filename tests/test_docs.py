@@ -68,6 +68,21 @@ def test_a_page_has_the_losses_of_one_process_on_every_mesh(ranks, page, layouts
             assert found == pytest.approx(alone, rel=1e-5)
 
 
+def finetuning(folder: str, tp: int) -> tuple[list[float], torch.Tensor]:
+    with mock.patch.object(tempfile, "tempdir", folder):
+        held = run_page("finetuning.md", tp=tp)
+    return held["losses"], held["dense"].up.weight.detach()
+
+
+def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks, tmp_path):
+    ((alone, weight),) = ranks(1, finetuning, str(tmp_path), 1)
+    assert alone[-1] < alone[0]
+    for size, tp in ((2, 2), (2, 1), (4, 2)):
+        for found, merged in ranks(size, finetuning, str(tmp_path), tp):
+            assert found == pytest.approx(alone, rel=1e-5)
+            torch.testing.assert_close(merged, weight, rtol=1e-4, atol=1e-6)
+
+
 def commands() -> list:
     """Each command that a page shows with what it prints; those on 80 blocks are for `make soak`."""
     found = [(page.name, *each) for page in sorted(DOCS.glob("*.md")) for each in CONSOLE.findall(page.read_text())]

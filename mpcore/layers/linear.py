@@ -157,12 +157,15 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         check_last(x, self.in_features, "in_features")
+        y = self.project(x)
+        return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
+
+    def project(self, x: Tensor) -> Tensor:
+        """Compute this rank's output features."""
         held, how = (self.matrix(), self.bias, self.tp), self.mode
         if self.sequence_parallel:
-            y = all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
-        else:
-            y = copy_linear(x, *held, *how)
-        return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y
+            return all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
+        return copy_linear(x, *held, *how)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -213,14 +216,18 @@ class RowParallelLinear(ParallelLinear):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
-            return copy_linear(x, self.matrix(), self.bias, _ALONE, *self.mode)
-        y = copy_linear(x, self.matrix(), None, _ALONE, *self.mode)
+            return self.project(x, self.bias)
+        y = self.project(x, None)
         if self.sequence_parallel:
             y = collectives.reduce_scatter(y, self.tp, self.sequence_dim)
         else:
             y = collectives.reduce(y, self.tp)
         bias = self.bias
         return y if bias is None else y + bias.to(y.dtype)
+
+    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute this rank's term of the output."""
+        return copy_linear(x, self.matrix(), bias, _ALONE, *self.mode)
 
 
 class GateUpParallelLinear(ColumnParallelLinear):

@@ -105,10 +105,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if tuple(given[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
     for name, parameter, sharding in held:
-        part = sharding.take(given[name])
-        if is_dtensor(parameter):
-            start, end = data_run(parameter)
-            part = part[start:end]
-        local_tensor(parameter).copy_(part)
+        copy_part(parameter, sharding, given[name])
     for name, buffer in buffers.values():
         buffer.copy_(given[name])
+
+
+@torch.no_grad()
+def copy_part(parameter: Tensor, sharding: Sharding, full: Tensor) -> None:
+    """Copy this rank's part of a logical tensor into a parameter, sharded over data or not. No communication."""
+    part = sharding.take(full)
+    if is_dtensor(parameter):
+        start, end = data_run(parameter)
+        part = part[start:end]
+    local_tensor(parameter).copy_(part)

@@ -34,7 +34,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         return self.blocks
 
 
-class _Transposed(ParallelModule):
+class TransposedLinear(ParallelModule):
     """Stands before a parallel linear layer, whose weight it stores as [in_features, out_features]."""
 
     weight: Tensor
@@ -50,11 +50,11 @@ class _Transposed(ParallelModule):
         return self.weight.t()
 
 
-class ColumnParallelConv1D(_Transposed, FusedColumnParallelLinear):
+class ColumnParallelConv1D(TransposedLinear, FusedColumnParallelLinear):
     """`FusedColumnParallelLinear` for transformers' Conv1D."""
 
 
-class RowParallelConv1D(_Transposed, RowParallelLinear):
+class RowParallelConv1D(TransposedLinear, RowParallelLinear):
     """`RowParallelLinear` for transformers' Conv1D."""
 
 

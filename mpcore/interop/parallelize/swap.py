@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -235,14 +235,19 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             if id(full) in cuts:
                 module.register_parameter(leaf, shards[id(full)])
                 declare_anew(module, leaf, cuts[id(full)])
-    swapped = {id(layer) for _, layer in swaps.values()}
-    for module in model.modules():  # in evaluation torch's encoders read their layers' weights, past the layers
-        if any(id(layer) in swapped for layer in module.modules()):
+    call_layers(model, (layer for _, layer in swaps.values()))
+    return model
+
+
+def call_layers(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Have torch's encoders call these layers of theirs in evaluation, instead of reading the weights past them."""
+    changed = {id(layer) for layer in layers}
+    for module in model.modules():
+        if any(id(layer) in changed for layer in module.modules()):
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0
             elif isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
-    return model
 
 
 def _shard(full: nn.Parameter, sharding: Sharding) -> nn.Parameter:

@@ -1,0 +1,277 @@
+"""Add adapters to a model, and merge them into its weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.interop.lora.layers import Factor, LoRALayer, factors, is_transposed, sizes_of, with_adapter
+from mpcore.interop.parallelize.swap import call_layers
+from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from mpcore.layers.module import constant, uniform
+from mpcore.random import generator
+from mpcore.sharding.declarations import named_modules, plain_name, sharding_of
+from mpcore.sharding.local import is_dtensor
+from mpcore.sharding.state_dict import full_state_dict
+
+ALL = "all-linear"
+_SIXTEEN = (torch.bfloat16, torch.float16)
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16,
+    targets: str | Sequence[str] = ALL,
+    dropout: float = 0.0,
+    *,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze a model, and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
+
+    A is drawn as PEFT's, and B is zero, so the model computes what it did. The values depend on (seed, the layer's full
+    name) alone. Factors are sharded as the layer's weight is, and the merged weight is that of the unsharded model.
+
+    Args:
+        model: the model, changed in place: of mpcore's layers, what `parallelize` made of one, or of plain torch; in a
+            pipeline this rank's stage. Parameters keep their names; the adapter's are `lora_A.weight` [rank,
+            in_features] and `lora_B.weight` [out_features, rank] beside the layer's.
+        rank: the features between A and B.
+        alpha: the adapter's output is scaled by alpha / rank.
+        targets: names of linear layers, whole or their last parts, as PEFT's `target_modules`: `("q_proj", "v_proj")`.
+            "all-linear": all but the head, of a model that says which its head is, as Hugging Face's do.
+        dropout: probability of zero, in [0, 1), of the adapter's input in training. The mask is drawn from torch's
+            generator: seed all ranks of tp alike, and ranks that see other data differently.
+        seed: of A's values.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: before anything is changed, if an argument is out of range, a target matches no linear layer, or one
+            that can't have an adapter, or the model is sharded over data or has adapters already.
+
+    Note:
+        - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
+        - The factors of a bfloat16 or float16 weight are in float32, as PEFT's; else in the weight's dtype.
+        - Experts in one parameter (`GroupedLinear`) get no adapter. Nor does a head whose weight is read past the
+          layer, as by `linear_cross_entropy`.
+
+    Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> _ = mpcore.add_lora(model, rank=2, targets=("0", "2"))
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['0.lora_A.weight', '0.lora_B.weight', '2.lora_A.weight', '2.lora_B.weight']
+    """
+    return adapt(model, _chosen(model, targets), rank, alpha, dropout, seed)
+
+
+def adapt(
+    model: nn.Module, chosen: Mapping[str, nn.Module], rank: int, alpha: float, dropout: float, seed: int = 0
+) -> nn.Module:
+    """Freeze a model, and add adapters to layers of it, by name: what `add_lora` does once it has found them."""
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"rank is {rank!r}: give a whole number of at least 1, such as 8")
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ValueError(f"alpha is {alpha!r}: give a number above 0, such as {2 * rank} for rank {rank}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout {dropout!r} is not in [0, 1)")
+    check_adaptable(model, chosen)
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(f"{name} is sharded over data already: add adapters before prepare or shard_data_parallel")
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        made = _add_factors(name, layer, rank, seed)
+        made.rank, made.alpha, made.scaling, made.dropout = rank, alpha, alpha / rank, dropout
+    call_layers(model, chosen.values())
+    return model
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
+    """Return the layers with an adapter, by full name.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    found = {name: layer for name, layer in named_modules(model) if isinstance(layer, LoRALayer)}
+    if not found:
+        raise ValueError(f"this {type(model).__name__} has 0 layers with an adapter: call add_lora or load_lora first")
+    return found
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Add each adapter's product to its layer's weight, and remove the adapters. No communication.
+
+    What is merged computes what the adapters did, to rounding; the layers are again what they were. The parameters stay
+    frozen.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ValueError: before anything is changed, if there are no adapters, or parameters are sharded over data:
+            `merged_state_dict` gives the merged weights of such a model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> _ = mpcore.add_lora(model, targets="0")
+        >>> type(mpcore.merge_lora(model)[0])
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+    layers = lora_layers(model)
+    for name, layer in layers.items():
+        if any(is_dtensor(p) for p in layer.parameters()):
+            raise ValueError(
+                f"{name} is sharded over data: take mpcore.merged_state_dict(model), or save_lora, and merge_lora in a "
+                f"model that load_lora read the file into"
+            )
+    for layer in layers.values():
+        weight = layer.get_parameter("weight")
+        weight.copy_(_merged(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
+        del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
+        layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the state dict of the unsharded model with merged adapters: a collective on all ranks that hold it.
+
+    The model keeps its adapters. It may be sharded over data, as in training.
+
+    Returns:
+        Whole tensors by the names that the model had before `add_lora`, as of `full_state_dict`.
+
+    Raises:
+        ValueError: as `full_state_dict`, and if there are no adapters.
+
+    Example:
+        >>> model = mpcore.add_lora(nn.Sequential(mpcore.ColumnParallelLinear(4, 8)), targets="0")
+        >>> sorted(mpcore.merged_state_dict(model))
+        ['0.bias', '0.weight']
+    """
+    layers, state = lora_layers(model), full_state_dict(model)
+    for name, layer in layers.items():
+        at = f"{name}." if name else ""
+        weight = state[f"{at}weight"]
+        weight.copy_(_merged(layer, weight, state[f"{at}lora_A.weight"], state[f"{at}lora_B.weight"]))
+    aliases = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Factor)]
+    for name in aliases:
+        state.pop(f"{plain_name(name)}.weight", None)
+    return state
+
+
+def _merged(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return the weight plus the adapter's product, computed in float32 or wider."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    product = b.to(wide) @ a.to(wide) * layer.scaling
+    return (weight.to(wide) + (product.t() if is_transposed(layer) else product)).to(weight.dtype)
+
+
+# --- which layers, and their factors ----------------------------------------------------------------------------------
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Give each linear layer of mpcore, torch and transformers' Conv1D, with its full name."""
+    for name, module in named_modules(model):
+        weight = module._parameters.get("weight")
+        conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+        if isinstance(module, ParallelLinear | nn.Linear) or conv1d:
+            yield name, module
+
+
+def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Return the layers that `targets` names, in the model's order."""
+    layers = dict(linear_layers(model))
+    if targets == ALL:
+        head_of: Any = getattr(model, "get_output_embeddings", None)
+        if head_of is None:
+            raise ValueError(
+                f'"{ALL}" leaves out the head, and a {type(model).__name__} doesn\'t say which that is: name the last '
+                f"parts of layers, of {_last_parts(layers)}"
+            )
+        head = head_of()
+        out = [name for name in _refused(model, layers) if not isinstance(layers[name], LoRALayer)]
+        return {name: layer for name, layer in layers.items() if layer is not head and name not in out}
+    found: dict[str, nn.Module] = {}
+    for target in [targets] if isinstance(targets, str) else targets:
+        mine = {name: layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")}
+        if not mine:
+            other = next((m for name, m in named_modules(model) if f".{name}".endswith(f".{target}")), None)
+            what = "no module" if other is None else f"a {type(other).__name__} and no linear layer"
+            raise ValueError(f"target {target!r} matches {what}; the linear layers are {_last_parts(layers)}")
+        found |= mine
+    if not found:
+        raise ValueError(f'targets {targets!r} names 0 layers: give names, or "{ALL}"')
+    return {name: layer for name, layer in layers.items() if name in found}
+
+
+def _last_parts(layers: dict[str, nn.Module]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
+
+
+def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse layers that can't have an adapter.
+
+    Raises:
+        ValueError: naming the first one, and why.
+    """
+    for name, why in _refused(model, layers).items():
+        raise ValueError(f"{name} {why}")
+
+
+def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Say of each layer that can't have an adapter why."""
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    refused = {}
+    for name, layer in layers.items():
+        parent = model.get_submodule(name.rpartition(".")[0]) if name else layer
+        weight = layer._parameters.get("weight")
+        if isinstance(layer, LoRALayer):
+            refused[name] = "has an adapter already: merge_lora(model) first"
+        elif isinstance(parent, nn.MultiheadAttention):
+            refused[name] = "is read past the layer by nn.MultiheadAttention: write the attention with nn.Linear"
+        elif weight is None:
+            refused[name] = "has no plain weight: add adapters before it is parametrized"
+        elif holders[id(weight)] > 1:
+            refused[name] = "shares its weight with another module, which merging would change too: leave it out"
+    return refused
+
+
+def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer:
+    """Give one layer its factors, and the class that adds their product."""
+    weight = layer.get_parameter("weight")
+    lies, flipped = sharding_of(layer, "weight", weight), is_transposed(layer)
+    n_in, n_out = sizes_of(layer)
+    of_in, of_out = (
+        next((shard for shard in lies.shards if shard.dim == dim), None) for dim in ((0, 1) if flipped else (1, 0))
+    )
+    over_a = over_b = ()
+    if isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel:
+        over_a = (layer.tp,)  # A meets this rank's part of the sequence
+    if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
+        over_b = (layer.tp,)  # B meets this rank's term of the product with A
+    dtype = torch.float32 if weight.dtype in _SIXTEEN else weight.dtype
+    shard_a = None if of_in is None else type(of_in)(of_in.axis, 1, of_in.runs)
+    shard_b = None if of_out is None else type(of_out)(of_out.axis, 0, of_out.runs)
+    made: Any = layer
+    made.__class__ = with_adapter(type(layer))
+    made.lora_A = Factor((rank, n_in), uniform(n_in**-0.5), shard_a, (*lies.partial, *over_a), dtype)
+    made.lora_B = Factor((n_out, rank), constant(0.0), shard_b, (*lies.partial, *over_b), dtype)
+    for leaf, factor in factors(made):
+        if not weight.is_meta:
+            lies = factor.shardings["weight"]
+            drawn = torch.empty(lies.shape, dtype=dtype)
+            factor.inits["weight"](drawn, generator=generator(seed, f"{name}.{leaf}.weight".lstrip(".")))
+            factor.weight = nn.Parameter(lies.take(drawn).to(weight.device))
+        factor.train(layer.training)
+    return made

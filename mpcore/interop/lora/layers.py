@@ -1,0 +1,153 @@
+"""Linear layers with a low-rank adapter: `y = x W^T + scaling x A^T B^T`, of which A and B are trained.
+
+| layer | A [rank, in_features] | B [out_features, rank] |
+|---|---|---|
+| column-parallel | replicated; with sequence parallel each rank's gradient is one term | sharded as the rows of W |
+| row-parallel | sharded as the columns of W | replicated; each rank's gradient is one term |
+| whole | replicated | replicated |
+
+A row-parallel layer sends nothing more than without its adapter. A column-parallel one sums [.., rank] over tp in
+backward; with sequence parallel it gathers [.., rank] in forward and reduce-scatters it in backward.
+`mpcore.reduce_gradients` sums the terms, once a step.
+
+Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1; names of parameters as in PEFT.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpcore.interop.parallelize.checks import linear_sizes
+from mpcore.interop.parallelize.layers import TransposedLinear
+from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from mpcore.layers.linear_ops import all_gather_linear, autocast_dtype, copy_linear
+from mpcore.layers.module import Init, ParallelModule
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Shard
+
+_ALONE = Axis()
+
+
+class Factor(ParallelModule):
+    """One factor of an adapter: this rank's shard of the matrix, declared and without values."""
+
+    weight: Tensor
+
+    def __init__(
+        self, shape: tuple[int, int], init: Init, shard: Shard | None, partial: tuple[Axis, ...], dtype: torch.dtype
+    ) -> None:
+        super().__init__(device="meta", dtype=dtype)
+        self.declare("weight", shape, init, shard=shard, partial=partial)
+
+    def extra_repr(self) -> str:
+        """The logical shape."""
+        return " x ".join(map(str, self.shardings["weight"].shape))
+
+
+class LoRALayer(nn.Module):
+    """Stands before a linear layer, whose output it adds the adapter's to.
+
+    Attributes:
+        kind: the layer's class without the adapter.
+        lora_A, lora_B: the factors.
+        rank: the features between them.
+        alpha, scaling: the adapter's output is multiplied by scaling = alpha / rank.
+        dropout: probability with which an element of the adapter's input is zero in training.
+    """
+
+    kind: type[nn.Module]
+    lora_A: Factor  # noqa: N815 (the names in PEFT)
+    lora_B: Factor  # noqa: N815
+    rank: int
+    alpha: float
+    scaling: float
+    dropout: float
+
+    def low_rank(self, x: Tensor, split: bool = False) -> Tensor:
+        """Scale the product of the input and A: [.., in_features] -> [.., rank], a term of it if A is sharded."""
+        if self.training and self.dropout:
+            x = x * self.dropout_mask(x)
+        if autocast_dtype(x) is None:
+            x = x.to(self.lora_A.weight.dtype)
+        return copy_linear(x, self.lora_A.weight, None, _ALONE, split) * self.scaling
+
+    def low_rank_output(self, x: Tensor, split: bool = False) -> Tensor:
+        """Return the adapter's output, a term of it if A is sharded."""
+        return copy_linear(self.low_rank(x, split), self.lora_B.weight, None, _ALONE, split)
+
+    def dropout_mask(self, x: Tensor) -> Tensor:
+        """0, or 1 / (1 - dropout), for each element of the input: those of the whole layer under the same seed."""
+        return F.dropout(torch.ones_like(x), self.dropout)
+
+
+class LoRAWhole(LoRALayer):
+    """Stands before a layer that every rank holds whole: `nn.Linear`, or Conv1D of transformers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of the layer."""
+        y = super().forward(input)
+        return y + self.low_rank_output(input).to(y.dtype)
+
+
+class LoRAColumn(LoRALayer, ColumnParallelLinear):
+    """Stands before a `ColumnParallelLinear`."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """Compute this rank's output features."""
+        y, split = super().project(x), self.mode.split_backward
+        low, held = self.low_rank(x, split), (self.lora_B.weight, None, self.tp)
+        if self.sequence_parallel:
+            return y + all_gather_linear(low, *held, self.sequence_dim, False, split).to(y.dtype)
+        return y + copy_linear(low, *held, split).to(y.dtype)
+
+    def dropout_mask(self, x: Tensor) -> Tensor:
+        """With sequence parallel, this rank's shard of the whole sequence's mask."""
+        if not self.sequence_parallel:
+            return super().dropout_mask(x)
+        dim, length = self.sequence_dim, x.shape[self.sequence_dim]
+        shape = [size * self.tp.size if i == dim else size for i, size in enumerate(x.shape)]
+        return super().dropout_mask(x.new_empty(shape)).narrow(dim, self.tp.rank * length, length)
+
+
+class LoRARow(LoRALayer, RowParallelLinear):
+    """Stands before a `RowParallelLinear`: the sum over ranks is of both products together."""
+
+    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute this rank's term of the output."""
+        y = super().project(x, bias)
+        return y + self.low_rank_output(x, self.mode.split_backward).to(y.dtype)
+
+    def dropout_mask(self, x: Tensor) -> Tensor:
+        """This rank's features of the mask of all."""
+        whole = super().dropout_mask(x.new_empty(*x.shape[:-1], self.in_features))
+        ((start, end),) = self.lora_A.shardings["weight"].shards[0].mine if self.tp.size > 1 else ((0, x.shape[-1]),)
+        return whole[..., start:end]
+
+
+@cache
+def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
+    """Return the class of a linear layer with an adapter."""
+    column, row = (issubclass(kind, parallel) for parallel in (ColumnParallelLinear, RowParallelLinear))
+    before = LoRAColumn if column else LoRARow if row else LoRAWhole
+    made: Any = type(f"LoRA{kind.__name__}", (before, kind), {"kind": kind})
+    return made
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a linear layer stores its weight as [in_features, out_features], as Conv1D does."""
+    return isinstance(layer, TransposedLinear) or not isinstance(layer, ParallelLinear | nn.Linear)
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int]:
+    """Return the logical input and output features of a linear layer."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, ParallelLinear) else linear_sizes(layer)
+
+
+def factors(layer: LoRALayer) -> tuple[tuple[str, Factor], tuple[str, Factor]]:
+    """Return the two factors with their names."""
+    return ("lora_A", layer.lora_A), ("lora_B", layer.lora_B)

@@ -1,0 +1,298 @@
+"""LoRA on sharded layers: every layout computes, trains and merges what the unsharded model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.interop.lora.layers import LoRALayer
+from mpcore.interop.parallelize.layers import FusedColumnParallelLinear
+from tests.equality import close, full_gradients
+from tests.lora_models import (
+    ALPHA,
+    LAYOUTS,
+    MODELS,
+    RANK,
+    V,
+    batch,
+    dense_losses,
+    fill,
+    hf,
+    same_losses,
+    start,
+    train,
+)
+from tests.pool import mesh
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+IN, OUT = 10, 9
+MID = {"gate up": 12, "fused": 12, "conv1d": 12}  # of others 14, which 3 ranks hold in uneven shards
+
+
+def layers(pair: str, tp: mp.Axis, **sequence) -> nn.Sequential:
+    """Two layers with a tanh of each feature between. The first may leave its features sharded for the second."""
+    on, mid = {"tp": tp, **sequence}, MID.get(pair, 14)
+    if pair == "conv1d":
+        conv1d = hf.pytorch_utils.Conv1D
+        net = nn.Sequential(conv1d(mid, IN), nn.Tanh(), conv1d(OUT, mid))
+        return mp.parallelize(net, {"0": mp.Colwise(blocks=2), "2": "rowwise"}, tp, check=False)
+    if pair == "whole":
+        return nn.Sequential(nn.Linear(IN, mid), nn.Tanh(), hf.pytorch_utils.Conv1D(OUT, mid))
+    split = {"gather_output": True}, {"input_is_parallel": False}
+    more = split if pair == "gathered, split" else ({}, {})
+    first = {
+        "fused": lambda: FusedColumnParallelLinear(IN, mid, blocks=(6, 6), **on),
+        "gate up": lambda: mp.GateUpParallelLinear(IN, 6, **on),
+    }.get(pair, lambda: mp.ColumnParallelLinear(IN, mid, **on, **more[0]))()
+    return nn.Sequential(first, nn.Tanh(), mp.RowParallelLinear(mid, OUT, **on, **more[1]))
+
+
+PAIRS = ("column, row", "gathered, split", "fused", "gate up", "conv1d", "whole")
+
+
+def check_layers(pair: str, sequence: bool) -> None:
+    """Outputs, and the gradients of the input and of all factors, are those of the formula on logical tensors."""
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    net = layers(pair, tp, **({"sequence_parallel": True} if sequence else {})).double()
+    order = torch.arange(MID.get(pair, 14))
+    if pair in MID and tp.size > 1:  # each rank's features are a part of each block
+        runs = mp.shardings(net)["0.bias"].shards[0].runs
+        order = torch.tensor([i for mine in runs for start, end in mine for i in range(start, end)])
+    mp.add_lora(net, RANK, ALPHA, targets=("0", "2"))
+    fill(net)
+    state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(net).items()}
+    draws = torch.Generator().manual_seed(3)
+    x = torch.rand(2, 6, IN, generator=draws, dtype=torch.float64).requires_grad_()
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        w, bias, a, b = (state[f"{name}.{leaf}"] for leaf in ("weight", "bias", "lora_A.weight", "lora_B.weight"))
+        w = w.T if w.shape != (len(bias), x.shape[-1]) else w
+        return x @ w.T + ALPHA / RANK * (x @ a.T @ b.T) + bias
+
+    want = layer(torch.tanh(layer(x, "0")[..., order]), "2")
+    dy = torch.rand(want.shape, generator=draws, dtype=torch.float64)
+    want.backward(dy)
+    size = x.shape[1] // tp.size
+    part = slice(tp.rank * size, (tp.rank + 1) * size) if sequence and tp.size > 1 else slice(None)
+    held = x.detach()[:, part].clone().requires_grad_()
+    got = net(held)
+    got.backward(dy[:, part])
+    mp.reduce_gradients(net)
+    close(got.detach(), want.detach()[:, part], "output")
+    close(held.grad, x.grad[:, part], "gradient of the input")
+    grads = full_gradients(net)
+    assert sorted(grads) == sorted(name for name in state if "lora" in name)
+    for name, grad in grads.items():
+        close(grad, state[name].grad, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_layers_with_adapters_compute_the_formula(ranks, size, pair, sequence_parallel):
+    if pair in ("whole", "gathered, split", "conv1d") and sequence_parallel:
+        pytest.skip("no such layer")
+    ranks(size, check_layers, pair, sequence_parallel)
+
+
+def check_replicated_heads() -> None:
+    """The one KV head lies on every rank, and each has a term of the gradient of its rows of B."""
+    tp = mesh(tp=torch.distributed.get_world_size()).tp
+    layer = mp.add_lora(nn.Sequential(mp.QKVParallelLinear(IN, 3, 1, 2, tp=tp)).double(), RANK, ALPHA, targets="0")
+    fill(layer)
+    state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(layer).items()}
+    draws = torch.Generator().manual_seed(3)
+    x = torch.rand(2, 6, IN, generator=draws, dtype=torch.float64)
+    a, b = state["0.lora_A.weight"], state["0.lora_B.weight"]
+    want = x @ state["0.weight"].T + ALPHA / RANK * (x @ a.T @ b.T) + state["0.bias"]
+    total = torch.zeros(())
+    for rank, runs in enumerate(mp.shardings(layer)["0.bias"].shards[0].runs if tp.size > 1 else [[(0, 10)]]):
+        mine = want[..., torch.tensor([i for start, end in runs for i in range(start, end)])]
+        dy = torch.rand(mine.shape, generator=draws, dtype=torch.float64)
+        total = total + (mine * dy).sum()
+        if rank == tp.rank:
+            got = layer(x)
+            close(got.detach(), mine.detach(), "output")
+            got.backward(dy)
+    total.backward()
+    mp.reduce_gradients(layer)
+    for name, grad in full_gradients(layer).items():
+        close(grad, state[name].grad, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_factors_of_replicated_heads(ranks, size):
+    ranks(size, check_replicated_heads)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, Tensor]]) -> None:
+    _, sizes, told = LAYOUTS[layout]
+    run, (losses, merged) = start(name, sizes, **told), wanted
+    same_losses(train(run), losses)
+    with run.parameters() as model:
+        got = mp.merged_state_dict(model)
+        assert got.keys() == merged.keys()
+        for key, value in merged.items():
+            close(got[key], value, f"merged {key}", 1e-9)
+        if run.mesh.data.size == 1 or told["data"].stage == 0:
+            mp.merge_lora(model)
+            assert not any(isinstance(module, LoRALayer) for module in model.modules())
+            for key, value in mp.full_state_dict(model).items():
+                close(value, merged[key], f"{key} after merge_lora", 1e-9)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return {name: dense_losses(name) for name in MODELS}
+
+
+CASES = [("llama", layout) for layout in LAYOUTS] + [("gpt2", "tp2"), ("phi3", "tp2"), ("gpt2", "zero3")]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ranks, dense, name, layout):
+    losses = dense[name][0]
+    assert min(losses) < 0.95 * losses[0], "the adapters must learn, or any two runs agree"
+    ranks(LAYOUTS[layout][0], check_training, name, layout, dense[name])
+
+
+# --- other parts of a run ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block of mpcore's layers, with a norm whose gradient is pending over tp under sequence parallel."""
+
+    def __init__(self, **on) -> None:
+        super().__init__()
+        self.norm = mp.LayerNorm(8, **on)
+        self.up, self.down = mp.ColumnParallelLinear(8, 12, **on), mp.RowParallelLinear(12, 8, **on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """The blocks of one pipeline rank, with the embedding and the head at the ends."""
+
+    def __init__(self, on: mp.Mesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        mine = mp.partition([1.0] * 4, on.pp.size)[on.pp.rank]
+        sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
+        self.embedding = mp.VocabParallelEmbedding(V, 8, **sp) if mine.start == 0 else None
+        self.blocks = nn.ModuleDict({str(i): Block(**sp) for i in mine})
+        self.head = mp.ColumnParallelLinear(8, V, bias=False, **sp) if mine.stop == 4 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.embedding is not None else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x) if self.head is not None else x
+
+
+def staged(
+    sizes: dict[str, int], dtype: torch.dtype = torch.float64, sequence_parallel: bool = False, **told
+) -> mp.Run:
+    on = mesh(**sizes)
+    with torch.device("meta"):
+        model = mp.add_lora(Stage(on, sequence_parallel).to(dtype), RANK, ALPHA, targets=("up", "down"))
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return mp.vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=V, reduction="sum")
+
+    given = {"optimizer": lambda model: mp.AdamW(model, lr=0.02), "blocks": model.blocks, "seed": 4, **told}
+    return mp.prepare(model, on, loss=loss, initialize=True, **given)
+
+
+STAGES = {
+    "tp2 sequence": (2, {"tp": 2}, {"sequence_parallel": True}),
+    "tp3": (3, {"tp": 3}, {}),
+    "pp2": (2, {"pp": 2}, {"micro_batches": 2}),
+    "pp2 zb": (2, {"pp": 2}, {"micro_batches": 2, "schedule": "zb"}),
+    "tp2 sequence zero3": (4, {"tp": 2}, {"sequence_parallel": True, "data": mp.Zero(3)}),
+}
+
+
+def check_stages(layout: str, want: list[float], folder: Path, saved: dict[str, Tensor]) -> None:
+    _, sizes, told = STAGES[layout]
+    run = staged(sizes, **told)
+    same_losses(train(run), want)
+    with run.parameters() as model:
+        mp.save_lora(model, folder, run.mesh)
+    again = staged(sizes, **told)
+    with again.parameters() as model:
+        mp.load_lora(model, folder, again.mesh)
+    share = run.share(4)
+    text = [tuple(x[share.start : share.stop] for x in batch(50))]
+    same_losses([again.evaluate(text)], [run.evaluate(text)])
+    if run.mesh.job.rank == 0:
+        from safetensors.torch import load_file
+
+        found = load_file(folder / "adapter_model.safetensors")
+        assert found.keys() == saved.keys()
+        for key, value in saved.items():
+            close(found[key], value, key, 1e-9)
+
+
+def alone() -> tuple[list[float], dict[str, Tensor]]:
+    """The same in one process, for the layouts to be compared with; it begins as they do."""
+    run = staged({})
+    losses = train(run)
+    factors = {f"base_model.model.{n}": p.detach() for n, p in run.model.named_parameters() if p.requires_grad}
+    return losses, factors
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_sequence_parallel_and_pipelines_train_and_save_the_same(ranks, tmp_path, layout):
+    losses, saved = alone()
+    assert losses[-1] < losses[0]
+    ranks(STAGES[layout][0], check_stages, layout, losses, tmp_path / "adapter", saved)
+
+
+def check_bfloat16(zero: int, folder: Path) -> None:
+    """Frozen parameters have no master and no state, and a checkpoint resumes the run bit for bit."""
+    told = {"precision": "bfloat16", "data": mp.Zero(zero), "dtype": torch.float32}
+    run = staged({"tp": 2}, **told)
+    train(run, 3)
+    assert run.optimizer.state.keys() == {p for p in run.model.parameters() if p.requires_grad}
+    run.save(folder)
+    again = staged({"tp": 2}, **told)
+    again.load(mp.latest(folder, again.mesh))
+    assert train(again, 6) == train(run, 6)
+    assert all(p.grad is None for p in run.model.parameters())
+    assert run.model.blocks["0"].up.weight.dtype == (torch.float32 if zero else torch.bfloat16)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_in_bfloat16_a_run_resumes_and_what_is_frozen_has_no_state(ranks, tmp_path, zero):
+    ranks(4 if zero else 2, check_bfloat16, zero, tmp_path / "checkpoints")
+
+
+def check_dropout(sequence: bool) -> None:
+    """Under one seed the masks are those of the unsharded model."""
+    tp = mesh(tp=2).tp
+    x = torch.rand(2, 6, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    results = []
+    for on in (mp.Axis(name="tp"), tp):
+        net = layers("column, row", on, **({"sequence_parallel": True} if sequence else {})).double()
+        mp.add_lora(net, RANK, ALPHA, targets=("0", "2"), dropout=0.4)
+        fill(net)
+        part = slice(on.rank * 3, on.rank * 3 + 3) if sequence and on.size > 1 else slice(None)
+        torch.manual_seed(7)
+        y = net(x[:, part])
+        results.append(y.detach())
+        whole = results[0][:, part]
+        assert not torch.equal(net.eval()(x[:, part]), y)
+    close(results[1], whole, "output")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_draws_the_masks_of_the_unsharded_model(ranks, sequence):
+    ranks(2, check_dropout, sequence)

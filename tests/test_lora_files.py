@@ -1,0 +1,173 @@
+"""Adapters in files, in PEFT, in transformers; wrong input; what `add_lora` does to a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mpcore as mp
+from mpcore.interop.lora.layers import LoRALayer
+from tests.equality import close
+from tests.lora_models import ALPHA, LAYOUTS, MODELS, RANK, TARGETS, batch, build, fill, hf, start, train
+from tests.pool import mesh
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def check_saved(name: str, layout: str, folder: Path) -> None:
+    _, sizes, told = LAYOUTS[layout]
+    run = start(name, sizes, **told)
+    train(run, 3)
+    with run.parameters() as model:
+        mp.save_lora(model, folder / "adapter", run.mesh)
+        merged = mp.merged_state_dict(model)
+    if run.mesh.job.rank == 0:
+        dense = build(name)
+        dense.load_state_dict(merged)
+        dense.save_pretrained(folder / "merged")
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama", "tp2 zero3"), ("gpt2", "tp2")])
+def test_an_adapter_and_a_merged_folder_open_elsewhere(ranks, tmp_path, name, layout):
+    """`load_lora` in one process, and `from_pretrained` of the merged folder, compute the same."""
+    ranks(LAYOUTS[layout][0], check_saved, name, layout, tmp_path)
+    x, _ = batch(9)
+    model = mp.load_lora(build(name), tmp_path / "adapter").eval()
+    merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    with torch.no_grad():
+        want = merged(x).logits
+        close(model(x).logits, want, "logits of the adapter", 1e-10)
+        close(mp.merge_lora(model)(x).logits, want, "logits of merge_lora", 1e-10)
+        assert (want - build(name)(x).logits).abs().max() > 1e-3
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["peft_type"], said["fan_in_fan_out"]) == (
+        RANK,
+        ALPHA,
+        "LORA",
+        name == "gpt2",
+    )
+    assert said["target_modules"] == sorted(TARGETS[name])
+
+
+def test_peft_opens_an_adapter_and_load_lora_opens_its(tmp_path):
+    peft = pytest.importorskip("peft")
+    x, _ = batch(9)
+    for name in MODELS:
+        model = mp.add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
+        fill(model)
+        mp.save_lora(model, tmp_path / name)
+        theirs = peft.PeftModel.from_pretrained(build(name), tmp_path / name, autocast_adapter_dtype=False)
+        with torch.no_grad():
+            close(theirs(x).logits, model(x).logits, f"logits of peft's {name}", 1e-10)
+            theirs.save_pretrained(tmp_path / f"{name} of peft")
+            again = mp.load_lora(build(name), tmp_path / f"{name} of peft")
+            close(again(x).logits, model(x).logits, f"logits of {name} from peft", 1e-10)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def tied() -> nn.Sequential:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    net[1].weight = net[0].weight
+    return net
+
+
+def altered(folder: Path, **fields) -> Path:
+    """An adapter's folder with other fields in its configuration."""
+    mp.save_lora(mp.add_lora(mlp(), targets=("0", "2")), folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+REFUSED = {
+    "rank is 0: give a whole number of at least 1": lambda _: mp.add_lora(mlp(), 0, targets="0"),
+    "alpha is -1: give a number above 0, such as 16 for rank 8": lambda _: mp.add_lora(mlp(), alpha=-1, targets="0"),
+    "dropout 1.0 is not in": lambda _: mp.add_lora(mlp(), targets="0", dropout=1.0),
+    "leaves out the head, and a Sequential doesn't say which": lambda _: mp.add_lora(mlp()),
+    "target 'q_proj' matches no module; the linear layers are 0, 2": lambda _: mp.add_lora(mlp(), targets="q_proj"),
+    "target '1' matches a Tanh and no linear layer": lambda _: mp.add_lora(mlp(), targets=("0", "1")),
+    "names 0 layers": lambda _: mp.add_lora(mlp(), targets=()),
+    "0 has an adapter already": lambda _: mp.add_lora(mp.add_lora(mlp(), targets="0"), targets="0"),
+    "1 shares its weight with another module": lambda _: mp.add_lora(tied(), targets="1"),
+    "out_proj is read past the layer": lambda _: mp.add_lora(nn.MultiheadAttention(4, 2), targets="out_proj"),
+    "has 0 layers with an adapter": lambda _: mp.merge_lora(mlp()),
+    "adapter_config.json is missing": lambda folder: mp.load_lora(mlp(), folder),
+    "use_dora is True": lambda folder: mp.load_lora(mlp(), altered(folder, use_dora=True)),
+    "bias 'all'": lambda folder: mp.load_lora(mlp(), altered(folder, bias="all")),
+    "has shape .8, 4., 0 needs .9, 4.": lambda folder: mp.load_lora(mlp(), altered(folder, r=9)),
+    "adapters of 2 layers, and 1 are no linear layers of this Sequential, such as 2": lambda folder: mp.load_lora(
+        mlp()[:2], altered(folder)
+    ),
+    "rank 8 and alpha 32.0, and the model's adapters of 8 and 16": lambda folder: mp.load_lora(
+        mp.add_lora(mlp(), targets=("0", "2")), altered(folder, lora_alpha=32)
+    ),
+    "adapters of 1 layers and .* of 2": lambda folder: mp.load_lora(mp.add_lora(mlp(), targets="0"), altered(folder)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_input_is_refused_and_changes_nothing(tmp_path, message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](tmp_path / "adapter")
+
+
+def check_sharded_over_data() -> None:
+    on = mesh()
+    run = start("llama", {}, data=mp.Zero(3))
+    with pytest.raises(ValueError, match=r"is sharded over data: take mpcore.merged_state_dict"):
+        mp.merge_lora(run.model)
+    model = mp.shard_data_parallel(mlp(), on, (), zero=3)
+    with pytest.raises(ValueError, match="is sharded over data already: add adapters before prepare"):
+        mp.add_lora(model, targets="0")
+
+
+def test_a_model_that_is_sharded_over_data_is_refused(ranks):
+    ranks(2, check_sharded_over_data)
+
+
+def test_all_linear_leaves_the_head_out_and_what_is_added_is_all_that_is_trained():
+    model = mp.add_lora(build("llama"))
+    layers = {name for name, module in model.named_modules() if isinstance(module, LoRALayer)}
+    assert layers == {name for name, m in build("llama").named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"{name}.lora_{f}.weight" for name in layers for f in "AB"}
+    half = mp.add_lora(build("llama").bfloat16(), targets="q_proj")
+    assert half.model.layers[0].self_attn.q_proj.lora_A.weight.dtype == torch.float32
+    x, _ = batch(0)
+    assert torch.equal(half(x).logits, build("llama").bfloat16()(x).logits)
+
+
+def test_the_defaults_of_add_lora():
+    values = {}
+    for told in ({}, {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0}, {"seed": 1}):
+        model = mp.add_lora(build("llama"), **told)
+        layer = model.model.layers[1].mlp.up_proj
+        assert (layer.rank, layer.alpha, layer.scaling, layer.dropout) == (8, 16, 2.0, 0.0)
+        values[str(told)] = layer.lora_A.weight
+    default, said, other = values.values()
+    assert torch.equal(default, said)
+    assert not torch.equal(default, other)
+
+
+def test_torch_encoders_call_adapters_in_evaluation():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0), 2).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        before = model(x)
+        mp.add_lora(model, targets=("linear1", "linear2"))
+        close(model(x), before, "B is zero", 1e-6)
+        fill(model)
+        want = mp.merge_lora(copy.deepcopy(model)).train()(x)
+        close(model(x), want, "in evaluation", 1e-5)
