@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import build_schedule
+
 DOCS = Path(__file__).parents[1] / "docs"
 BLUE, ORANGE, GREEN, SKY, RED, PINK = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7"
 INK, GREY, PALE = "#222222", "#767676", "#eef3fa"
@@ -167,6 +170,59 @@ def tensor_parallel() -> str:
         "Blue is replicated, or sharded along the sequence; orange is sharded over heads or hidden units.",
         size=12,
     )
+    return str(svg)
+
+
+@picture
+def zero() -> str:
+    svg = Svg(322, "Each stage of ZeRO shards one thing more over the data-parallel ranks")
+    kinds = (("parameters", BLUE, 40, 3), ("gradients", ORANGE, 40, 2), ("optimizer state", GREEN, 80, 1))
+    svg.legend(12, 54, [(fill, name) for name, fill, _, _ in kinds])
+    svg.legend(420, 54, [("#dddddd", "on other ranks")])
+    for stage in range(4):
+        left = 12 + 188 * stage
+        svg.text(left, 86, f"ZeRO-{stage}", weight="bold")
+        for rank in range(4):
+            x, y = left + 42 * rank, 98.0
+            for _, fill, height, first in kinds:
+                shard = height / 4
+                svg.box(x, y, 36, height, fill if stage < first else "#dddddd")
+                if stage >= first:
+                    svg.box(x, y + shard * rank, 36, shard, fill)
+                y += height + 4
+            svg.text(x + 18, y + 14, f"rank {rank}", at="middle", size=11)
+    svg.text(
+        12, 312, "In the middle of a step. Besides, ZeRO-3 gathers the parameters of one block at a time.", size=12
+    )
+    return str(svg)
+
+
+@picture
+def pipelines() -> str:
+    names = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+    svg = Svg(60 + 132 * len(names) + 24, "Splitting backward and stages shrinks the bubble from 27 % to 6 %")
+    colours = {"F": SKY, "B": ORANGE, "I": "#f0e442", "W": GREEN}
+    words = ("forward", "backward", "backward of the input", "of the weights")
+    svg.legend(12, 50, [*zip(colours.values(), words, strict=True), ("#dddddd", "idle")])
+    longest = prove(build_schedule("gpipe", 4, 8)).makespan
+    for i, name in enumerate(names):
+        schedule = build_schedule(name, 4, 8)
+        proof, top = prove(schedule), 72 + 132 * i
+        each = 4 / schedule.stages  # a stage of two on a rank takes half as long
+        svg.text(12, top + 12, name, weight="bold")
+        cost = f"bubble {proof.bubble:.0%}, at most {max(proof.peaks):g} micro-batches held on a rank"
+        svg.text(110, top + 12, cost, size=12)
+        scale = 700 / longest * each
+        for rank in range(4):
+            y = top + 20 + 24 * rank
+            svg.text(12, y + 15, str(rank), size=12)
+            svg.box(30, y, scale * proof.makespan, 22, "#dddddd")
+        for rank, action, start, end in proof.spans:
+            x, y, width = 30 + scale * start, top + 20 + 24 * rank, scale * (end - start)
+            svg.box(x, y, width - 0.8, 22, colours[action.kind])
+            if width > 10:
+                svg.text(x + width / 2, y + 15, str(action.micro_batch), at="middle", size=11)
+    svg.text(12, 74 + 132 * len(names), "Rows are ranks, numbers are micro-batches, time goes to the right.", size=12)
     return str(svg)
 
 

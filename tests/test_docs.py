@@ -16,6 +16,8 @@ from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
 from mpcore.__main__ import main
 from mpcore.analysis.dry_run import dry_run
+from mpcore.pipeline.prove import prove
+from mpcore.pipeline.schedules import NAMES, build_schedule
 from tests import drawings
 from tests.quick import some
 
@@ -29,7 +31,7 @@ def run_page(name: str, **sizes: object) -> dict:
     """Run all python blocks of a page, one after the other, and return what they leave; `tp=2` is for `TP = 1`."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
     for size, value in sizes.items():
-        code, found = re.subn(rf"^({size.upper()}) = \w+", rf"\1 = {value}", code, flags=re.MULTILINE)
+        code, found = re.subn(rf'^({size.upper()}) = [\w"]+', rf"\1 = {value!r}", code, flags=re.MULTILINE)
         assert found == 1, f"{name} has {found} lines {size.upper()} = .."
     held: dict = {"__name__": "docs"}
     exec(compile(code, name, "exec"), held)
@@ -57,6 +59,11 @@ def page_losses(name: str, **sizes: object) -> list[float]:
     ("page", "layouts"),
     [
         ("context_parallel.md", [(2, {"cp": 2}), (4, {"cp": 2}), (4, {"cp": 4})]),
+        (
+            "pipelines.md",
+            [(4, {"pp": 2}), (4, {"pp": 4, "schedule": "zbv"}), (4, {"pp": 4, "schedule": "interleaved"})],
+        ),
+        ("zero.md", [(2, {"zero": 1}), (4, {"zero": 0}), (4, {"zero": 2}), (4, {"zero": 3, "replicate": 2})]),
         ("tensor_parallel.md", [(2, {"tp": 2, "sp": False}), (4, {"tp": 2}), (4, {"tp": 4})]),
     ],
 )
@@ -95,7 +102,8 @@ def commands() -> list:
 
 
 @pytest.mark.parametrize(("page", "command", "printed"), commands())
-def test_a_command_prints_what_its_page_shows(capsys, page, command, printed):
+def test_a_command_prints_what_its_page_shows(capsys, monkeypatch, tmp_path, page, command, printed):
+    monkeypatch.chdir(tmp_path)  # where `mpcore schedule` draws
     assert main(shlex.split(command.replace("\\\n", " "))) == 0
     assert capsys.readouterr().out == printed
 
@@ -126,6 +134,16 @@ def test_each_row_of_the_65_billion_is_what_a_dry_run_counts(row):
     found = dry_run(build, [*LARGE.split(), *flags.split()], **axes)
     counted = (found.parameters, found.gradients, found.optimizer, found.peak, found.total)
     assert sizes == [f"{size / 2**30:.1f}" for size in counted]
+
+
+def test_the_page_on_pipelines_has_what_each_schedule_costs():
+    held = drawings.rows("pipelines.md", "schedule")
+    assert len(held) == len(NAMES)
+    for name, stages, *costs, _ in held:
+        schedule = build_schedule(name, 4, 8)
+        proof = prove(schedule)
+        assert schedule.stages == 4 * int(stages)
+        assert costs == [f"{proof.bubble:.0%}", f"{max(proof.peaks):g}", str(proof.messages)]
 
 
 @pytest.mark.parametrize("name", drawings.PICTURES)
