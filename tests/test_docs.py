@@ -151,6 +151,16 @@ def test_a_picture_is_what_its_program_draws(name):
     assert (DOCS / name).read_text() == drawings.PICTURES[name](), "run: python -m tests.drawings"
 
 
+def written(tp: int) -> list:
+    return run_page("layers.md", tp=tp)["written"].tolist()
+
+
+def test_the_page_on_layers_writes_the_same_tokens_on_a_mesh(ranks):
+    (alone,) = ranks(1, written, 1)
+    assert len({token for row in alone for token in row[5:]}) > 2
+    assert ranks(2, written, 2) == [alone, alone]
+
+
 def test_the_page_on_plans_runs():
     run_page("parallelize.md")
 

@@ -1,8 +1,8 @@
 """Floor 3: the layers. Each is a plain module, usable alone, with `tp=Axis()` by default."""
 
 from mpcore.layers.attention.documents import document_ends, document_ids, document_positions
-from mpcore.layers.attention.heads import ParallelAttention
 from mpcore.layers.attention.latent import MultiLatentAttention
+from mpcore.layers.attention.multi_head import ParallelAttention
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout

@@ -251,7 +251,7 @@ def test_what_can_not_be_is_refused():
     for call, message in (
         (lambda: whole(x, memory), "attends to x alone: build it with memory_dim"),
         (lambda: latent(x, memory), "attends to x alone: build it with memory_dim"),
-        (lambda: cross(x), r"needs a `memory` \[B, S, 4\]"),
+        (lambda: cross(x), r"of a `memory` \[B, S, 4\]: give it"),
         (
             lambda: cross(x, memory[:1]),
             r"memory \(1, 5, 4\) has 1 rows of width 4, but x has 2 rows and memory_dim is 4",
@@ -267,7 +267,7 @@ def test_what_can_not_be_is_refused():
         (lambda: whole(x, bias=bias[:1]), r"bias \(1, 3, 3\) of torch.float32 is no float .* with 4 heads: expand"),
         (lambda: whole(x, bias=bias.bool()), "torch.bool is no float"),
         (lambda: whole(x, bias=bias[:, :2]), r"\[heads, 3, 3\] or \[2, heads, 3, 3\] with 4 heads"),
-        (lambda: split(x, bias=bias), "a bias can't follow tokens over cp size 2: use rope, or cp 1"),
+        (lambda: split(x, bias=bias), "a bias can't go with cp size 2: use rope, or cp 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,12 +1,7 @@
-"""Attention with its heads cut over the tensor-parallel axis.
-
-Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped queries: Ainslie et al. 2023
-(arXiv:2305.13245).
-"""
+"""What attention layers share: this rank's heads against the whole sequence, and the options of every kind."""
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +11,9 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore.collectives import shard_range, shard_sizes
 from mpcore.kernels._dispatch import can_read
-from mpcore.kernels.attention import check_ends
-from mpcore.kernels.rope import rope_qkv
+from mpcore.kernels.attention import check_ends, key_bounds
+from mpcore.layers.attention.cache import KVCache
 from mpcore.layers.attention.context import (
-    check_heads,
     check_mask,
     context_attention,
     masked_attention,
@@ -34,17 +28,12 @@ from mpcore.layers.attention.scores import (
     scored_attention,
 )
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
-from mpcore.layers.linear import ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear
 from mpcore.layers.module import (
     Init,
     LayerOptions,
     ParallelLayer,
-    TensorOptions,
     TensorParallelOptions,
-    check_names,
-    pick,
 )
-from mpcore.layers.norm import RMSNorm
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
 
@@ -140,9 +129,29 @@ class HeadAttention(ParallelLayer):
         """Queries, keys and values [B, T/cp, heads, width] of the layer's input, rotated where there is a `rope`."""
         raise NotImplementedError
 
-    def cross_heads(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the layer's input, keys and values of `memory`, where there is a `memory_dim`."""
+    def cross_heads(self, x: Tensor, memory: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the layer's input, keys and values of `memory` or held, where there is a `memory_dim`."""
         raise NotImplementedError
+
+    def new_cache(self, max_length: int) -> KVCache:
+        """Make an empty cache for decoding, of up to `max_length` tokens, prompt included; or of a memory.
+
+        Raises:
+            ValueError: if tokens see those behind them, or a rank has a part of the sequence: cp, sequence parallel.
+        """
+        self._refuse_cache()
+        return KVCache(max_length)
+
+    def _refuse_cache(self) -> None:
+        if not self.causal and self.memory_dim is None:
+            raise ValueError("a cache needs causal=True: here earlier tokens would see the later ones too")
+        if self.cp.size > 1:
+            raise ValueError(f"a cache needs cp 1, not {self.cp.size}: load the weights into a model with a larger tp")
+        if self.sequence_parallel:
+            raise ValueError(
+                f"a cache needs sequence_parallel=False, as tp {self.tp.size} can't shard one token: load the weights "
+                f"into a model built without it"
+            )
 
     def forward(
         self,
@@ -155,6 +164,7 @@ class HeadAttention(ParallelLayer):
         length: int | None = None,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
 
@@ -176,26 +186,35 @@ class HeadAttention(ParallelLayer):
             bias: [H, T, T] or [B, H, T, T] (with a `memory`, S keys), added to the scores after the soft cap. It has
                 all H heads, the same on every rank of tp, and gets its whole gradient; or it has this rank's heads, as
                 a `ColumnParallelEmbedding` makes them. Takes memory T^2. Hide keys with `mask`: a row of -inf is NaN.
+            cache: of `new_cache`. x are the tokens behind those that it holds, which they see too, and then it holds
+                them as well. Positions are counted on; masks and biases have all keys: [T, past + T]. A cache of a
+                cross-attention layer holds the first `memory`, which later calls need not give.
 
         Raises:
             ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
+
+        Note:
+            - Nine parameters beside x: what is seen, where tokens lie, and what is kept.
         """
+        past = 0 if cache is None else self._check_cache(x, cache, memory, cu_seqlens, length)
         if memory is None and self.memory_dim is None:
-            whole = self._whole_length(x, cu_seqlens, length, mask, bias)
+            whole = self._whole_length(x, cu_seqlens, length, mask, bias, past)
             if self.rope is None:
                 rotary = None
             elif rotary is None:
                 if positions is None:
-                    positions = sequence_index(whole, self.cp, self.context, x.device)
+                    positions = sequence_index(whole, self.cp, self.context, x.device)[past:]
                     if cu_seqlens is not None:
                         rows = x.shape[1 if self.sequence_dim == 0 else 0]
                         positions = document_positions(cu_seqlens, rows, whole, x.device)[:, positions]
                 rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
             q, k, v = self.heads(x, rotary)
+            if cache is not None:
+                k, v = cache.append(k, v)
         else:
-            whole = self._memory_length(x, memory, cu_seqlens, mask, bias)
-            assert memory is not None
-            q, k, v = self.cross_heads(x, memory)
+            whole = past if past and self.memory_dim else self._memory_length(x, memory, cu_seqlens)
+            self._check_scores(x, mask, bias, whole)
+            q, k, v = self.cross_heads(x, memory, cache)
         y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
         y = y.flatten(2)  # b t h v -> b t (h v)
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
@@ -210,57 +229,71 @@ class HeadAttention(ParallelLayer):
         tokens, B = x.shape[:2] if self.sequence_dim == 0 else (x.shape[1], x.shape[0])
         return B, tokens * self.tp.size if self.sequence_parallel else tokens
 
+    def _check_cache(
+        self, x: Tensor, cache: KVCache, memory: Tensor | None, cu_seqlens: Tensor | None, length: int | None
+    ) -> int:
+        """Tokens that the cache holds; refuses what it has no place for."""
+        self._refuse_cache()
+        if cu_seqlens is not None or length is not None:
+            raise ValueError("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
+        B, T = self._rows_and_tokens(x)
+        if self.memory_dim is not None:
+            T = 0 if cache.length or memory is None else memory.shape[self.sequence_dim]
+        cache.check(self, B, T)
+        return cache.length
+
     def _whole_length(
-        self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None, bias: Tensor | None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        length: int | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        past: int,
     ) -> int:
         """T of the whole sequence, of which x is this rank's part; refuses what doesn't fit it."""
         B, T = self._rows_and_tokens(x)
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
         if mask is not None or bias is not None:
-            self._check_scores(bias, B, T, T)
-            if mask is None:
-                return T
-            check_mask(mask, B, T, self.context, self.cp)
-            return mask.shape[-1]
+            self._check_scores(x, mask, bias, past + T)
+            return past + T if past or mask is None else mask.shape[-1]
         if length is None and cu_seqlens is not None and self.cp.size > 1 and can_read(cu_seqlens):
             length = _length_from_documents(
                 int(cu_seqlens[-1]), x.shape[self.sequence_dim], B, self.cp, self.tp if self.sequence_parallel else None
             )
-        return T * self.cp.size if length is None else length
+        return past + T * self.cp.size if length is None else length
 
-    def _memory_length(
-        self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, bias: Tensor | None
-    ) -> int:
+    def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> int:
         """S of the memory; refuses what doesn't fit it."""
         if self.memory_dim is None:
             raise ValueError("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
-            raise ValueError(
-                f"this layer needs a `memory` [B, S, {self.memory_dim}], of which it makes keys and values"
-            )
+            raise ValueError(f"this layer makes keys and values of a `memory` [B, S, {self.memory_dim}]: give it")
+
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
-        (B, T), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")
+        (B, _), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")
         if rows != B or memory.shape[-1] != self.memory_dim:
             raise ValueError(
                 f"memory {tuple(memory.shape)} has {rows} rows of width {memory.shape[-1]}, but x has {B} rows and "
                 f"memory_dim is {self.memory_dim}"
             )
-        self._check_scores(bias, B, T, keys)
-        if mask is not None:
-            check_scores_mask(mask, B, T, keys)
         return keys
 
-    def _check_scores(self, bias: Tensor | None, rows: int, queries: int, keys: int) -> None:
-        if self.impl is not None:
+    def _check_scores(self, x: Tensor, mask: Tensor | None, bias: Tensor | None, keys: int) -> None:
+        """Refuse a mask or a bias that isn't of x and so many keys, or that this layer can't serve."""
+        B, T = self._rows_and_tokens(x)
+        if self.impl is not None and (mask is not None or bias is not None):
             raise ValueError(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
         if bias is not None:
             if self.cp.size > 1:
-                raise ValueError(
-                    f"a bias can't follow tokens over {self.cp.name} size {self.cp.size}: use rope, or cp 1"
-                )
-            check_bias(bias, rows, (self.num_heads, self.local_heads), queries, keys)
+                raise ValueError(f"a bias can't go with {self.cp.name} size {self.cp.size}: use rope, or cp 1")
+            check_bias(bias, B, (self.num_heads, self.local_heads), T, keys)
+        if mask is not None and keys == T and self.memory_dim is None:
+            check_mask(mask, B, T, self.context, self.cp)
+        elif mask is not None:
+            check_scores_mask(mask, B, T, keys)
 
     def core(
         self,
@@ -282,6 +315,8 @@ class HeadAttention(ParallelLayer):
         if self.cp.size > 1:
             how |= {"cu_seqlens": cu_seqlens, "length": length, "scale": self.scale}
             return context_attention(q, k, v, self.context, self.cp, **how)
+        if self.causal and q.shape[1] < k.shape[1]:
+            return self._decode(q, k, v, **how)
         plain = self.impl is None and self.window is None and self.softcap is None and self.sinks is None
         if not plain or cu_seqlens is not None:
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
@@ -298,6 +333,15 @@ class HeadAttention(ParallelLayer):
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.transpose(1, 2)
 
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """`core` of the last tokens alone, whose keys are the last of k."""
+        if q.shape[1] == 1 and self.impl is None:  # it sees all keys, or those in its window
+            k, v = (t if self.window is None else t[:, -self.window :] for t in (k, v))
+            return scored_attention(q, k, v, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        low, high = key_bounds(k.shape[1], causal=True, window=self.window, device=q.device)
+        how |= {"bounds": (low[-q.shape[1] :], high[-q.shape[1] :]), "window": None}
+        return packed_attention(q, k, v, cu_seqlens=None, scale=self.scale, sinks=self.sinks, **how)
+
     def _scored(
         self,
         q: Tensor,
@@ -311,6 +355,8 @@ class HeadAttention(ParallelLayer):
         """`core` where scores have more than one run of keys says."""
         if self.causal or cu_seqlens is not None:
             see = visible_keys(q.shape[0], length, q.device, cu_seqlens, self.causal, self.window)
+            if self.cp.size == 1:
+                see = see[:, length - q.shape[1] :]  # the last tokens alone, behind a cache
             mask = see if mask is None else mask & see
         scores: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
         if self.cp.size > 1:
@@ -340,134 +386,6 @@ def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | N
             f"rows, but x has {tokens}: give the cu_seqlens of the whole sequence, and x as shard_sequence cuts it"
         )
     return length
-
-
-class ParallelAttention(HeadAttention):
-    """Multi-head, grouped-query or multi-query attention; each rank computes its share of the query heads.
-
-    Args:
-        dim: D, the model width.
-        num_heads: H, logical; at least the tp size, shards may be uneven.
-        num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
-        head_dim: K; None: D / H.
-        bias: biases of the projections.
-        output_bias: that of the output projection; None: as `bias`.
-        qk_norm: RMSNorm of each query and key head, before the rotation.
-        norm_eps: of that norm.
-        alibi: add minus the distance of query and key to the scores, times a fixed slope of each head. Takes memory
-            T^2.
-        sinks: one learned logit a head takes part in the softmax, and has no value.
-        memory_dim: cross-attention: keys and values are made of the `memory` [B, S, memory_dim] given to `forward`.
-            Then each token sees all of it, and `causal` is False.
-        options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
-            sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.
-
-    Raises:
-        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask,
-            `context` is unknown, missing, or can't cut these heads over cp, or two options can't go together: cp has
-            no alibi, sinks or memory, and a memory has no causal mask, rope or alibi.
-
-    Note:
-        - Twelve parameters: the sizes of the layer, and what changes its scores.
-
-    Example:
-        >>> rope = mpcore.RotaryEmbedding(4)
-        >>> attention = mpcore.ParallelAttention(16, num_heads=4, num_kv_heads=2, rope=rope)
-        >>> attention(torch.zeros(1, 3, 16)).shape
-        torch.Size([1, 3, 16])
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        *,
-        bias: bool = True,
-        output_bias: bool | None = None,
-        qk_norm: bool = False,
-        norm_eps: float = 1e-6,
-        alibi: bool = False,
-        sinks: bool = False,
-        memory_dim: int | None = None,
-        **options: Unpack[AttentionOptions],
-    ) -> None:
-        check_names(options, AttentionOptions)
-        if memory_dim is not None:
-            asked = {"causal": options.get("causal"), "rope": options.get("rope"), "alibi": alibi}
-            for name in (name for name, value in asked.items() if value):
-                raise ValueError(f"memory_dim {memory_dim} has no {name}: tokens have no place among those of a memory")
-            options["causal"] = False
-        if head_dim is None:
-            if dim % num_heads:
-                raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
-            head_dim = dim // num_heads
-        super().__init__(head_dim, **pick(options, HeadOptions))
-        self.num_heads, self.memory_dim, self.alibi = num_heads, memory_dim, alibi
-        if self.cp.size > 1 and (alibi or sinks or memory_dim is not None):
-            what = "alibi" if alibi else "sinks" if sinks else "memory_dim"
-            raise ValueError(f"{what} can't go with {self.cp.name} size {self.cp.size}: take cp 1 and a larger tp")
-        if alibi and self.impl is not None:
-            raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
-        layer = pick(options, LayerOptions)
-        heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
-        # Each may be wrapped, as LoRA does, or be any other module of that output.
-        if memory_dim is None:
-            projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
-        else:
-            self.q = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
-            projection = self.kv = KVParallelLinear(memory_dim, *heads, **layer)
-        self.local_heads, self.local_kv_heads = projection.local_heads, projection.local_kv_heads
-        sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head
-        self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
-        output_bias = bias if output_bias is None else output_bias
-        layer = pick(layer, LayerOptions, init=options.get("output_init"))
-        self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
-        check_heads(self.context, self.cp, self.local_heads)
-        self.q_norm = self.k_norm = None
-        if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
-            norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
-            self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
-        if sinks:
-            self.sinks = AttentionSinks(num_heads, tp=self.tp, **pick(options, TensorOptions))
-
-    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
-        qkv = self.qkv(x)
-        if self.sequence_dim == 0:
-            qkv = qkv.transpose(0, 1)
-        sizes = [self.local_heads, self.local_kv_heads, self.local_kv_heads]
-        norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        fused: dict[str, Any] = {}
-        if norms and rotary is not None and all(_is_rms_norm(norm) for norm in norms):
-            fused = {"q_weight": norms[0].weight, "k_weight": norms[1].weight, "eps": norms[0].eps}
-        if rotary is None or (norms and not fused):
-            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split(sizes, dim=2)  # b t (h k) -> b t h k
-            if norms:
-                q, k = norms[0](q), norms[1](k)
-            if rotary is None:
-                return q, k, v
-            qkv = torch.cat([q, k, v], 2).flatten(2)
-        assert self.rope is not None
-        cos, sin = rotary
-        return rope_qkv(
-            qkv, self.local_heads, self.local_kv_heads, cos, sin, interleaved=self.rope.interleaved, **fused
-        )
-
-    def cross_heads(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to this rank's queries and `memory` to its keys and values; normalize q and k where asked."""
-        q, kv = self.q(x), self.kv(memory)
-        if self.sequence_dim == 0:
-            q, kv = q.transpose(0, 1), kv.transpose(0, 1)
-        q, kv = (t.unflatten(2, (-1, self.head_dim)) for t in (q, kv))
-        k, v = kv.chunk(2, 2)
-        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
-
-
-def _is_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether the fused rotation computes this norm: a user may have put one of their own in its place."""
-    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)
 
 
 def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:

@@ -1,0 +1,76 @@
+"""Keys and values of tokens that a layer has seen, so that decoding computes each token once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """The keys and values of one attention layer: those of this rank's KV heads, on its device and in its dtype.
+
+    Make it by `attention.new_cache(max_length)`, and give it to each call of that layer. The first call allocates it;
+    each call adds its tokens.
+
+    Args:
+        max_length: tokens of the longest sequence, prompt included; or of the memory of a cross-attention layer.
+
+    Attributes:
+        length: tokens that are held. Set it lower to forget the last ones, as speculative decoding does.
+        keys, values: [B, max_length, heads, width], of which the first `length` tokens count; None before the first
+            call.
+
+    Example:
+        >>> attention = mpcore.ParallelAttention(16, num_heads=4, num_kv_heads=2)
+        >>> cache, prompt = attention.new_cache(max_length=8), torch.randn(1, 5, 16)
+        >>> with torch.inference_mode():
+        ...     y, last = attention(prompt[:, :4], cache=cache), attention(prompt[:, 4:], cache=cache)
+        >>> cache.length, torch.allclose(last, attention(prompt)[:, 4:], atol=1e-6)
+        (5, True)
+    """
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"max_length {max_length} holds no token: give the tokens of the longest sequence")
+        self.max_length, self.length = max_length, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._layer: int | None = None
+
+    def check(self, layer: torch.nn.Module, rows: int, tokens: int) -> None:
+        """Refuse more tokens or other rows than the cache has place for, and a second layer."""
+        if self._layer is None:
+            self._layer = id(layer)
+        if self._layer != id(layer):
+            raise ValueError("this cache is another layer's: make one for each, by its new_cache")
+        if self.keys is not None and self.keys.shape[0] != rows:
+            raise ValueError(
+                f"the cache holds {self.keys.shape[0]} rows, but x has {rows}: choose rows by cache.select, or make a "
+                f"new cache"
+            )
+        if self.length + tokens > self.max_length:
+            raise ValueError(
+                f"{tokens} tokens after {self.length} don't fit a cache of max_length {self.max_length}: make it longer"
+            )
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values [B, T, heads, width] of T tokens. Returns those of all tokens, as views."""
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise ValueError("a cache passes no gradients: decode under torch.inference_mode() or torch.no_grad()")
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (t.new_zeros(t.shape[0], self.max_length, *t.shape[2:]) for t in (keys, values))
+        start, self.length = self.length, self.length + keys.shape[1]
+        self.keys[:, start : self.length] = keys
+        self.values[:, start : self.length] = values
+        return self.held()
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that are held."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, : self.length], self.values[:, : self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Take these rows of the batch, in this order: beams that go on, or sequences that aren't done."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]

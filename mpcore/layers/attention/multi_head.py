@@ -1,0 +1,159 @@
+"""Attention with its heads cut over the tensor-parallel axis.
+
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped queries: Ainslie et al. 2023
+(arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpcore.kernels.rope import rope_qkv
+from mpcore.layers.attention.cache import KVCache
+from mpcore.layers.attention.context import check_heads
+from mpcore.layers.attention.heads import AttentionOptions, HeadAttention, HeadOptions
+from mpcore.layers.attention.scores import AttentionSinks
+from mpcore.layers.linear import ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear
+from mpcore.layers.module import LayerOptions, TensorOptions, check_names, pick
+from mpcore.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ParallelAttention(HeadAttention):
+    """Multi-head, grouped-query or multi-query attention; each rank computes its share of the query heads.
+
+    Args:
+        dim: D, the model width.
+        num_heads: H, logical; at least the tp size, shards may be uneven.
+        num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
+        head_dim: K; None: D / H.
+        bias: biases of the projections.
+        output_bias: that of the output projection; None: as `bias`.
+        qk_norm: RMSNorm of each query and key head, before the rotation.
+        norm_eps: of that norm.
+        alibi: add minus the distance of query and key to the scores, times a fixed slope of each head. Takes memory
+            T^2.
+        sinks: one learned logit a head takes part in the softmax, and has no value.
+        memory_dim: cross-attention: keys and values are made of the `memory` [B, S, memory_dim] given to `forward`.
+            Then each token sees all of it, and `causal` is False.
+        options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
+            sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.
+
+    Raises:
+        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask,
+            `context` is unknown, missing, or can't cut these heads over cp, or two options can't go together: cp has
+            no alibi, sinks or memory, and a memory has no causal mask, rope or alibi.
+
+    Note:
+        - Twelve parameters: the sizes of the layer, and what changes its scores.
+
+    Example:
+        >>> rope = mpcore.RotaryEmbedding(4)
+        >>> attention = mpcore.ParallelAttention(16, num_heads=4, num_kv_heads=2, rope=rope)
+        >>> attention(torch.zeros(1, 3, 16)).shape
+        torch.Size([1, 3, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = True,
+        output_bias: bool | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        alibi: bool = False,
+        sinks: bool = False,
+        memory_dim: int | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        check_names(options, AttentionOptions)
+        if memory_dim is not None:
+            asked = {"causal": options.get("causal"), "rope": options.get("rope"), "alibi": alibi}
+            for name in (name for name, value in asked.items() if value):
+                raise ValueError(f"memory_dim {memory_dim} has no {name}: tokens have no place among those of a memory")
+            options["causal"] = False
+        if head_dim is None:
+            if dim % num_heads:
+                raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
+            head_dim = dim // num_heads
+        super().__init__(head_dim, **pick(options, HeadOptions))
+        self.num_heads, self.memory_dim, self.alibi = num_heads, memory_dim, alibi
+        if self.cp.size > 1 and (alibi or sinks or memory_dim is not None):
+            what = "alibi" if alibi else "sinks" if sinks else "memory_dim"
+            raise ValueError(f"{what} can't go with {self.cp.name} size {self.cp.size}: take cp 1 and a larger tp")
+        if alibi and self.impl is not None:
+            raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
+        layer = pick(options, LayerOptions)
+        heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
+        # Each may be wrapped, as LoRA does, or be any other module of that output.
+        if memory_dim is None:
+            projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
+        else:
+            self.q = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
+            projection = self.kv = KVParallelLinear(memory_dim, *heads, **layer)
+        self.local_heads, self.local_kv_heads = projection.local_heads, projection.local_kv_heads
+        sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head
+        self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
+        output_bias = bias if output_bias is None else output_bias
+        layer = pick(layer, LayerOptions, init=options.get("output_init"))
+        self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
+        check_heads(self.context, self.cp, self.local_heads)
+        self.q_norm = self.k_norm = None
+        if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
+            norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
+            self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
+        if sinks:
+            self.sinks = AttentionSinks(num_heads, tp=self.tp, **pick(options, TensorOptions))
+
+    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
+        qkv = self.qkv(x)
+        if self.sequence_dim == 0:
+            qkv = qkv.transpose(0, 1)
+        sizes = [self.local_heads, self.local_kv_heads, self.local_kv_heads]
+        norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        fused: dict[str, Any] = {}
+        if norms and rotary is not None and all(_is_rms_norm(norm) for norm in norms):
+            fused = {"q_weight": norms[0].weight, "k_weight": norms[1].weight, "eps": norms[0].eps}
+        if rotary is None or (norms and not fused):
+            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split(sizes, dim=2)  # b t (h k) -> b t h k
+            if norms:
+                q, k = norms[0](q), norms[1](k)
+            if rotary is None:
+                return q, k, v
+            qkv = torch.cat([q, k, v], 2).flatten(2)
+        assert self.rope is not None
+        cos, sin = rotary
+        return rope_qkv(
+            qkv, self.local_heads, self.local_kv_heads, cos, sin, interleaved=self.rope.interleaved, **fused
+        )
+
+    def cross_heads(self, x: Tensor, memory: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to this rank's queries and `memory` to its keys and values; normalize q and k where asked."""
+        q = self._to_heads(self.q(x))
+        q = q if self.q_norm is None else self.q_norm(q)
+        if cache is not None and cache.length:
+            k, v = cache.held()
+            return q, k, v
+        k, v = self._to_heads(self.kv(memory)).chunk(2, 2)
+        k = k if self.k_norm is None else self.k_norm(k)
+        k, v = (k, v) if cache is None else cache.append(k, v)
+        return q, k, v
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) if self.sequence_dim == 0 else x).unflatten(2, (-1, self.head_dim))
+
+
+def _is_rms_norm(norm: torch.nn.Module) -> bool:
+    """Whether the fused rotation computes this norm: a user may have put one of their own in its place."""
+    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)
