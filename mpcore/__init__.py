@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from mpcore.pipeline import Pipeline
     from mpcore.pipeline.partition import partition
     from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
+    from mpcore.simulation import simulate
     from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
 __version__ = "0.2.0"
@@ -165,6 +166,7 @@ __all__ = [
     "shard_data_parallel",
     "shard_sequence",
     "shardings",
+    "simulate",
     "suggest_plan",
     "sync_gradients",
     "unshard_sequence",
@@ -199,6 +201,7 @@ _HOMES = {
     ),
     "pipeline": "Pipeline",
     "pipeline.partition": "partition",
+    "simulation": "simulate",
     "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",
     "sharding": "add_partial full_state_dict load_full_state_dict shardings",
 }

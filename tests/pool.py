@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpcore.simulation import simulate
 from mpcore.verify.pool import Pool, RankError, mesh
 
 __all__ = ["BEFORE_2_13", "CRASHES", "Pool", "RankError", "RepeatingPool", "mesh", "start_pool", "strict_memory"]
@@ -67,3 +68,19 @@ def _prepare() -> None:
 
     setup.default_corpus, setup.code_versions = corpus, cache(setup.code_versions)
     generate.generate = partial(generate.generate, new_tokens=4)
+
+
+class Simulated:
+    """In place of a pool: the ranks are threads of this process."""
+
+    def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
+        """As of `Pool`."""
+
+        def seeded() -> Any:
+            torch.manual_seed(0)
+            return check(*args, **kwargs)
+
+        try:
+            return simulate(seeded, ranks=size)
+        except RuntimeError as error:
+            raise RankError(str(error)) from error

@@ -381,6 +381,7 @@ ELSEWHERE = {
     "Replicate": "tests/test_parallelize.py",
     "Experts": "tests/test_plans.py",
     "suggest_plan": "tests/test_plans.py",
+    "simulate": "tests/test_simulation.py",
     "StepResult": "tests/layers/test_moe_dispatch.py",
     "add_lora": "tests/test_lora_files.py",
     "parallelize": "tests/test_parallelize.py",

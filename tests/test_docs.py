@@ -161,6 +161,11 @@ def test_the_page_on_layers_writes_the_same_tokens_on_a_mesh(ranks):
     assert ranks(2, written, 2) == [alone, alone]
 
 
+def test_the_page_on_debugging_runs(capsys):
+    run_page("debugging.md")
+    assert "rank 3: hidden [2, 8] weight [8, 8]" in capsys.readouterr().out
+
+
 def test_the_page_on_plans_runs():
     run_page("parallelize.md")
 

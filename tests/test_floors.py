@@ -159,6 +159,7 @@ PRACTICE = {"_apply", "_base", "_buffers", "_modules", "_non_persistent_buffers_
 OF_PYTHON = {"_current_frames", "_exit", "_replace"}
 PROBES = {  # the objects that may be asked for an attribute, or be given one, by its name
     "mpcore._torch.fsdp": {"state"},  # torch 2.13 renamed an attribute
+    "mpcore._torch.simulated": {"_here.world or self._process"},  # it stands in the place of torch's object
     "mpcore.interop.parallelize.swap": {"target"},  # the plan names the attribute
 }
 

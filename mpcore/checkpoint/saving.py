@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.simulated import simulated_rank
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest, write_synced
 from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer, masters_of, parameter_groups
@@ -196,6 +197,9 @@ def save_async(
             saving._error = error
         saving.seconds = time.perf_counter() - began
 
+    if simulated_rank() is not None:  # no thread beside the rank's belongs to it
+        work()
+        return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
     saving._thread.start()
     return saving

@@ -132,7 +132,7 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
         if axis.group is not None and axis.group_name not in groups:
             groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-    site, doing, waiting = _where(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
+    site, doing, waiting = stands_in(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
     # This process pickled the records a moment ago: nothing from outside is unpickled.
     entries = [e for record in flight_records() for e in pickle.loads(record).get("entries", [])]
     # A process group that has ended leaves its calls in the ring, under a name that the next one may have too.
@@ -162,7 +162,21 @@ def _site(file: str, line: int) -> str | None:
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
 
 
-def _where(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
+def call_site(frame: FrameType | None) -> str:
+    """Return the innermost file and line of a stack outside of torch, such as `layers/linear.py:88`."""
+    site = None
+    while frame is not None and site is None:
+        site, frame = _site(frame.f_code.co_filename, frame.f_lineno), frame.f_back
+    return site or "an unknown place"
+
+
+def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
+    """Return where a thread stands: `site`, `doing` and `waiting` of its `Log`.
+
+    Args:
+        frame: the innermost of the thread.
+        names: of modules, by `id`.
+    """
     site, doing, waiting = "", "", False
     while frame is not None:
         file, held = frame.f_code.co_filename, frame.f_locals
@@ -205,7 +219,7 @@ def _mismatch(logs: dict[int, Log]) -> str | None:
     found: list[tuple[int, str]] = []
     for calls in entered.values():
         (first, one), *others = sorted(calls.items())
-        rank, other = next((entry for entry in others if _form(entry[1]) != _form(one)), (first, one))
+        rank, other = next((entry for entry in others if form_of(entry[1]) != form_of(one)), (first, one))
         if rank != first:
             text = f"{_entered(first, one, logs)} while {_entered(rank, other, logs)}"
             found.append((min(one.time, other.time), f"the ranks disagree about call {one.number}: {text}"))
@@ -216,7 +230,8 @@ def _entered(rank: int, call: Call, logs: dict[int, Log]) -> str:
     return f"rank {rank} entered {_called(call, logs[rank])}"
 
 
-def _form(call: Call) -> tuple:
+def form_of(call: Call) -> tuple:
+    """Return what must be the same on all ranks that enter a collective."""
     return (call.kind, call.dtype, call.shape if call.kind in _EQUAL_SHAPES else ())
 
 

@@ -25,17 +25,15 @@ import torch
 import torch.distributed as dist
 
 from mpcore._torch.distributed import forget_meshes, mesh_caches
+from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
+from mpcore.simulation.turns import RankError
 
 GRACE_S = 5.0
 STACK_S = 0.5  # for the signal to come, as a process that hangs does nothing else
 START_S = 240.0  # on a machine that others use too, the first import of torch takes minutes
 DIED, LATE = "the process died", "still running when the time was over"
-
-
-class RankError(RuntimeError):
-    """Some ranks failed; the text has what each of them said."""
 
 
 class Pool:
@@ -192,6 +190,8 @@ _meshes: dict = {}
 
 def mesh(**sizes: Any) -> Mesh:
     """In a worker: the mesh of these sizes over the whole world, made once. As the models, it is on the CPU."""
+    if simulated_rank() is not None:  # each rank of this process has its own
+        return build_mesh(**{"device_type": "cpu", **sizes})
     key = tuple(sorted(sizes.items()))
     if key not in _meshes:
         _meshes[key] = build_mesh(**{"device_type": "cpu", **sizes})

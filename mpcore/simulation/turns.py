@@ -1,0 +1,143 @@
+"""Threads that take turns: one runs at a time, until it waits for another. A deadlock is seen at once."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PATIENCE_S = 3.0  # that all threads may look, again and again, for what isn't there
+_AWAY_S = 1.5  # a thread that comes back to look after more than this did something else
+
+
+class RankError(RuntimeError):
+    """Some ranks failed; the text has what each of them said."""
+
+
+class StoppedError(BaseException):
+    """Raised in a thread that waits when another one has failed. Not an `Exception`: no thread may live on."""
+
+
+def process_state() -> list[tuple[Callable[[Any], object], Any]]:
+    """Return what a process has one of, and each rank its own: the random states and the default dtype.
+
+    Returns:
+        Pairs (function, value): the calls `function(value)` put the state back.
+    """
+    state: list[tuple[Callable[[Any], object], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():
+        state.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state.append((numpy.random.set_state, numpy.random.get_state()))
+    return state
+
+
+def restore(state: list[tuple[Callable[[Any], object], Any]]) -> None:
+    """Put back what `process_state` returned."""
+    for put, value in state:
+        put(value)
+
+
+class Turns:
+    """Give the turn to one of N threads at a time, in a fixed order.
+
+    Args:
+        size: number of threads.
+        stuck: explains why no thread can go on; it is called in the thread that has the turn.
+    """
+
+    def __init__(self, size: int, stuck: Callable[[], BaseException]) -> None:
+        self.size, self.stuck = size, stuck
+        self.alive = set(range(size))
+        self.failure: tuple[int, BaseException] | None = None
+        self.over = threading.Event()
+        self._locks = [threading.Semaphore(0) for _ in range(size)]
+        self._states = [process_state()] * size
+        self._waits: list[tuple[Callable[[], bool], bool] | None] = [None] * size  # None: it can go on
+        self._looks: int | None = None  # the thread that was chosen to look again
+        self._looked = self._idle = 0.0
+
+    def begin(self) -> None:
+        """Give the first turn to thread 0."""
+        self._locks[0].release()
+
+    def take(self, rank: int) -> None:
+        """Wait, in the thread of this rank, for its turn."""
+        self._locks[rank].acquire()
+        restore(self._states[rank])
+
+    def changed(self) -> None:
+        """Note that what a thread waits for may be there now."""
+        self._idle = 0.0
+
+    def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:
+        """Let others run until `ready()`.
+
+        Args:
+            rank: of this thread, which has the turn.
+            ready: tells whether it can go on; called in other threads too.
+            polls: return also, with `ready()` false, where no thread can go on: this one has a clock of its own.
+
+        Raises:
+            StoppedError: if any thread has failed.
+        """
+        if polls and self._looks == rank:
+            away, self._looks = time.monotonic() - self._looked, None
+            self._idle = self._idle + away if away < _AWAY_S else 0.0
+        while self.failure is None and not ready():
+            self._waits[rank] = ready, polls
+            other = self._first(rank, self._can_go)
+            if other is None:
+                other = self._first(rank, lambda thread: bool((self._waits[thread] or (0, False))[1]))
+                if other is None or self._idle > PATIENCE_S:
+                    self.fail(rank, self.stuck())
+                    break
+                self._looks, self._looked = other, time.monotonic()
+            if other != rank:
+                self._states[rank] = process_state()
+                self._locks[other].release()
+                self.take(rank)
+            if self._looks == rank:
+                break
+        self._waits[rank] = None
+        if self.failure is not None:
+            raise StoppedError
+
+    def finish(self, rank: int) -> None:
+        """End the thread of a rank, which has the turn."""
+        self.alive.discard(rank)
+        self.changed()
+        if not self.alive:
+            self.over.set()
+            return
+        other = self._first(rank, self._can_go)
+        if other is None:
+            other = self._first(rank, lambda thread: bool((self._waits[thread] or (0, False))[1]))
+            self._looks, self._looked = other, time.monotonic()
+        if other is None:
+            self.fail(rank, self.stuck())
+            other = min(self.alive)
+        self._locks[other].release()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Keep the first error. From now on every thread that waits is stopped."""
+        if self.failure is None:
+            self.failure = rank, error
+
+    def _can_go(self, thread: int) -> bool:
+        waits = self._waits[thread]
+        return self.failure is not None or waits is None or waits[0]()
+
+    def _first(self, rank: int, fits: Callable[[int], bool]) -> int | None:
+        """Return the first living thread behind this rank that fits, this rank the last of all."""
+        order = ((rank + step) % self.size for step in range(1, self.size + 1))
+        return next((thread for thread in order if thread in self.alive and fits(thread)), None)

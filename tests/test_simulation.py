@@ -1,0 +1,335 @@
+"""Simulated ranks: the losses of real processes, and what a debugger of a layer wants to see."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpcore as mp
+from examples import own_model
+from mpcore.collectives import all_gather, all_reduce
+from mpcore.simulation import DeadlockError, RankError
+from tests.examples import test_layouts as example
+from tests.pool import Simulated
+from tests.training import test_prepare as training
+
+simulated = Simulated()
+
+
+# --- as real processes --------------------------------------------------------------------------------------------
+
+
+def own_losses(tp: int, zero: int) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return own_model.train(tp, zero, steps=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("size", "tp", "zero"), [(2, 2, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (4, 2, 3)])
+def test_own_model_has_the_losses_of_real_processes(ranks, size, tp, zero):
+    """At 2 ranks to the bit: there a sum has one order."""
+    real, threads = ranks(size, own_losses, tp, zero), mp.simulate(own_losses, tp, zero, ranks=size)
+    if size == 2:
+        assert threads == real
+    for got, want in zip(threads, real, strict=True):
+        assert got == pytest.approx(want, rel=1e-12, abs=0)
+
+
+def numbers(result: dict) -> list[float]:
+    return [*result["losses"], *result["norms"], result["val"]]
+
+
+@pytest.mark.parametrize("name", [name for name, (size, *_) in training.LAYOUTS.items() if size > 1])
+def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
+    """Sequence parallel, ZeRO-0 to 3, HSDP, offload and pipelines."""
+    size, sizes, told = training.LAYOUTS[name]
+    for got, want in zip(
+        simulated(size, training.train, sizes, **told), ranks(size, training.train, sizes, **told), strict=True
+    ):
+        assert numbers(got) == pytest.approx(numbers(want), rel=1e-12 if size > 2 else 0, abs=0)
+        assert all(torch.allclose(p, want["state"][n], rtol=0, atol=1e-10) for n, p in got["state"].items())
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "flags"),
+    [
+        ("tied", {"cp": 4}, "--cp-kind zigzag"),
+        ("gpt", {"cp": 2}, "--cp-kind ring"),
+        ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""),
+        ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
+    ],
+)
+def test_context_parallel_and_experts_have_the_numbers_of_real_processes(ranks, model, sizes, flags):
+    size = math.prod(n for axis, n in sizes.items() if axis in ("tp", "pp", "cp", "dp"))
+    real = ranks(size, example.run, sizes, model, flags)
+    for got, want in zip(simulated(size, example.run, sizes, model, flags), real, strict=True):
+        assert numbers(got) == pytest.approx(numbers(want), rel=1e-11 if size > 2 else 0, abs=0)
+
+
+def test_a_checkpoint_goes_from_simulated_ranks_to_real_ones_and_back(ranks, tmp_path):
+    (want,) = simulated(1, training.go_on, {}, str(tmp_path / "whole"), 4)
+    got: list[float] = []
+    for steps, (start, name) in enumerate(
+        [(simulated, "pp 2 x tp 2"), (ranks, "ZeRO-2 x tp"), (simulated, "ZeRO-3 x tp, recompute")], 2
+    ):
+        size, sizes, told = training.LAYOUTS[name]
+        got += start(size, training.go_on, sizes, str(tmp_path / "parts"), steps, **told)[0]
+    assert got == pytest.approx(want, rel=1e-9)
+
+
+def save_beside(mesh: mp.Mesh, folder: str) -> list[str]:
+    model = mp.ColumnParallelLinear(4, 6, tp=mesh.tp)
+    mp.checkpoint.save_async(folder, model, mesh=mesh, step=1).wait()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_save_in_the_background_is_written_at_once(tmp_path):
+    first, second = mp.simulate(save_beside, str(tmp_path / "step1"), tp=2)
+    assert first == second
+    assert len(first) > 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"tp": 3}, [(rank, 0, 0, 0) for rank in range(3)]),
+        ({"tp": 2, "dp": 2}, [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0)]),
+        ({"pp": 2, "cp": 2}, [(0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)]),
+        ({"ep": 2}, [(0, 0, 0, 0), (0, 1, 0, 0)]),  # dp is the smallest that fits
+        ({"tp": 2, "mesh": {"workers": 2}}, [(0, 0, 0, 0), (1, 0, 0, 0)] * 2),
+    ],
+    ids=str,
+)
+def test_results_come_in_rank_order(sizes, axes):
+    def places(mesh: mp.Mesh) -> tuple[int, ...]:
+        return mesh.tp.rank, mesh.dp.rank, mesh.cp.rank, mesh.pp.rank
+
+    assert mp.simulate(places, **sizes) == axes
+
+
+def test_each_rank_has_its_own_random_state_and_the_caller_keeps_its_own():
+    def draw(mesh: mp.Mesh, seeds: bool) -> list[float]:
+        if seeds:
+            torch.manual_seed(mesh.tp.rank)
+            random.seed(mesh.tp.rank)
+            np.random.seed(mesh.tp.rank)
+        drawn = []
+        for _ in range(3):
+            drawn += [torch.rand(()).item(), random.random(), float(np.random.rand())]
+            all_reduce(torch.ones(1), mesh.tp)
+        return drawn
+
+    before = torch.get_rng_state(), random.getstate()
+    one, two, three = mp.simulate(draw, True, tp=3)
+    assert len({*one, *two, *three}) == 27
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    (alone,) = mp.simulate(draw, False, tp=1)
+    assert mp.simulate(draw, False, tp=2) == [alone, alone]
+
+
+def test_every_collective_of_torch_is_that_of_gloo(ranks):
+    for got, want in zip(mp.simulate(every_collective, ranks=3), ranks(3, every_collective), strict=True):
+        assert got == want
+
+
+def every_collective() -> dict[str, list]:
+    """What this rank has after each collective of `torch.distributed`."""
+    rank, found = dist.get_rank(), {}
+    x = torch.arange(6.0) + 10 * rank
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.zeros(6) for _ in range(3)]
+
+    for op in ("SUM", "MAX", "MIN", "PRODUCT"):
+        dist.all_reduce(y := x.clone(), getattr(dist.ReduceOp, op))
+        found[f"all_reduce {op}"] = y.tolist()
+    dist.all_reduce(bits := torch.tensor(1 << rank), dist.ReduceOp.BOR)
+    dist.broadcast(sent := x.clone(), 1)
+    dist.reduce(reduced := x.clone(), 2)
+    dist.all_gather(gathered := outputs(), x)
+    dist.all_gather_into_tensor(joined := torch.zeros(18), x)
+    dist.reduce_scatter_tensor(shard := torch.zeros(2), x)
+    dist.all_to_all_single(turned := torch.zeros(rank + 1 + 2 * 3)[: 3 * (rank + 1)], x, [rank + 1] * 3, [1, 2, 3])
+    dist.gather(x, parts := outputs() if rank == 1 else None, 1)
+    dist.scatter(scattered := torch.zeros(6), outputs() if rank == 0 else None, 0)
+    dist.all_gather_object(objects := [None] * 3, {"rank": rank})
+    dist.barrier()
+    works = [dist.isend(x + i, (rank + 1) % 3) for i in range(2)]
+    received = [torch.zeros(6), torch.zeros(6)]
+    works += [dist.irecv(y, (rank - 1) % 3) for y in received]
+    for work in reversed(works):  # in another order than they were begun
+        work.wait()
+    found |= {
+        "reduce": reduced.tolist() if rank == 2 else [], "bits": [bits.item()], "broadcast": sent.tolist(),
+        "all_gather": [y.tolist() for y in gathered], "joined": joined.tolist(), "shard": shard.tolist(),
+        "turned": turned.tolist(), "gather": [y.tolist() for y in parts or ()], "scatter": scattered.tolist(),
+        "objects": objects, "received": [y.tolist() for y in received],
+    }  # fmt: skip
+    return found
+
+
+# --- breakpoints and prints ---------------------------------------------------------------------------------------
+
+BREAKPOINT = """
+import torch, mpcore as mp
+def forward(mesh):
+    layer = mp.RowParallelLinear(8, 4, tp=mesh.tp)
+    return layer(torch.ones(1, 2))
+if __name__ == "__main__":
+    print(len(mp.simulate(forward, tp=4)), "results")
+"""
+
+
+def test_a_breakpoint_in_a_layer_is_hit_by_each_rank(tmp_path):
+    (tmp_path / "program.py").write_text(BREAKPOINT)
+    commands = ["import mpcore.layers.linear", "break mpcore.layers.linear.RowParallelLinear.forward", "continue"]
+    command = [sys.executable, "-m", "pdb", *(word for each in commands for word in ("-c", each))]
+    said = "p ('at', self.tp.rank)\nc\n" * 4 + "q\n" * 3
+    done = subprocess.run(
+        [*command, str(tmp_path / "program.py")], input=said, capture_output=True, text=True, timeout=120, check=False
+    )
+    for rank in range(4):
+        assert f"('at', {rank})" in done.stdout, done.stdout + done.stderr
+    assert "4 results" in done.stdout
+
+
+def test_breakpoint_calls_stop_rank_after_rank(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(dist.get_rank()))
+
+    def work(mesh: mp.Mesh) -> None:
+        breakpoint()
+        all_reduce(torch.ones(1), mesh.tp)
+
+    mp.simulate(work, tp=4)
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_each_line_says_which_rank_printed_it(capsys):
+    def talk(mesh: mp.Mesh) -> None:
+        print("first\nsecond")
+        print("half", end=" ")
+        all_reduce(torch.ones(1), mesh.tp)
+        print("done")
+
+    print("before")
+    mp.simulate(talk, tp=2)
+    print("after")
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert all(line.startswith(("rank 0: ", "rank 1: ")) for line in lines[1:-1])
+    for rank in range(2):
+        assert [line.removeprefix(f"rank {rank}: ") for line in lines if line.startswith(f"rank {rank}")][:2] == [
+            "first", "second",
+        ]  # fmt: skip
+
+
+# --- errors and deadlocks -----------------------------------------------------------------------------------------
+
+
+def test_an_error_names_its_rank_and_stops_the_others():
+    ended = []
+
+    def work(mesh: mp.Mesh) -> None:
+        try:
+            all_reduce(torch.ones(1), mesh.world)  # all are here before one fails
+            if mesh.world.rank == 2:
+                raise KeyError("no such thing")
+            all_reduce(torch.ones(1), mesh.tp)
+            all_reduce(torch.ones(1), mesh.dp)
+        finally:
+            ended.append(mesh.world.rank)
+
+    with pytest.raises(RankError, match=r"rank 2 of 4 \(tp 0, dp 1\): KeyError: 'no such thing'") as caught:
+        mp.simulate(work, tp=2, dp=2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert mp.simulate(lambda mesh: mesh.tp.rank, tp=2) == [0, 1]  # nothing is left of it
+    assert not dist.is_initialized()
+
+
+def forgets(mesh: mp.Mesh) -> None:
+    if mesh.tp.rank != 1:
+        all_reduce(torch.ones(2, 3), mesh.tp)
+
+
+def differs(mesh: mp.Mesh) -> None:
+    all_reduce(torch.ones(4), mesh.tp)
+    all_reduce(torch.ones(4), mesh.tp) if mesh.tp.rank == 0 else all_gather(torch.ones(4), mesh.tp, 0)
+
+
+def circle(mesh: mp.Mesh) -> None:
+    for axis in (mesh.tp, mesh.dp) if mesh.world.rank in (0, 3) else (mesh.dp, mesh.tp):
+        all_reduce(torch.ones(1), axis)
+
+
+def polls(mesh: mp.Mesh) -> None:
+    if mesh.tp.rank == 0:
+        mp.mesh.agreement.check_same("answer", "42")
+
+
+def waits_for_a_message(mesh: mp.Mesh) -> None:
+    if mesh.tp.rank == 0:
+        dist.recv(torch.zeros(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("work", "sizes", "words"),
+    [
+        (forgets, {"tp": 3}, r"rank 0 entered all_reduce\(tp\) of \[2, 3\] float32 at tests/test_simulation.py:\d+ "
+                             r"while rank 1 never did: it is at the end of its function"),
+        (differs, {"tp": 2}, r"disagree about call 2: rank 0 entered all_reduce\(tp\).* while rank 1 entered "
+                             r"_all_gather_base\(tp\) of \[4\]"),
+        (circle, {"tp": 2, "dp": 2}, r"wait in a circle: rank 0 waits in all_reduce\(tp\).* for rank 1, rank 1 waits"),
+        (polls, {"tp": 2}, r"rank 1 waits for nobody while others wait"),
+        (waits_for_a_message, {"tp": 2}, r"rank 0: waits at .* in receiving from rank 1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_deadlock_is_explained_at_once(work, sizes, words):
+    began = time.monotonic()
+    with pytest.raises(DeadlockError, match=words):
+        mp.simulate(work, **sizes)
+    assert time.monotonic() - began < 5
+
+
+def test_a_deadlock_names_the_module_that_waits():
+    def work(mesh: mp.Mesh) -> None:
+        model = torch.nn.Sequential(torch.nn.Identity(), mp.RowParallelLinear(4, 4, tp=mesh.tp))
+        if mesh.tp.rank == 0:
+            model(torch.ones(1, 2))
+
+    with pytest.raises(DeadlockError, match=r"rank 0: waits in all_reduce\(tp\) .* at layers/linear\w*.py:\d+ in 1"):
+        mp.simulate(work, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"ranks": 2, "tp": 2}, "give one of them"),
+        ({"ranks": 0}, "ranks 0 is smaller than 1"),
+        ({"tp": 0}, "tp"),
+        ({"ep": 3, "dp": 2}, "3"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused(told, words):
+    with pytest.raises(ValueError, match=words):
+        mp.simulate(lambda *_: None, **told)
+
+
+def test_a_rank_cannot_simulate():
+    with pytest.raises(RankError, match="this is simulated rank 0"):
+        mp.simulate(lambda mesh: mp.simulate(print, tp=2), tp=1)
