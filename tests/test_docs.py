@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import shlex
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+import mpcore
+from examples.gpt.arguments import parse
 from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
@@ -144,6 +149,53 @@ def test_the_page_on_pipelines_has_what_each_schedule_costs():
         proof = prove(schedule)
         assert schedule.stages == 4 * int(stages)
         assert costs == [f"{proof.bubble:.0%}", f"{max(proof.peaks):g}", str(proof.messages)]
+
+
+def right_hand_sides() -> list[tuple[str, str]]:
+    """What the pages for people from elsewhere tell to write: code in the last column of their tables."""
+    found = []
+    for page in sorted(DOCS.glob("from_*.md")):
+        cells = [line.rstrip("|").split(" | ")[-1] for line in page.read_text().splitlines() if line.startswith("| ")]
+        found += [(page.name, code) for cell in cells for code in re.findall("`([^`]+)`", cell)]
+    return found
+
+
+POLICIES = ("Zero", "Offload", "Recompute", "Precision", "Compile")
+
+
+def check_code(code: str) -> None:
+    """Refuse a flag, a keyword or a name that isn't there, and arguments that a call doesn't take."""
+    run = SimpleNamespace(**vars(mpcore.Run), model=None)  # a run has its model only once it is made
+    known = {"mp": mpcore, "run": run, "torch": torch}
+    if code.startswith("--"):
+        parse(code.split())
+        return
+    text = f"prepare({code})" if re.match(r"\w+=", code) else code.replace("):", "): pass")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
+            assert hasattr(known[node.value.id], node.attr), code
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name):  # prepare's keywords, or the layers'
+            names = {keyword.arg for keyword in node.keywords}
+            assert names <= {*inspect.signature(mpcore.prepare).parameters, "sequence_parallel"}, code
+            continue
+        call = eval(ast.unparse(node.func), known)
+        if getattr(call, "__module__", "").startswith("mpcore"):
+            own = [None] if call in vars(mpcore.Run).values() else []
+            inspect.signature(call).bind(*own, *node.args, **{str(k.arg): k.value for k in node.keywords})
+        if getattr(call, "__name__", "") in POLICIES:
+            eval(ast.unparse(node), known)  # policies refuse what they can't mean
+
+
+def test_what_the_pages_tell_people_from_elsewhere_to_write_exists():
+    codes = [each for each in right_hand_sides() if re.match(r"--|\w+ = mp\.|mp\.|run\.|\w+=|with ", each[1])]
+    assert len(codes) > 80
+    for _, code in codes:
+        check_code(code)
+    for wrong in ("--zeros 3", "data=mp.Zeros(3)", "run.steps()", "dtat=3", "mp.Zero(4)", "mp.AdamW(model, rate=1)"):
+        with pytest.raises((AssertionError, AttributeError, ValueError, TypeError, SystemExit)):
+            check_code(wrong)
 
 
 @pytest.mark.parametrize("name", drawings.PICTURES)
