@@ -267,10 +267,11 @@ def check_bfloat16(zero: int, folder: Path) -> None:
     again.load(mp.latest(folder, again.mesh))
     assert train(again, 6) == train(run, 6)
     assert all(p.grad is None for p in run.model.parameters())
-    assert run.model.blocks["0"].up.weight.dtype == (torch.float32 if zero else torch.bfloat16)
+    assert run.model.blocks["0"].up.weight.dtype == torch.bfloat16
+    assert run.model.blocks["0"].up.lora_A.weight.dtype == (torch.float32 if zero else torch.bfloat16)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_in_bfloat16_a_run_resumes_and_what_is_frozen_has_no_state(ranks, tmp_path, zero):
     ranks(4 if zero else 2, check_bfloat16, zero, tmp_path / "checkpoints")
 

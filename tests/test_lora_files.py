@@ -13,7 +13,23 @@ from torch import nn
 import mpcore as mp
 from mpcore.interop.lora.layers import LoRALayer
 from tests.equality import close
-from tests.lora_models import ALPHA, LAYOUTS, MODELS, RANK, TARGETS, batch, build, fill, hf, start, train
+from tests.lora_models import (
+    ALPHA,
+    LAYOUTS,
+    MODELS,
+    RANK,
+    STEPS,
+    TARGETS,
+    batch,
+    build,
+    dense_losses,
+    fill,
+    hf,
+    same_losses,
+    start,
+    token_loss,
+    train,
+)
 from tests.pool import mesh
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -25,11 +41,13 @@ def check_saved(name: str, layout: str, folder: Path) -> None:
     train(run, 3)
     with run.parameters() as model:
         mp.save_lora(model, folder / "adapter", run.mesh)
+        mp.save_pretrained(model, folder / "merged", run.mesh)
         merged = mp.merged_state_dict(model)
+    train(run, 4)  # the model still has its adapters
     if run.mesh.job.rank == 0:
-        dense = build(name)
-        dense.load_state_dict(merged)
-        dense.save_pretrained(folder / "merged")
+        again = type(model).from_pretrained(folder / "merged", dtype=torch.float64).state_dict()
+        for key, value in merged.items():
+            close(again[key], value, key)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama", "tp2 zero3"), ("gpt2", "tp2")])
@@ -54,19 +72,28 @@ def test_an_adapter_and_a_merged_folder_open_elsewhere(ranks, tmp_path, name, la
     assert said["target_modules"] == sorted(TARGETS[name])
 
 
-def test_peft_opens_an_adapter_and_load_lora_opens_its(tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_peft_opens_an_adapter_trains_it_alike_and_load_lora_opens_its(tmp_path, name):
+    """PEFT's losses of twenty steps on the dense model are those that all layouts are compared with."""
     peft = pytest.importorskip("peft")
-    x, _ = batch(9)
-    for name in MODELS:
-        model = mp.add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
-        fill(model)
-        mp.save_lora(model, tmp_path / name)
-        theirs = peft.PeftModel.from_pretrained(build(name), tmp_path / name, autocast_adapter_dtype=False)
-        with torch.no_grad():
-            close(theirs(x).logits, model(x).logits, f"logits of peft's {name}", 1e-10)
-            theirs.save_pretrained(tmp_path / f"{name} of peft")
-            again = mp.load_lora(build(name), tmp_path / f"{name} of peft")
-            close(again(x).logits, model(x).logits, f"logits of {name} from peft", 1e-10)
+    model = mp.add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
+    mp.save_lora(model, tmp_path / "ours")
+    options = {"autocast_adapter_dtype": False, "is_trainable": True}
+    theirs = peft.PeftModel.from_pretrained(build(name), tmp_path / "ours", **options).train()
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=0.02), []
+    for step in range(STEPS):
+        x, target = batch(step)
+        loss = token_loss(theirs(x).logits, target) / (target != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    same_losses(losses, dense_losses(name)[0])
+    theirs.save_pretrained(tmp_path / "theirs")
+    again, x = mp.load_lora(build(name), tmp_path / "theirs"), batch(9)[0]
+    with torch.no_grad():
+        close(again(x).logits, theirs(x).logits, f"logits of {name} from peft", 1e-10)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

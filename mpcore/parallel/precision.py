@@ -37,12 +37,13 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter,
     """Round the model's parameters to `dtype`, but for shards over data and the statistics of routers.
 
     Returns:
-        The masters: the values before, in float32, by parameter.
+        The masters: the values before, in float32, by trained parameter.
     """
     kept = router_statistics(model)
-    masters = {p: p.data.float() for p in model.parameters() if p not in kept and not is_dtensor(p)}
-    for p, master in masters.items():
-        p.data = master.to(dtype)
+    rounded = [p for p in model.parameters() if p not in kept and not is_dtensor(p)]
+    masters = {p: p.data.float() for p in rounded if p.requires_grad}
+    for p in rounded:
+        p.data = p.data.to(dtype)
     return masters
 
 

@@ -147,7 +147,6 @@ def prepare(
             f"the optimizer holds {len(stale)} parameters that the prepared model has not: make it from the argument, "
             f"optimizer=lambda model: AdamW(model.parameters(), lr=...)"
         )
-    masters = {p: master for p, master in masters.items() if p.requires_grad}
     with raising_together():
         if masters and not (isinstance(made, AdamW) and made.masters):
             raise ValueError(
@@ -186,7 +185,7 @@ def lay_out(
         mesh, blocks, seed, data, precision, recompute, compile: as of `prepare`.
 
     Returns:
-        The only stage, or all stages as one module; and the float32 masters of its 16-bit parameters.
+        The only stage, or all stages as one module; and the float32 masters of its trained 16-bit parameters.
 
     Raises:
         ValueError: on every rank, as the steps do.

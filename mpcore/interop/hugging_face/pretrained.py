@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
+from mpcore.interop.lora.adapters import adapters_of, factor_names, merged_weight
+from mpcore.interop.lora.layers import LoRALayer, factors
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations, persistent_buffers
 from mpcore.sharding.declare import Sharding, check_lies_on
@@ -25,6 +27,7 @@ from mpcore.sharding.state_dict import all_names, check_present
 PIECE = 2**20  # bytes that the ranks gather at a time
 
 Held = dict[str, tuple[Tensor, Sharding]]
+Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
 
 
 def save_pretrained(
@@ -52,6 +55,8 @@ def save_pretrained(
             left, if the folder can't be written.
 
     Note:
+        - Adapters of `add_lora` are merged into the weights that are written; the model keeps them. `save_lora` writes
+          them by themselves.
         - The tokenizer is not the model's: call `tokenizer.save_pretrained(folder)` afterwards, on one rank.
         - Needs transformers 5.
 
@@ -75,7 +80,8 @@ def save_pretrained(
         return dense, held, stored_groups(dense, _saved_state(dense, held))
 
     dense, held, groups = together(mesh.world, plan)
-    together(mesh.world, lambda: _write(folder, model, dense, held, groups, mesh, shard_bytes))
+    gathered = _gather(held, groups, adapters_of(model), mesh.world.rank == 0)
+    together(mesh.world, lambda: _write(folder, model, dense, groups, gathered, mesh, shard_bytes))
     return folder
 
 
@@ -86,9 +92,11 @@ def _held(model: nn.Module, mesh: Mesh) -> Held:
         check_present(name, parameter)
         check_lies_on(name, parameter, sharding, mesh)
         held[name] = parameter, sharding
+    for name in factor_names(model):
+        held.pop(name, None)
     held |= {name: (buffer, Sharding(tuple(buffer.shape))) for name, _, _, buffer in persistent_buffers(model)}
     for first, *others in all_names(model):
-        held |= dict.fromkeys(others, held[first])
+        held |= dict.fromkeys(others, held[first]) if first in held else {}
     return held
 
 
@@ -108,11 +116,11 @@ def _saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
     return state
 
 
-def _write(folder: Path, model: Any, dense: Any, held: Held, groups: list[Group], mesh: Mesh, shard_bytes: int) -> None:
+def _write(
+    folder: Path, model: Any, dense: Any, groups: list[Group], gathered: Gathered, mesh: Mesh, shard_bytes: int
+) -> None:
     """Write on rank 0 what all ranks gather."""
-    writes = mesh.world.rank == 0
-    gathered = _gather(held, groups, writes)
-    if not writes:
+    if mesh.world.rank:
         for _ in gathered:
             pass
         return
@@ -142,9 +150,18 @@ def _write_configs(folder: Path, model: Any, dense: Any) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _gather(held: Held, groups: list[Group], keep: bool) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+def _gather(held: Held, groups: list[Group], adapters: Mapping[str, LoRALayer], keep: bool) -> Gathered:
     for group in groups:
-        yield group, {name: _whole_on_host(*held[name], keep) for name in group.sources}
+        yield group, {name: _merged_on_host(held[name], adapters.get(name), keep) for name in group.sources}
+
+
+def _merged_on_host(where: tuple[Tensor, Sharding], adapter: LoRALayer | None, keep: bool) -> Tensor:
+    """The logical tensor as of `_whole_on_host`, with the product of an adapter's factors."""
+    whole = _whole_on_host(*where, keep)
+    if adapter is None:
+        return whole
+    a, b = (_whole_on_host(factor.weight, factor.shardings["weight"], keep) for _, factor in factors(adapter))
+    return merged_weight(adapter, whole, a, b) if keep else whole
 
 
 @torch.no_grad()

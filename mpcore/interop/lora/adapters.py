@@ -136,7 +136,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
             )
     for layer in layers.values():
         weight = layer.get_parameter("weight")
-        weight.copy_(_merged(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
+        weight.copy_(merged_weight(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
         del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
         layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
     return model
@@ -163,14 +163,25 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in layers.items():
         at = f"{name}." if name else ""
         weight = state[f"{at}weight"]
-        weight.copy_(_merged(layer, weight, state[f"{at}lora_A.weight"], state[f"{at}lora_B.weight"]))
-    aliases = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Factor)]
-    for name in aliases:
-        state.pop(f"{plain_name(name)}.weight", None)
+        weight.copy_(merged_weight(layer, weight, state[f"{at}lora_A.weight"], state[f"{at}lora_B.weight"]))
+    for name in factor_names(model):
+        del state[name]
     return state
 
 
-def _merged(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def factor_names(model: nn.Module) -> set[str]:
+    """Name the adapters' parameters, under all names of their layers."""
+    held = model.named_modules(remove_duplicate=False)
+    return {f"{plain_name(name)}.weight" for name, module in held if isinstance(module, Factor)}
+
+
+def adapters_of(model: nn.Module) -> dict[str, LoRALayer]:
+    """Return the layers with an adapter by the full names of their weights, all of them."""
+    held = model.named_modules(remove_duplicate=False)
+    return {f"{plain_name(name)}.weight".lstrip("."): layer for name, layer in held if isinstance(layer, LoRALayer)}
+
+
+def merged_weight(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return the weight plus the adapter's product, computed in float32 or wider."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     product = b.to(wide) @ a.to(wide) * layer.scaling
