@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         reduce_gradients,
         zero_gradients,
     )
-    from mpcore.interop.hugging_face import save_pretrained
+    from mpcore.interop.hugging_face import from_pretrained, save_pretrained
     from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
     from mpcore.interop.parallelize import (
         Colwise,
@@ -138,6 +138,7 @@ __all__ = [
     "document_positions",
     "drop_gradients",
     "finish_gradients",
+    "from_pretrained",
     "full_state_dict",
     "grad_norm",
     "guard_optimizer",
@@ -181,7 +182,7 @@ _HOMES = {
     "gradients": (
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
-    "interop.hugging_face": "save_pretrained",
+    "interop.hugging_face": "from_pretrained save_pretrained",
     "interop.lora": "add_lora load_lora merge_lora merged_state_dict save_lora",
     "interop.parallelize": "Colwise Experts Hidden LocalSizes Replicate parallelize parallelize_summary suggest_plan",
     "layers": (

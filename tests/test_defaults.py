@@ -407,6 +407,7 @@ ELSEWHERE = {
     "VocabParallelCrossEntropy": "vocab_parallel_cross_entropy",
     "unshard_sequence": "tests/layers/test_context.py",
     "drop_gradients": "tests/test_gradients.py",
+    "from_pretrained": "tests/test_pretrained.py",
     "save_pretrained": "tests/test_pretrained.py",
 }
 POLICIES = {

@@ -1,20 +1,19 @@
 """Folders of transformers' models: what a parallel model saves is what the unsharded one saves, byte for byte."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from mpcore import parallelize, shard_data_parallel, suggest_plan
-from mpcore.interop.hugging_face import save_pretrained
+from mpcore import from_pretrained, full_state_dict, parallelize, shard_data_parallel, suggest_plan
+from mpcore.interop.hugging_face import pretrained, save_pretrained
 from tests.pool import mesh
 
 hf = pytest.importorskip("transformers", minversion="5")
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tests.families import build  # noqa: E402
 
@@ -60,7 +59,8 @@ def check_saved(family, folder, zero=False):
     assert sum(p.numel() for p in model.parameters()) < sum(x.numel() for x in state.values())
     if zero:
         shard_data_parallel(model, layout, blocks=model.model.layers, zero=3)
-    save_pretrained(model, f"{folder}/sharded", layout)
+    with mock.patch.object(pretrained, "PIECE", 512):  # several pieces of each tensor
+        save_pretrained(model, f"{folder}/sharded", layout)
     if layout.world.rank == 0:
         dense, sharded = Path(folder, "dense"), Path(folder, "sharded")
         assert sorted(os.listdir(dense)) == sorted(os.listdir(sharded))
@@ -68,8 +68,16 @@ def check_saved(family, folder, zero=False):
             assert json.loads(path.read_text()) == json.loads((sharded / path.name).read_text())
         all_equal(files_of(sharded), files_of(dense))
         kind = getattr(hf, json.loads((sharded / "config.json").read_text())["architectures"][0])
-        with contextlib.redirect_stdout(io.StringIO()):
-            all_equal(kind.from_pretrained(sharded).state_dict(), state)
+        all_equal(kind.from_pretrained(sharded).state_dict(), state)
+    again = from_pretrained(f"{folder}/sharded", layout, plan, check=False)
+    assert type(again).__name__ == type(model).__name__.removeprefix("FSDP")
+    assert not again.training
+    if not zero:
+        assert [(n, p.shape, p.dtype) for n, p in again.named_parameters()] == [
+            (n, p.shape, p.dtype) for n, p in model.named_parameters()
+        ]
+    all_equal(full_state_dict(again), state)
+    all_equal(dict(again.named_buffers()), dict(model.named_buffers()))
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -80,7 +88,7 @@ def test_a_sharded_model_saves_the_folder_of_the_whole_one(ranks, tmp_path, fami
 
 LLAMA = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}  # fmt: skip
-WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "num_hidden_layers": 3}  # of 64 MiB
+WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "num_hidden_layers": 1}  # of 64 MiB
 
 
 def test_zero_3_beside_tp_saves_the_whole_model(ranks, tmp_path):
@@ -180,21 +188,89 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def check_memory_of_save(folder):
-    """The rise above what a rank holds before. A first save loads the code."""
-    layout, config = mesh(tp=2), hf.LlamaConfig(**LLAMA | WIDE)
-    save_pretrained(parallelize(quiet_build("llama"), tp=layout.tp, check=False), f"{folder}/first", layout)
+def check_memory(folder):
+    """The rise above what a rank holds before a save, and above its shards after a load. First calls load the code."""
+    layout, config, small = mesh(tp=2), hf.LlamaConfig(**LLAMA | WIDE), f"{folder}/small"
+    save_pretrained(parallelize(quiet_build("llama"), tp=layout.tp, check=False), small, layout)
+    from_pretrained(small, layout, check=False)
     model = parallelize(hf.LlamaForCausalLM(config), tp=layout.tp, check=False)
     forget_peak()
     before = peak()[1]
-    save_pretrained(model, f"{folder}/second", layout)
-    return peak()[0] - before
+    save_pretrained(model, f"{folder}/large", layout)
+    saved = peak()[0] - before
+    shards = sum(p.nbytes for p in model.parameters())
+    del model
+    forget_peak()
+    before = peak()[1]
+    again = from_pretrained(f"{folder}/large", layout, check=False)
+    assert sum(p.nbytes for p in again.parameters()) == shards
+    return saved, peak()[0] - before - shards
 
 
-def test_rank_0_holds_one_whole_tensor_more_and_the_others_a_piece(ranks, tmp_path):
-    first, other = ranks(2, check_memory_of_save, str(tmp_path))
-    tensors = files_of(tmp_path / "second").values()
+def test_a_rank_holds_its_shards_and_one_whole_tensor(ranks, tmp_path):
+    (first, *loads), (other, load) = ranks(2, check_memory, str(tmp_path))
+    tensors = files_of(tmp_path / "large").values()
     largest, total = max(x.nbytes for x in tensors), sum(x.nbytes for x in tensors)
-    assert total > 6 * largest
+    assert total > 4.9 * largest
     assert first < 1.5 * largest
     assert other < 0.5 * largest
+    assert max(*loads, load) < 1.5 * largest
+
+
+def check_half(folder):
+    """In bfloat16, with a parameter's wide values; and from a base model's folder, whose names lack the prefix."""
+    layout = mesh(tp=2)
+    model = quiet_build("llama")
+    if layout.world.rank == 0:
+        model.model.save_pretrained(f"{folder}/base")
+    torch.distributed.barrier()
+    got = full_state_dict(from_pretrained(f"{folder}/base", layout, model_class=hf.LlamaModel, dtype=torch.bfloat16))
+    all_equal(got, {name: x.bfloat16() for name, x in model.model.state_dict().items()})
+
+
+def test_a_base_model_is_read_in_another_dtype(ranks, tmp_path):
+    ranks(2, check_half, str(tmp_path))
+
+
+def without_a_tensor(folder):
+    files = files_of(folder)
+    del files["model.norm.weight"]
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+
+
+def misshapen(folder):
+    files = files_of(folder)
+    files["model.norm.weight"] = torch.zeros(47)
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+
+
+def quantized(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+
+def unknown(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Mine"]}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (without_a_tensor, r"has no tensor 'model.norm.weight', which model.norm.weight needs: if transformers can"),
+        (misshapen, r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
+        (quantized, "holds quantized weights"),
+        (unknown, r"names the architectures \['Mine'\], none of transformers: give model_class"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+)
+def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
+    save_pretrained(quiet_build("llama"), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        from_pretrained(tmp_path)
+
+
+def test_a_name_on_a_hub_is_no_folder():
+    with pytest.raises(ValueError, match="is no folder: download the model first"):
+        from_pretrained("somebody/model")

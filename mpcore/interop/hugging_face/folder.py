@@ -131,7 +131,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     """
     folder = Path(folder)
     values, config = read_json(folder / "config.json"), read_config(folder, spec=spec)
-    files, where = _open_files(folder)
+    files, where = open_files(folder)
     parts = parts_of(config, spec=spec)
     prefix = ARCHITECTURES[values["model_type"]].prefix
     bare = not any(key.startswith(prefix) for key in where)  # as the base model is saved, without a head
@@ -178,8 +178,8 @@ def _check_tie(source: Source, file: str) -> None:
     source.forget(chunk)
 
 
-def _open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """The folder's safetensors files, and which one holds each tensor."""
+def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
+    """Open a folder's safetensors files, and return which one holds each tensor; ValueError as `open_hf`."""
     names = ["model.safetensors"]
     index: dict[str, str] = {}
     if (folder / INDEX).is_file():

@@ -74,10 +74,10 @@ def save_pretrained(
     reshard(model)
 
     def plan() -> tuple[Any, Held, list[Group]]:
-        dense, held = dense_shape(model), _held(model, mesh)
+        dense, held = dense_shape(model), held_tensors(model, mesh)
         if mesh.world.rank == 0:
             check_new(folder)
-        return dense, held, stored_groups(dense, _saved_state(dense, held))
+        return dense, held, stored_groups(dense, saved_state(dense, held))
 
     dense, held, groups = together(mesh.world, plan)
     gathered = _gather(held, groups, adapters_of(model), mesh.world.rank == 0)
@@ -85,7 +85,7 @@ def save_pretrained(
     return folder
 
 
-def _held(model: nn.Module, mesh: Mesh) -> Held:
+def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
     """The tensors of the state dict, under all their names, and where they lie."""
     held: Held = {}
     for name, parameter, sharding in declarations(model):
@@ -100,7 +100,7 @@ def _held(model: nn.Module, mesh: Mesh) -> Held:
     return held
 
 
-def _saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
+def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
     """The state dict to save, on the meta device; refuse a model that its config doesn't describe."""
     names, state = stored_names(dense), {}
     for name, x in dense.state_dict().items():

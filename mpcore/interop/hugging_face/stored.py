@@ -63,7 +63,7 @@ def stored_names(dense: Any) -> list[str]:
     """The names of the state dict that are saved: of tied weights one."""
     ignored = getattr(dense, "_keys_to_ignore_on_save", None) or ()
     state = {name: x for name, x in dense.state_dict().items() if name not in ignored}
-    return list(_transformers("modeling_utils").remove_tied_weights_from_state_dict(state, dense))
+    return list(transformers_module("modeling_utils").remove_tied_weights_from_state_dict(state, dense))
 
 
 def stored_groups(dense: Any, state: Mapping[str, Tensor]) -> list[Group]:
@@ -100,15 +100,15 @@ def stored_tensors(dense: Any, group: Group, tensors: Mapping[str, Tensor]) -> d
 
 
 def _revert(dense: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return _transformers("core_model_loading").revert_weight_conversion(dense, state)
+    return transformers_module("core_model_loading").revert_weight_conversion(dense, state)
 
 
-def _transformers(name: str) -> Any:
-    """A module of transformers 5; this library doesn't need transformers, but who gives such a model has it."""
+def transformers_module(name: str = "") -> Any:
+    """Import a module of transformers 5, which this library doesn't require."""
     try:
-        return import_module(f"transformers.{name}")
-    except ModuleNotFoundError:
-        raise ValueError(f"this transformers has no {name}: install transformers 5 or later") from None
+        return import_module(f"transformers.{name}".rstrip("."))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: install transformers 5 or later") from None
 
 
 class _Views(TorchFunctionMode):

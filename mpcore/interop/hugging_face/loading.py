@@ -1,0 +1,232 @@
+"""Load models of transformers straight into shards, with one whole tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.checkpoint.ranks import together
+from mpcore.checkpoint.tensor_file import TensorFile, host_memory
+from mpcore.interop.hugging_face.folder import open_files
+from mpcore.interop.hugging_face.pretrained import Held, held_tensors, saved_state
+from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_tensors, transformers_module
+from mpcore.interop.parallelize import parallelize
+from mpcore.interop.parallelize.plan import Plan
+from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.sharding.declare import Sharding
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    mesh: Mesh = Mesh(),
+    plan: Plan | str | None = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
+    """Open a folder of transformers as a model that is sharded over tp: a collective on all ranks.
+
+    Each rank reads its shards, and never holds the whole model: it makes the model on the meta device, calls
+    `parallelize`, and reads the files one tensor at a time. The model is what `parallelize` of transformers'
+    `from_pretrained` gives.
+
+    Args:
+        folder: a local folder with config.json and safetensors files.
+        mesh: the mesh; the model is sharded over `mesh.tp` and lies on `mesh.device`.
+        plan: as of `parallelize`.
+        dtype: of the parameters; None: that of config.json, or else float32.
+        model_class: a class of transformers; None: the first of config.json's `architectures`.
+        options: `check`, `example`, `skip` and `strict` of `parallelize`.
+
+    Returns:
+        The model, in evaluation mode as of transformers: call `train()` before you train it.
+
+    Raises:
+        ValueError: on every rank, if the folder has no such model, the weights are pickles or quantized, a tensor is
+            missing or misshapen, or as `parallelize`.
+
+    Note:
+        - Files that use other names than `save_pretrained` of transformers 5 writes, such as very old ones, are
+          refused: save them once with transformers.
+        - Call `shard_data_parallel` or `prepare(initialize=False)` afterwards, as with any model that has weights.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> folder = tempfile.mkdtemp()
+        >>> small = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+        >>> LlamaForCausalLM(small).save_pretrained(folder)
+        >>> type(mpcore.from_pretrained(folder)).__name__
+        'LlamaForCausalLM'
+    """
+    check_mesh(mesh)
+    path = Path(folder)
+    model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class))
+    dense = together(mesh.world, lambda: dense_shape(model))
+    model = parallelize(model, plan, mesh.tp, **options)
+
+    def fill() -> None:
+        held = held_tensors(model, mesh)
+        groups = stored_groups(dense, saved_state(dense, held))
+        made: dict[int, nn.Parameter] = {}
+        for group, keys in [(group, _keys(path, dense, group, where)) for group in groups]:
+            _read(dense, group, keys, {key: files[where[key]] for key in keys.values()}, held, made, mesh.device)
+        _put(model, made, mesh.device)
+
+    together(mesh.world, fill)
+    return model.eval()
+
+
+def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[str, TensorFile], dict[str, str]]:
+    """The model with its parameters on the meta device, and the files."""
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is no folder: download the model first, such as with huggingface_hub.snapshot_download"
+        )
+    transformers = transformers_module()
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
+    names = config.architectures or []
+    kind = kind or getattr(transformers, names[0] if names else "", None)
+    if kind is None:
+        raise ValueError(f"{path}/config.json names the architectures {names}, none of transformers: give model_class")
+    files, where = open_files(path)
+    wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    config.dtype = wanted
+    with _parameters_on_meta(wanted):
+        model = kind(config)
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    _widen(model, wanted)
+    return model, files, where
+
+
+def _widen(model: Any, dtype: torch.dtype) -> None:
+    """Keep in float32 the parameters for which transformers doesn't allow 16 bits."""
+    strict, half = (getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("_strict", ""))
+    kept = {torch.float16: [*strict, *half], torch.bfloat16: strict}.get(dtype, ())
+    for name, p in model.named_parameters():
+        if any(re.search(part, name) for part in kept):
+            p.data = p.data.float()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Have modules hold each new parameter on the meta device, and their buffers as they are."""
+    register, before = nn.Module.register_parameter, torch.get_default_dtype()
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            empty = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            vars(empty).update(vars(param))
+            param = empty
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        nn.Module.register_parameter = register
+
+
+def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dict[str, str]:
+    """The names in these files of a group's tensors: a base model's files lack the prefix, or have it."""
+    prefix, keys = f"{dense.base_model_prefix}.", {}
+    for key in group.files:
+        names = [name for name in (key, key.removeprefix(prefix), prefix + key) if name in where]
+        if not names:
+            raise ValueError(
+                f"{path} has no tensor {key!r}, which {group.sources[0]} needs: if transformers can open it, save it "
+                f"anew with its save_pretrained"
+            )
+        keys[key] = names[0]
+    return keys
+
+
+@torch.no_grad()
+def _read(
+    dense: Any,
+    group: Group,
+    keys: dict[str, str],
+    files: dict[str, TensorFile],
+    held: Held,
+    made: dict[int, nn.Parameter],
+    device: torch.device,
+) -> None:
+    """Read the tensors of one group, and keep this rank's part."""
+    found = {key: files[name].whole(name) for key, name in keys.items()}
+    for key, like in group.files.items():
+        if found[key].shape != like.shape:
+            raise ValueError(
+                f"{files[keys[key]].path}: {keys[key]} has shape {tuple(found[key].shape)}, config.json makes it "
+                f"{tuple(like.shape)}"
+            )
+    whole = (
+        dict(zip(group.sources, found.values(), strict=True)) if group.renamed else _joined(dense, group, found, held)
+    )
+    for name, x in whole.items():
+        tensor, sharding = held[name]
+        if not tensor.is_meta:  # a buffer
+            tensor.copy_(x)
+            continue
+        value = torch.empty(sharding.local_shape, dtype=tensor.dtype, device=device)
+        _copy_part(value, x, sharding)
+        made[id(tensor)] = nn.Parameter(value, tensor.requires_grad)
+        vars(made[id(tensor)]).update(vars(tensor))
+    for name in keys.values():
+        files[name].forget(name)
+
+
+def _copy_part(value: Tensor, whole: Tensor, sharding: Sharding) -> None:
+    """Copy this rank's part of a logical tensor, run by run, without a copy in between."""
+    split = [shard for shard in sharding.shards if shard.axis.size > 1]
+    if len(split) != 1:
+        value.copy_(sharding.take(whole))
+        return
+    offset, dim = 0, split[0].dim
+    for start, end in split[0].mine:
+        value.narrow(dim, offset, end - start).copy_(whole.narrow(dim, start, end - start))
+        offset += end - start
+
+
+def _joined(dense: Any, group: Group, found: dict[str, Tensor], held: Held) -> dict[str, Tensor]:
+    """The model's tensors from those of the files: their views are written to, or else their elements by number."""
+    dtype = next(iter(found.values())).dtype
+    shapes = {name: held[name][1].shape for name in group.sources}
+    whole = {name: host_memory(shape, dtype) for name, shape in shapes.items()}
+    views = stored_tensors(dense, group, whole)
+    memory = {x.untyped_storage().data_ptr() for x in whole.values()}
+    if all(view.untyped_storage().data_ptr() in memory for view in views.values()):
+        for key, view in views.items():
+            view.copy_(found[key])
+        return whole
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    flat = host_memory((sum(sizes),), dtype)
+    numbers = torch.arange(sum(sizes)).split(sizes)
+    places = {name: at.view(shape) for (name, shape), at in zip(shapes.items(), numbers, strict=True)}
+    for key, place in stored_tensors(dense, group, places).items():
+        flat[place.reshape(-1)] = found[key].reshape(-1).to(dtype)
+    return {name: x.view(shapes[name]) for name, x in zip(shapes, flat.split(sizes), strict=True)}
+
+
+def _put(model: nn.Module, made: dict[int, nn.Parameter], device: torch.device) -> None:
+    """Put the parameters in place of those on the meta device, and move the buffers."""
+    for module in model.modules():
+        for leaf, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                module._parameters[leaf] = made[id(p)]
+        for leaf, x in module._buffers.items():
+            if x is not None:
+                module._buffers[leaf] = x.to(device)
