@@ -10,6 +10,7 @@ from mpcore.command_line import did_you_mean
 
 COMMANDS = {
     "verify": ("mpcore.verify.__main__", "compare your model under each layout with itself on one process"),
+    "preflight": ("mpcore.preflight", "try on this machine what a large run will do on many GPUs"),
     "plan": ("mpcore.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
     "memory": ("mpcore.analysis.__main__", "print what a rank of a layout holds"),
     "ledger": ("mpcore.analysis.__main__", "print what a rank of a layout sends in a step"),

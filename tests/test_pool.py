@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpcore.verify import _what_happened
+from mpcore.verify import what_happened
 from tests.pool import Pool, RankError, RepeatingPool
 
 
@@ -48,7 +48,7 @@ def test_the_signal_that_killed_a_rank_is_named_before_its_peers_broken_connecti
     with pytest.raises(RankError) as told:
         ranks(2, rank_1_is_killed)
     assert "rank 0" in str(told.value)
-    assert _what_happened(str(told.value), 1.0) == "the process died (SIGKILL)"
+    assert what_happened(str(told.value), 1.0) == "the process died (SIGKILL)"
 
 
 def abort(times: int, folder: Path) -> int:

@@ -67,8 +67,11 @@ def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
     return carried
 
 
-def inner_size(args: argparse.Namespace) -> int | None:
-    """Return the size of a sub-group of cp: --cp-inner, or the largest that lies in a node and leaves two groups."""
+def inner_size(args: argparse.Namespace, each: int | None = None) -> int | None:
+    """Return the size of a sub-group of cp: --cp-inner, or the largest that lies in a node and leaves two groups.
+
+    A node has `each` ranks; None: as many as this one.
+    """
     if args.cp_inner is not None:
         if args.cp_kind != "two-level":
             raise ValueError(f"--cp-inner {args.cp_inner} is of --cp-kind two-level, not of {args.cp_kind}")
@@ -77,7 +80,7 @@ def inner_size(args: argparse.Namespace) -> int | None:
         return args.cp_inner
     if args.cp_kind != "two-level":
         return None
-    node = read_launch(os.environ).local_size // args.tp
+    node = (each or read_launch(os.environ).local_size) // args.tp
     return max((d for d in range(1, args.cp) if args.cp % d == 0 and d <= node), default=1)
 
 

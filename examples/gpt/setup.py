@@ -54,36 +54,56 @@ class Setup:
     blocks: list[range]
 
 
-def set_up(args: argparse.Namespace, mesh: Mesh) -> Setup:
-    """Read and check the files and sizes that the flags name.
+def read_model(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> dict[str, Any]:
+    """Read the tokenizer, the configuration and the schedule, and check that they fit each other and the mesh.
+
+    Args:
+        args, mesh: the run's.
+        config: the model, in place of the one that the flags name.
+
+    Returns:
+        The fields of `Setup` that don't depend on the data.
+
+    Raises:
+        ValueError: if something can't be read, or doesn't fit.
+    """
+    check_installed(args.log_to)
+    tokenizer = find_tokenizer(args)
+    carried = find_carried(args, tokenizer)
+    refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
+    if refused is not None:
+        raise refused
+    config = config or model_config(args, tokenizer.vocab_size)
+    micro_batches = check(args, config, mesh)
+    plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
+    ramp = read_ramp(args, args.global_batch // micro_batches)
+    for size in ramp.sizes:
+        find_schedule(args.schedule, mesh.pp.size, size * micro_batches // args.global_batch, args.virtual_stages)
+    return {"tokenizer": tokenizer, "carried": carried, "config": config, "ramp": ramp,
+            "micro_batches": micro_batches, "plan": plan, "blocks": blocks}  # fmt: skip
+
+
+def open_data(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpora, dict[str, Corpora]]:
+    """Open the corpora of `--data`, and those of `--eval-data` by name."""
+    prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
+    return Corpora(prefixes, weights), open_eval_sets(args.eval_data, prefixes)
+
+
+def set_up(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> Setup:
+    """Read and check the files and sizes that the flags name; `config` replaces the model that they name.
 
     Raises:
         ValueError: on every rank, if something can't be read, doesn't fit, or differs between ranks.
     """
     check_same("code", code_versions(Path(__file__).parent))
     with raising_together((ValueError, OSError)):
-        check_installed(args.log_to)
-        tokenizer = find_tokenizer(args)
-        carried = find_carried(args, tokenizer)
-        prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
-        refused = other_dtype(args.init_from, inspect(args.init_from), args.dtype) if args.init_from else None
-        if refused is not None:
-            raise refused
-        data = Corpora(prefixes, weights)
-        eval_data = open_eval_sets(args.eval_data, prefixes)
-        config = model_config(args, tokenizer.vocab_size)
-        micro_batches = check(args, config, mesh)
-        plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
-        ramp = read_ramp(args, args.global_batch // micro_batches)
-        for size in ramp.sizes:
-            find_schedule(args.schedule, mesh.pp.size, size * micro_batches // args.global_batch, args.virtual_stages)
+        model = read_model(args, mesh, config)
+        data, eval_data = open_data(args, model["tokenizer"])
         for corpora in (data, *eval_data.values()):
-            corpora.check_tokens(config.vocab_size, mesh.job.rank, mesh.job.size)
-        train, held_out = data.split(config.seq_len, seed=args.seed, evaluate=args.eval_every > 0)
-        sets = {name: corpora.whole(config.seq_len) for name, corpora in eval_data.items()}
-        made = Setup(
-            tokenizer, carried, config, data.about, train, held_out, sets, ramp, micro_batches, plan, blocks
-        )  # fmt: skip
+            corpora.check_tokens(model["config"].vocab_size, mesh.job.rank, mesh.job.size)
+        train, held_out = data.split(model["config"].seq_len, seed=args.seed, evaluate=args.eval_every > 0)
+        sets = {name: corpora.whole(model["config"].seq_len) for name, corpora in eval_data.items()}
+        made = Setup(corpus=data.about, train=train, held_out=held_out, eval_sets=sets, **model)
     check_same("configuration", {**{flag(name): value for name, value in vars(args).items()}, **made.corpus})
     for corpora in (data, *eval_data.values()):
         check_same("data", corpora.files)

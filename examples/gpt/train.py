@@ -14,6 +14,7 @@ from torch import Tensor
 
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.checks import profiled_steps
+from examples.gpt.config import GPTConfig
 from examples.gpt.console import Console
 from examples.gpt.dashboards import Profile
 from examples.gpt.experts import summarize_experts
@@ -32,10 +33,10 @@ from mpcore.fault_tolerance.stragglers import Stragglers
 class Trainer:
     """A GPT in training: `Trainer(args, mesh).train()` is a run."""
 
-    def __init__(self, args: argparse.Namespace, mesh: Mesh) -> None:
+    def __init__(self, args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> None:
         self.args, self.mesh = args, mesh
         self.out = Path(args.out) / (f"worker-{mesh.workers.rank}" if mesh.workers.size > 1 else "")
-        self.setup = setup = set_up(args, mesh)  # refuses what doesn't fit, before anything is built
+        self.setup = setup = set_up(args, mesh, config)  # refuses what doesn't fit, before anything is built
         self.config, self.train_samples, self.held_out = setup.config, setup.train, setup.held_out
         torch.manual_seed(args.seed)
         self.stages: list[GPT] = build_stages(

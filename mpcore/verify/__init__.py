@@ -113,7 +113,7 @@ def verify(
             try:
                 verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
-                verdict = Verdict(plan.name, error=_what_happened(str(error), timeout))
+                verdict = Verdict(plan.name, error=what_happened(str(error), timeout))
             verdicts.append(verdict)
             if report is not None:
                 report(verdict)
@@ -129,8 +129,8 @@ def _run(task: Task, layout: Layout) -> Seen:
     return run_step(task, mesh(**sizes), layout)
 
 
-def _what_happened(text: str, timeout: float) -> str:
-    """The cause in one line, of what the ranks that failed said."""
+def what_happened(text: str, timeout: float = 0.0) -> str:
+    """Return the cause in one line, of what the ranks that failed said; `timeout`: the seconds that they had, or 0."""
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
     killed = [line for line in errors if line.startswith(f"{DIED} (")]  # whose peers say that a connection broke
     if killed:
@@ -142,7 +142,7 @@ def _what_happened(text: str, timeout: float) -> str:
         return errors[-1]
     _, *late = re.split(r"^--- rank (\d+) of .*\n", text, flags=re.MULTILINE)
     stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::2], late[1::2], strict=True))
-    return f"not done after {timeout:g} seconds: {stand}"
+    return f"not done after {timeout:g} seconds: {stand}" if timeout else f"not done in time: {stand}"
 
 
 def _stands(stacks: str) -> str:

@@ -46,6 +46,7 @@ class Pool:
         prepare: called once in each; importable.
         preload: modules that all of them start with, imported once.
         start: as of `multiprocessing`: "forkserver", or "fork" from a process that computed nothing yet.
+        grace: seconds that ranks may still take after one failed or died.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Pool:
         prepare: Callable[[], None] | None = None,
         preload: Sequence[str] = (),
         start: str = "forkserver",
+        grace: float = GRACE_S,
     ) -> None:
-        self.most, self.prepare, self.preload, self.start = most, prepare, preload, start
+        self.most, self.prepare, self.preload, self.start, self.grace = most, prepare, preload, start, grace
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
         self.worlds = self.lone = self.size = 0
@@ -93,7 +95,7 @@ class Pool:
                     results[rank] = value
                 else:
                     errors[rank] = value
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + self.grace)
             if not ready:
                 errors |= {rank: f"{LATE}\n{self._stack(workers[rank][0])}" for rank in waiting.values()}
                 break

@@ -133,12 +133,12 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     model = build_model(task, mesh, layout)
     seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
     declared = shardings(model)
-    seen.initial = _full({name: p for name, p, _ in declarations(model)}, declared)
+    seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
     seen.rows = len(task.batch["x"])
     each = mesh.dp.size * layout.micro_batches
     if seen.rows % each:
         raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of dp x micro-batches = {each}")
-    forwards = _listen(model, seen)
+    forwards = listen(model, seen)
     returned: list[dict[str, Tensor]] = []
 
     def loss(output: Any, target: Tensor) -> Tensor:
@@ -161,17 +161,17 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     x = batch.pop("x")
     with eagerly():  # or what listens to modules is compiled with them, anew for each call
         seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
-    seen.output = _joined(returned) if returned else None
-    seen.outputs = _joined(forwards)
+    seen.output = joined(returned) if returned else None
+    seen.outputs = joined(forwards)
     parameters = {name: p for name, p, _ in declarations(model)}
     if layout.zero == 0:
         seen.local = {
             name: p.grad.clone() for name, p in parameters.items() if p.grad is not None and not declared[name].shards
         }
     seen.norm = float(run.finish_gradients())
-    seen.gradients = _full({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
+    seen.gradients = full_tensors({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
     run.optimizer_step(lr=STEP / max(seen.norm, 1.0))
-    seen.updated = _full(parameters, declared)
+    seen.updated = full_tensors(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
     with eagerly(), run.evaluating():
         (output,) = run.pipeline.forward([x], **batch)
@@ -193,7 +193,8 @@ def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: 
     return {**batch, **shard_sequence(whole, mesh.cp, kind, 1)}
 
 
-def _full(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
+def full_tensors(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
+    """Gather this rank's shards to logical tensors: a collective."""
     return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
 
 
@@ -214,7 +215,7 @@ def _copied(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach().resolve_conj()).clone() if x.is_complex() else x.detach().clone()
 
 
-def _joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+def joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
     """Tensors of micro-batches joined along dimension 0; those that have none, or differ in others, are left out."""
     if len(parts) < 2:
         return dict(*parts)
@@ -223,7 +224,7 @@ def _joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
     return {key: torch.cat(ts) for key, ts in found.items() if key in alike and ts[0].dim()}
 
 
-def _listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
+def listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
     """Keep for each forward of the model the first tensor that each call of a module returns, from the inside out."""
     forwards: list[dict[Call, Tensor]] = []
     inside = False  # not in what recomputation calls once more

@@ -1,0 +1,366 @@
+"""The checks of `mpcore preflight -- -m examples.gpt.pretrain FLAGS`: of the run itself, and of a toy of it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from examples.gpt.arguments import parse
+from examples.gpt.checks import inner_size
+from examples.gpt.config import GPTConfig
+from examples.gpt.faults import check_writable
+from examples.gpt.plan import build
+from examples.gpt.policies import precision
+from examples.gpt.rehearse import Rehearsal, kill, rehearse
+from examples.gpt.resume import other_run
+from examples.gpt.samples import Samples
+from examples.gpt.setup import open_data, read_model
+from examples.gpt.toy import SIZE_NAMES, STEPS, Toy, shrink, with_flags, write_corpus
+from mpcore import build_mesh
+from mpcore.analysis.dry_run import dry_run, pretend
+from mpcore.analysis.memory import UNITS
+from mpcore.checkpoint import checkpoints, verify
+from mpcore.preflight import Check, Options, Skip
+from mpcore.verify.judge import Judge
+from mpcore.verify.layout import Layout
+from mpcore.verify.pool import Pool
+
+TOKENS_READ = 2**29  # of each corpus: a few seconds of a disk
+DRY_RANKS = 3
+OWN_DTYPE = {"float64": 1e-8, "float32": 1e-4}  # how far a first loss may be from one process's; of 16 bits 0.03
+
+
+def checks(flags: Sequence[str], options: Options, pool: Pool) -> list[Check]:
+    """Make the checks of a run with these flags of `examples.gpt.pretrain`."""
+    return Preflight(list(flags), options, pool).checks()
+
+
+class Preflight:
+    """The checks of a run. What one finds out, those after it use."""
+
+    def __init__(self, flags: list[str], options: Options, pool: Pool) -> None:
+        self.flags, self.options, self.pool = flags, options, pool
+        self.folder = tempfile.TemporaryDirectory(prefix="mpcore-preflight-")
+        self.args: argparse.Namespace
+        self.config: GPTConfig
+        self.model: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        self.corpus: dict[str, Any] = {}
+        self.toys: list[Toy] = []
+        self.dense: dict[int, list[Rehearsal]] = {}
+        self.sharded: dict[int, list[Rehearsal]] = {}
+
+    def checks(self) -> list[Check]:
+        """List them in order."""
+        read = "correct the flag that the line names"
+        differs = "the sharded run is not the run that one process computes: don't trust its loss"
+        state = "a run that is stopped would not go on as it was: something of its state is not in the checkpoint"
+        return [
+            Check("flags", self.check_flags, read, needed=True),
+            Check("data", self.check_data, "a rank would stop on this data, perhaps after hours: prepare it again"),
+            Check("output folder", self.check_folder, "the run could not save what it trains"),
+            Check("memory and bytes", self.check_memory, "shard more, recompute, or take a smaller --micro-batch"),
+            Check("one process", self.check_dense, "the model does not train at all, sharded or not", needed=True),
+            Check("sharded against dense", self.check_sharded, differs, needed=True),
+            Check("accumulation", self.check_accumulation, "the loss depends on how a batch is cut in micro-batches"),
+            Check("save, load elsewhere", self.check_layouts, state),
+            Check("signal and resume", self.check_signal, state),
+            Check("NaN on one rank", self.check_nan, "one bad batch would end the run, or part its replicas"),
+            Check("dtype", self.check_dtype, "the layout is right, the numbers of this dtype are not"),
+            Check("rank killed", self.check_killed, "a lost GPU would leave all others waiting, and paid for"),
+        ]
+
+    # --- the run itself -----------------------------------------------------------------------------------------------
+
+    def check_flags(self) -> str:
+        """Parse the flags, and fit them to each other, the model and the ranks."""
+        said = io.StringIO()
+        try:
+            with redirect_stderr(said):
+                self.args = args = parse(self.flags)
+        except SystemExit:
+            raise ValueError(said.getvalue().strip() or "the flags ask for help, not for a run") from None
+        if not 0 < args.timeout < math.inf:
+            raise ValueError(f"--timeout {args.timeout} s is no number above 0")
+        sizes = {axis: getattr(args, axis) for axis in SIZE_NAMES}
+        ranks = self.options.ranks
+        if min(sizes["tp"], sizes["cp"], sizes["pp"], args.workers) >= 1 and ranks is None:
+            ranks = sizes["tp"] * sizes["cp"] * sizes["pp"] * (sizes["dp"] or 1) * args.workers
+        inner = inner_size(args, self.options.each)
+        with pretend(ranks or 1):
+            mesh = build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner)
+            self.model = read_model(args, mesh)
+        precision(args)  # refuses what doesn't go together
+        self.sizes = {axis: getattr(mesh, axis).size for axis in SIZE_NAMES}
+        self.config = self.model["config"]
+        folder = Path(self.folder.name)
+        write_corpus(folder / "corpus")
+        self.toys = shrink(args, self.config, self.sizes, self.model["micro_batches"], self.model["plan"], folder)
+        if not self.pool.workers:
+            self.pool.most = max(toy.ranks for toy in self.toys)
+            self.pool.preload = ("examples.gpt.rehearse",)
+        return f"{ranks} ranks; toys: {'; '.join(toy.name for toy in self.toys)}"
+
+    def check_data(self) -> str:
+        """Open every source, read a part of each, and the samples at both ends of the run."""
+        args, vocab, length = self.args, self.config.vocab_size, self.config.seq_len
+        data, sets = open_data(args, self.model["tokenizer"])
+        self.corpus = data.about
+        for corpora in (data, *sets.values()):
+            tokens = sum(each.num_tokens for each in corpora.datasets)
+            corpora.check_tokens(vocab, 0, max(1, tokens // TOKENS_READ))
+        train, held_out = data.split(length, seed=args.seed, evaluate=args.eval_every > 0)
+        wanted = self.model["ramp"].after(0, args.steps)
+        every: dict[str, tuple[Samples | None, int]] = {
+            "--data": (train, wanted),
+            "held out": (held_out, args.eval_samples),
+        }
+        every |= {name: (corpora.whole(length), args.eval_samples) for name, corpora in sets.items()}
+        for name, (samples, count) in every.items():
+            for index in sorted({i * max(count - 1, 0) // 64 for i in range(65)}):
+                if samples is None:  # a run without evaluation
+                    break
+                read = samples.sample(index)
+                if len(read) != length + 1 or not 0 <= read.min() <= read.max() < vocab:
+                    raise ValueError(
+                        f"{name}: sample {index} has {len(read)} tokens from {read.min()} to {read.max()}, wanted "
+                        f"{length + 1} from 0 to {vocab - 1}"
+                    )
+        return f"{data.about['tokens']:,} tokens; the run takes {wanted:,} samples, {wanted / len(train):.2g} epochs"
+
+    def check_folder(self) -> str:
+        """See whether the run can write, and whether it may begin or resume there."""
+        args = self.args
+        out = Path(args.out) / ("worker-0" if args.workers > 1 else "")
+        found = checkpoints(out / "checkpoints")
+        if found and args.resume == "none":
+            raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
+        for path in found[:1] if args.resume == "auto" else [Path(args.resume)] if args.resume != "none" else []:
+            damaged = verify(path)
+            if damaged:
+                raise ValueError(f"--resume {path}: {damaged[0]}")
+            fields = {"model": vars(self.config), "corpus": self.corpus, "optimizer": args.optimizer}
+            about = {**fields, "tokenizer": self.model["tokenizer"].fingerprint}
+            refused = other_run(path, about, args.seed, args.dtype, bool(args.init_from_hf or args.init_from))
+            if refused is not None:
+                raise refused
+        there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"--out {out} can't be written: {there} is a file")
+        check_writable(there, 0)
+        stat = os.statvfs(there)
+        return f"{stat.f_bavail * stat.f_frsize / 1e9:.0f} GB are free"
+
+    def check_memory(self) -> str:
+        """Plan the first, the second and the last stage in full size."""
+        args = self.args
+        dropped = [what for what in ("offload", "compile") if getattr(args, what) not in (None, ["none"])]
+        flags = without(
+            self.flags, {"--offload", "--compile", "--dp", "--data", "--eval-data", "--resume", "--profile", "--log-to"}
+        )
+        sizes: dict[str, Any] = dict(self.sizes)
+        inner = inner_size(args, self.options.each)
+        sizes |= {} if inner is None else {"cp_inner": inner}
+        stride = sizes["dp"] * sizes["cp"] * sizes["tp"]
+        ranks = sorted({0, min(1, sizes["pp"] - 1), sizes["pp"] - 1})[:DRY_RANKS]
+        found = [dry_run(build, flags, rank * stride, **sizes) for rank in ranks]
+        most = max(found, key=lambda each: each.total)
+        sent = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sorted(most.ledger.volumes().items()) if size)
+        told = f"{most.total / UNITS['GiB']:.3g} GiB on the fullest rank; GB sent a step: {sent or 'none'}"
+        if self.options.memory and most.total > self.options.memory and "offload" not in dropped:
+            raise ValueError(f"{told}, and a GPU has {self.options.memory / UNITS['GiB']:.3g} GiB")
+        return told + (f" (without --{' and --'.join(dropped)})" if dropped else "")
+
+    # --- the toy ------------------------------------------------------------------------------------------------------
+
+    def train(self, toy: Toy, out: str, **how: Any) -> list[Rehearsal]:
+        """Train a toy on its ranks."""
+        how = {"until": STEPS, **how}
+        folder = Path(self.folder.name) / out
+        return self.pool(toy.ranks, rehearse, toy, str(folder), timeout=self.options.timeout, **how)
+
+    def check_dense(self) -> str:
+        """Train each toy on one process for each worker."""
+        for i, toy in enumerate(self.toys):
+            self.dense[i] = self.train(toy.alone(), f"dense-{i}", save_at=2, look=True)
+            losses = self.dense[i][0].losses
+            if not all(map(math.isfinite, losses.values())):
+                raise ValueError(f"the toy's losses in float64 are {list(losses.values())}")
+        return f"loss {losses[0]:.4f} to {losses[STEPS - 1]:.4f} in {STEPS} steps of {len(self.toys)} toys"
+
+    def check_sharded(self) -> str:
+        """Train each toy on its layout: values, gradients, norm, and some steps."""
+        worst = 0.0
+        for i, toy in enumerate(self.toys):
+            first = self.train(
+                toy, f"first-{i}", until=1, look=True
+            )  # a save would refuse what drifts, and not say why
+            for truth in self.dense[i]:
+                missing = sorted(truth.state.keys() - pick(first, truth.worker).state.keys())
+                if missing:
+                    raise ValueError(f"{toy.name}: no rank has {missing[0]}, which one process has")
+                seen = [rank.seen for rank in first if rank.worker == truth.worker]
+                verdict = Judge(truth.seen)(layout_of(toy), seen)
+                if not verdict.equal:
+                    raise ValueError(f"{toy.name}: {verdict.departure or verdict.error}")
+                worst = max(worst, *verdict.worst.values())
+            self.sharded[i] = self.train(toy, f"sharded-{i}", save_at=2)
+            for truth in self.dense[i]:
+                for rank in (rank for rank in self.sharded[i] if rank.worker == truth.worker):
+                    cause = "the gradients of the first step are right: the update is not, or what a step leaves behind"
+                    compare(rank, truth, range(STEPS), f"{toy.name} against one process", cause)
+        return f"{'; '.join(toy.name for toy in self.toys)}: equal to {worst:.2g} ULPs, {STEPS} steps"
+
+    def check_accumulation(self) -> str:
+        """Cut the same batches in fewer, larger micro-batches."""
+        toy = self.toys[0]
+        batch = toy.args.global_batch // toy.args.workers
+        if toy.args.rampup_batch_size is not None:
+            batch //= 2
+        if batch == 1:
+            raise Skip("a step of one sample can't be cut")
+        got = self.train(toy.alone(micro_batch=batch), "accumulate")
+        for rank, want in zip(got, self.dense[0], strict=True):
+            compare(rank, want, range(STEPS), f"one micro-batch of {batch} against {batch} of 1", "a mean of means?")
+        return f"1 x {batch} samples as {batch} x 1"
+
+    def check_layouts(self) -> str:
+        """Load what the toy saved on one process, and what one process saved on the toy's ranks."""
+        for i, toy in enumerate(self.toys):
+            for what, other, whole, out in (
+                (f"{toy.name} saved, one process loaded", toy.alone(), self.sharded[i], f"sharded-{i}"),
+                (f"one process saved, {toy.name} loaded", toy, self.dense[i], f"dense-{i}"),
+            ):
+                for rank in self.train(other, f"{out}-loaded", resume=str(Path(self.folder.name) / out)):
+                    resumed(rank, pick(whole, rank.worker), 2, what)
+        return f"{2 * len(self.toys)} changes of layout after step 2, two steps each"
+
+    def check_signal(self) -> str:
+        """Send the last rank a SIGTERM within a step; resume."""
+        toy = self.toys[0]
+        for rank in self.train(toy, "signal", stop_at=0):
+            if not rank.stopped:
+                raise ValueError(f"SIGTERM to rank {toy.ranks - 1} in step 0 did not stop a run of {STEPS} steps")
+            steps = rank.step
+        for rank in self.train(toy, "signal", resume="auto"):
+            resumed(rank, pick(self.sharded[0], rank.worker), steps, f"resumed after step {steps}")
+        return f"saved and left after step {steps}, and went on as if nothing had been"
+
+    def check_nan(self) -> str:
+        """Make a gradient of the last rank NaN: every rank must skip the step."""
+        toy = self.toys[0]
+        for number, rank in enumerate(self.train(toy, "nan", poison_at=1, until=2)):
+            if not rank.skipped:
+                raise ValueError(f"a NaN in a gradient of rank {toy.ranks - 1}: rank {number} took the step")
+        return "all ranks skip the step"
+
+    def check_dtype(self) -> str:
+        """Train the toy in the run's own dtype, with an overflow; save and resume."""
+        args, toy = self.args, self.toys[0]
+        own = {name: getattr(args, name) for name in ("dtype", "autocast", "residual_dtype", "fp8")}
+        mine = Toy(with_flags(toy.args, **own), toy.config, toy.sizes, toy.ranks)
+        dense = self.train(toy.alone(**own), "dtype-dense", until=1)
+        whole = self.train(mine, "dtype", save_at=2, poison_at=1)
+        for rank in whole:
+            got, want = rank.losses[0], pick(dense, rank.worker).losses[0]
+            if not abs(got - want) <= OWN_DTYPE.get(args.dtype, 0.03) * abs(want):
+                raise ValueError(f"the first loss in {args.dtype} is {got:.6g}, on one process {want:.6g}")
+        for rank in self.train(mine, "dtype-loaded", resume=str(Path(self.folder.name) / "dtype")):
+            resumed(rank, pick(whole, rank.worker), 2, f"resumed in {args.dtype}")
+        return f"{args.dtype}{', fp8' if args.fp8 else ''}: first loss {got:.4f}, on one process {want:.4f}"
+
+    def check_killed(self) -> str:
+        """Kill the last rank; all others must leave, and name it."""
+        toy = self.toys[0]
+        if toy.ranks == 1:
+            raise Skip("one rank")
+        return kill(toy, str(Path(self.folder.name) / "killed"), self.options.timeout)
+
+
+def layout_of(toy: Toy) -> Layout:
+    """Return the layout of a toy, as `mpcore.verify` knows it."""
+    sizes = {axis: toy.sizes[axis] for axis in ("tp", "cp", "pp", "dp", "ep")}
+    each = toy.args.global_batch // (toy.args.workers * sizes["dp"] * toy.args.micro_batch)
+    sharded = toy.args.sequence_parallel and sizes["tp"] > 1
+    return Layout(toy.name, **sizes, sequence_parallel=sharded, zero=toy.args.zero, mb=each)
+
+
+def pick(ranks: Sequence[Rehearsal], worker: int) -> Rehearsal:
+    """Return what a worker's ranks saw, with the parameters of all its stages."""
+    mine = [rank for rank in ranks if rank.worker == worker]
+
+    def joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: value for part in parts for name, value in part.items()}
+
+    kept = {step: joined(rank.kept[step] for rank in mine) for step in mine[0].kept}
+    return replace(mine[0], state=joined(rank.state for rank in mine), kept=kept)
+
+
+def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str) -> None:
+    """Refuse a run that is another one.
+
+    Raises:
+        ValueError: with the first step or tensor that departs.
+    """
+    for step in steps:
+        for name in ("losses", "norms"):
+            a, b = getattr(got, name)[step], getattr(want, name)[step]
+            if not math.isclose(a, b, rel_tol=1e-8) and not (math.isnan(a) and math.isnan(b)):
+                raise ValueError(f"{what}: {name[:-1]} {a:.12g} of step {step} is not {b:.12g}: {cause}")
+    if not math.isclose(got.validation, want.validation, rel_tol=1e-8):
+        raise ValueError(f"{what}: validation loss {got.validation:.12g} is not {want.validation:.12g}: {cause}")
+    differing(got.state, want.state, f"{what}, after step {steps[-1]}", cause)
+
+
+def differing(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str, cause: str) -> None:
+    """Refuse other tensors than those wanted, of those that a rank has."""
+    for name, there in got.items():
+        value = want.get(name)
+        if value is None or there.shape != value.shape:
+            shape = None if value is None else tuple(value.shape)
+            raise ValueError(f"{what}: {name} is {tuple(there.shape)}, not {shape}: {cause}")
+        far = (there.double() - value.double()).abs().max().item() if value.numel() else 0.0
+        if not far <= 1e-7 * max(value.double().abs().max().item() if value.numel() else 0.0, 1.0):
+            raise ValueError(f"{what}: {name} is off by {far:.3g}: {cause}")
+
+
+def resumed(got: Rehearsal, whole: Rehearsal, step: int, what: str) -> None:
+    """Refuse a resumed run that is not the run that went on.
+
+    Raises:
+        ValueError: with what of the state seems to be lost.
+    """
+    if step in whole.kept:
+        differing(got.begun, whole.kept[step], what, "it was not saved, or not loaded, as it was")
+    if got.scale != whole.scales.get(step, got.scale):
+        raise ValueError(f"{what}: the loss scale is {got.scale:g}, it was {whole.scales[step]:g}: it is not saved")
+    if min(got.losses, default=step) != step:
+        raise ValueError(f"{what}: it went on with step {min(got.losses)}, {step} steps were done")
+    first = got.losses.get(step, 0.0), whole.losses.get(step, 0.0)
+    if not math.isclose(*first, rel_tol=1e-7):
+        raise ValueError(
+            f"{what}: parameters are what they were, the loss of step {step} is {first[0]:.12g}, not {first[1]:.12g}: "
+            f"other samples (the data's place is not saved), or another dropout mask"
+        )
+    compare(got, whole, range(step, STEPS), what, "what the optimizer or the routers keep is not saved or not loaded")
+
+
+def without(flags: Sequence[str], names: set[str]) -> list[str]:
+    """Return the flags but these, with their values."""
+    kept, skipping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            skipping = word.partition("=")[0] in names
+        if not skipping:
+            kept.append(word)
+    return kept

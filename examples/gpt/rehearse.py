@@ -1,0 +1,249 @@
+"""Train a toy on one rank, for `examples.gpt.preflight`: look into it, save, resume, stop and kill it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from examples.gpt.toy import Toy, with_flags
+from examples.gpt.train import Trainer
+from mpcore import full_state_dict, sequence_index, shardings
+from mpcore.checkpoint import checkpoints
+from mpcore.fault_tolerance import StopSignals, Watchdog, leave_together
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import local_tensor
+from mpcore.verify.pool import Pool, RankError, mesh
+from mpcore.verify.run import Seen, full_tensors, joined, listen
+
+GRACE = 60.0  # seconds in which all ranks must have left after one was killed
+tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
+_NAMED = re.compile(r"stopped, because rank (\d+)")
+
+
+@dataclass
+class Rehearsal:
+    """What a rank saw.
+
+    Attributes:
+        worker: this rank's.
+        losses, norms: by step.
+        scales: the loss scale after so many steps; 1 without one.
+        scale: the loss scale that the run began with.
+        begun, state: logical parameters and buffers at the begin and the end.
+        kept: those that were saved, by the number of steps done.
+        validation: the held-out loss at the end.
+        seen: the tensors of the first step.
+        stopped, skipped: whether a signal stopped it; whether no parameter moved in the poisoned step.
+        step: the steps that are done.
+    """
+
+    worker: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+    scale: float = 1.0
+    begun: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    validation: float = 0.0
+    seen: Any = None
+    stopped: bool = False
+    skipped: bool = False
+    step: int = 0
+
+
+def rehearse(
+    toy: Toy, out: str, *, until: int, save_at: int | None = None, resume: str | None = None, look: bool = False,
+    stop_at: int | None = None, poison_at: int | None = None,
+) -> Rehearsal:  # fmt: skip
+    """Train a toy on this rank.
+
+    Args:
+        toy: the toy.
+        out: its folder.
+        until: the steps of the whole run.
+        save_at: after so many steps, save.
+        resume: "auto", or another run's folder.
+        look: record the tensors of the first step.
+        stop_at: in this step the last rank gets a SIGTERM; the run is one of `Trainer.train`.
+        poison_at: in this step a gradient of the last rank is NaN.
+    """
+    with quiet(out):
+        on = mesh(**toy.sizes)
+        if resume not in (None, "auto"):
+            place = Path(str(resume)) / ("worker-0" if on.workers.size > 1 else "") / "checkpoints"
+            resume = str(checkpoints(place, on)[0])
+        trainer = Trainer(with_flags(toy.args, out=out, resume=resume or "none"), on, toy.config)
+        got = Rehearsal(on.workers.rank, scale=scale_of(trainer))
+        got.begun = state_of(trainer)
+        last = on.job.rank == on.job.size - 1
+        if stop_at is not None:
+            with StopSignals() as signals:
+                trainer.stop.signals = signals
+                at_step(trainer, stop_at, lambda: os.kill(os.getpid(), signal.SIGTERM) if last else None)
+                got.stopped, got.step = trainer.train(), trainer.run.step
+            return got
+        if look:
+            got.seen = observe(trainer, toy)
+        for step in range(trainer.run.step, until):
+            before = state_of(trainer) if step == poison_at else {}
+            if step == poison_at and last:
+                poison(trainer)
+            entry = trainer.step()
+            got.losses[step], got.norms[step] = entry["loss"], entry["grad_norm"]
+            got.scales[step + 1] = scale_of(trainer)
+            if got.seen is not None and step == 0:
+                got.seen.loss = entry["loss"]
+            if step == poison_at:
+                after = state_of(trainer)
+                got.skipped = all(
+                    torch.equal(after[name], value) for name, value in before.items() if "fractions" not in name
+                )
+            if step + 1 == save_at:
+                got.kept[step + 1] = state_of(trainer)
+                trainer.out.mkdir(parents=True, exist_ok=True)
+                trainer.checkpoints.save_last()
+        got.validation, got.state, got.step = trainer.evaluate(), state_of(trainer), trainer.run.step
+    return got
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copy the logical parameters and buffers: a collective."""
+    with trainer.run.parameters() as model:
+        return {name: value.clone() for name, value in full_state_dict(model).items()}
+
+
+def scale_of(trainer: Trainer) -> float:
+    """Return the loss scale; 1 without one."""
+    return trainer.run.scaler.scale if trainer.run.scaler else 1.0
+
+
+def at_step(trainer: Trainer, at: int, act: Any) -> None:
+    """Have a step do something before it begins."""
+    step = trainer.step
+
+    def then() -> dict[str, Any]:
+        if trainer.run.step == at:
+            act()
+        return step()
+
+    trainer.step = then  # type: ignore[method-assign]
+
+
+def poison(trainer: Trainer) -> None:
+    """Make a gradient of the next step NaN."""
+    run, finish = trainer.run, trainer.run.finish_gradients
+
+    def bad() -> Tensor:
+        run.finish_gradients = finish  # type: ignore[method-assign]
+        declared = shardings(run.model)  # a replica's alone would be corrupt memory, which --check-replicas looks for
+        own = sorted(declarations(run.model), key=lambda place: not declared[place[0]].shards)
+        grads = (gradient_of(p) for _, p, _ in own)
+        here = next(local for g in grads if g is not None and (local := local_tensor(g)).numel())
+        here.view(-1)[0] = torch.nan
+        return finish()
+
+    run.finish_gradients = bad  # type: ignore[method-assign]
+
+
+def observe(trainer: Trainer, toy: Toy) -> Seen:
+    """Record the tensors of the next step, as `mpcore.verify` compares them."""
+    run, on = trainer.run, trainer.mesh
+    seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.workers.size)
+    seen.length = toy.config.seq_len
+    if on.cp.size > 1:
+        seen.tokens = sequence_index(seen.length, on.cp, trainer.args.cp_kind)
+    declared = shardings(run.model)
+    with run.parameters() as model:
+        seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
+    forwards = [listen(stage, seen) for stage in trainer.stages]
+    finish = run.finish_gradients
+
+    def then() -> Tensor:
+        run.finish_gradients = finish  # type: ignore[method-assign]
+        with run.parameters() as model:
+            parameters = {name: p for name, p, _ in declarations(model)}
+            grads = {name: g for name, p in parameters.items() if (g := gradient_of(p)) is not None}
+            if trainer.args.zero == 0:
+                seen.local = {name: g.clone() for name, g in grads.items() if not declared[name].shards}
+        norm = finish()
+        seen.norm = float(norm)
+        with run.parameters() as model:
+            grads = {name: g for name, p, _ in declarations(model) if (g := gradient_of(p)) is not None}
+            seen.gradients = full_tensors(grads, declared)
+        for found in forwards:
+            seen.outputs |= joined(found) if found else {}
+        if trainer.stages and trainer.stages[-1].last:
+            seen.output = {"": seen.outputs[("", 0)]}
+            seen.evaluated = {}
+        return norm
+
+    run.finish_gradients = then  # type: ignore[method-assign]
+    return seen
+
+
+@contextmanager
+def quiet(folder: str) -> Iterator[Path]:
+    """Write what this process prints to a file of the folder."""
+    path = Path(folder) / f"said-{os.getpid()}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield path
+    finally:
+        for number, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, number)
+            os.close(old)
+
+
+def die(toy: Toy, out: str) -> None:
+    """On each rank: train as the command does, and kill the last rank in its second step."""
+    with quiet(out):
+        on = mesh(**toy.sizes)
+        args = with_flags(toy.args, out=str(Path(out) / "run"), steps=10**6)
+        with leave_together(on), Watchdog(on, timeout=GRACE / 2):
+            trainer = Trainer(args, on, toy.config)
+            if on.job.rank == on.job.size - 1:
+                at_step(trainer, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            trainer.train()
+
+
+def kill(toy: Toy, out: str, timeout: float) -> str:
+    """Kill a rank of a toy in training.
+
+    Raises:
+        ValueError: if the others don't leave by themselves, or don't name it.
+    """
+    pool, began = Pool(toy.ranks, preload=("examples.gpt.rehearse",), grace=GRACE), time.monotonic()
+    try:
+        pool(toy.ranks, die, toy, out, timeout=timeout)
+    except RankError as error:
+        said, text = "".join(path.read_text() for path in Path(out).glob("said-*.txt")), str(error)
+    else:
+        raise ValueError("a rank that killed itself is still there")
+    finally:
+        pool.stop()
+    if "still running" in text:
+        raise ValueError(f"rank {toy.ranks - 1} was killed, and after {GRACE:.0f} s others still wait for it")
+    named = _NAMED.findall(said)
+    if str(toy.ranks - 1) not in named:
+        last = said.strip().splitlines()[-1:] or "nothing"
+        raise ValueError(f"rank {toy.ranks - 1} was killed, and the others said {last}")
+    seconds = time.monotonic() - began
+    return f"{len(named)} of {toy.ranks - 1} others name rank {toy.ranks - 1}; from start to end {seconds:.0f} s"
