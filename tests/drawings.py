@@ -226,6 +226,41 @@ def pipelines() -> str:
     return str(svg)
 
 
+@picture
+def concepts() -> str:
+    svg = Svg(420, "Each collective takes a tensor from one way of lying on two ranks to another")
+    svg.legend(12, 52, [(BLUE, "whole"), (ORANGE, "shard"), (PINK, "one term of a sum that is still to be made")])
+    nodes = {
+        "P": (280, 70, "partial", PINK, BLUE),
+        "I": (20, 190, "invariant", BLUE, BLUE),
+        "S": (540, 190, "sharded", ORANGE, ORANGE),
+        "R": (280, 310, "replicated", BLUE, PINK),
+    }
+    for name, (x, y, word, value, gradient) in nodes.items():
+        svg.box(x, y, 200, 92, PALE, line=GREY)
+        svg.text(x + 10, y + 20, f"{name}, {word}", weight="bold")
+        for column, (label, fill) in enumerate((("values", value), ("gradient", gradient))):
+            left = x + 50 + 76 * column
+            svg.text(left, y + 38, label, size=12)
+            for rank in (0, 1):
+                half = 30 if fill == ORANGE else 60
+                svg.box(left + (30 * rank if fill == ORANGE else 0), y + 44 + 22 * rank, half, 16, fill)
+        for rank in (0, 1):
+            svg.text(x + 8, y + 57 + 22 * rank, f"rank {rank}", size=11)
+    svg.arrow(278, 140, 160, 188)
+    svg.text(212, 150, "reduce", at="end", size=13)
+    svg.arrow(482, 140, 600, 188)
+    svg.text(548, 150, "reduce_scatter", size=13)
+    svg.arrow(222, 222, 538, 222, "split")
+    svg.arrow(538, 256, 222, 256)
+    svg.text(380, 274, "gather", at="middle", size=12)
+    svg.arrow(160, 284, 278, 332)
+    svg.text(212, 326, "copy", at="end", size=13)
+    svg.arrow(600, 284, 482, 332)
+    svg.text(548, 326, "all_gather", size=13)
+    return str(svg)
+
+
 def main() -> None:
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(draw())

@@ -68,6 +68,9 @@ def page_losses(name: str, **sizes: object) -> list[float]:
             "pipelines.md",
             [(4, {"pp": 2}), (4, {"pp": 4, "schedule": "zbv"}), (4, {"pp": 4, "schedule": "interleaved"})],
         ),
+        ("from_nanogpt.md", [(2, {"tp": 2}), (4, {"tp": 2})]),
+        ("from_fsdp2.md", [(2, {"zero": 0}), (4, {"zero": 3})]),
+        ("from_deepspeed.md", [(2, {"zero": 1}), (2, {"zero": 3})]),
         ("zero.md", [(2, {"zero": 1}), (4, {"zero": 0}), (4, {"zero": 2}), (4, {"zero": 3, "replicate": 2})]),
         ("tensor_parallel.md", [(2, {"tp": 2, "sp": False}), (4, {"tp": 2}), (4, {"tp": 4})]),
     ],
@@ -218,8 +221,9 @@ def test_the_page_on_debugging_runs(capsys):
     assert "rank 3: hidden [2, 8] weight [8, 8]" in capsys.readouterr().out
 
 
-def test_the_page_on_plans_runs():
-    run_page("parallelize.md")
+@pytest.mark.parametrize("page", ["parallelize.md", "concepts.md"])
+def test_a_page_runs(page):
+    run_page(page)
 
 
 def merged() -> tuple[int, bool, dict]:
