@@ -1,5 +1,6 @@
-"""Try `parallelize` on every causal language model of transformers: `python -m tests.families --write`.
+"""Try `parallelize` on the architectures of transformers: `python -m tests.families --write`.
 
+Those with a causal language model are tried, or with `--others` encoders, encoders with decoders, speech and images.
 Each config is shrunk, its weights are random, and it computes in float64: whole, and sharded over tp, by the plan that
 the model carries or else by the one that `suggest_plan` finds. Outputs and gradients of all parameters must be equal.
 With `--hidden`, of the models that carry a plan: how much theirs shards, and how much the one that is found without it.
@@ -20,8 +21,7 @@ from unittest import mock
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto import modeling_auto as auto
 
 from mpcore.interop.parallelize import suggest_plan
 from mpcore.interop.parallelize.plan import Plan, resolve
@@ -29,6 +29,20 @@ from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover
 from mpcore.interop.parallelize.suggest import share_of
 from mpcore.interop.parallelize.swap import cut_model
 
+CAUSAL = {name: made for name, made in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(made, str)}
+OTHERS = {
+    f"{name}, {kind}": made
+    for kind, names in {
+        "sequence to sequence": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "speech to text": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        "masked words": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "images": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "images and text": auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }.items()
+    for name, made in names.items()
+    if isinstance(made, str)
+}
+CLASSES = {**CAUSAL, **OTHERS}
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 TABLE = re.compile(r"^\| family .*\n(?:\|.*\n)*", re.MULTILINE)
 SECONDS = 600
@@ -53,6 +67,25 @@ SIZES = {  # of whatever name a config has for it; 12 heads fall to 2, 3 and 4 r
 }  # fmt: skip
 
 
+ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that must fit each other in it
+    "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 4, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 12, "mamba_d_head": 8,
+                         "mamba_d_state": 4},
+    "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "nemotron": {"head_dim": 4, "num_key_value_heads": 6},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [24, 24]},
+    "zamba": {"layer_types": ["linear_attention", "hybrid"]},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
+    "zaya": {"num_experts_per_tok": 1},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
+    "beit": {"image_size": 8, "patch_size": 4}, "deit": {"image_size": 8, "patch_size": 4},
+}  # fmt: skip
+SIZES |= {"image_size": 8, "patch_size": 4, "projection_dim": 48}
+
+
 class Row(NamedTuple):
     """A family, and what came of it for each number of ranks."""
 
@@ -61,8 +94,8 @@ class Row(NamedTuple):
     results: dict[str, str]
 
 
-def shrunk(config: Any) -> dict[str, Any]:
-    """Small sizes, under the names that a config has for them."""
+def shrunk(config: Any, family: str = "") -> dict[str, Any]:
+    """Small sizes, under the names that a config and the configs within it have for them."""
     names = {**{name: name for name in SIZES}, **getattr(config, "attribute_map", {})}
     given = {}
     for name, value in SIZES.items():
@@ -70,15 +103,17 @@ def shrunk(config: Any) -> dict[str, Any]:
             given[name] = value
     if "kv_lora_rank" in given and "num_key_value_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
-    return given
+    for name in config.sub_configs:
+        if hasattr(getattr(config, name, None), "to_dict"):
+            given[name] = shrunk(getattr(config, name))
+    fields = config.to_dict()
+    return {name: value for name, value in given.items() if name in fields} | ODD.get(family, {})
 
 
 def build(family: str) -> nn.Module:
     """A small model of a family."""
-    kind = CONFIG_MAPPING[family]
-    config = kind()
-    config = kind(**{name: value for name, value in shrunk(config).items() if name in config.to_dict()})
-    make = getattr(transformers, CAUSAL[family])
+    make = getattr(transformers, CLASSES[family])
+    config = make.config_class(**shrunk(make.config_class(), family))
     with torch.device("meta"):
         size = sum(p.numel() for p in make(config).parameters())
     if size > MOST:
@@ -133,7 +168,7 @@ def row(family: str, sizes: list[int], result: Callable[[nn.Module, int], str] =
         model = build(family)
     except Exception as error:
         return Row(
-            family, CAUSAL[family], {"tp": f"not shrunk: {type(error).__name__}: {str(error).splitlines()[0]:.100}"}
+            family, CLASSES[family], {"tp": f"not shrunk: {type(error).__name__}: {str(error).splitlines()[0]:.100}"}
         )
     results = {}
     for tp in sizes:
@@ -165,7 +200,8 @@ def _too_long(*_: object) -> None:
 def main() -> None:
     """Try the families named, or all; print a row each, and write the page where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=list(CAUSAL))
+    parser.add_argument("families", nargs="*", help="default: all with a causal language model")
+    parser.add_argument("--others", action="store_true", help="encoders, encoders with decoders, images, speech")
     parser.add_argument("--tp", type=int, nargs="+", default=[2])
     parser.add_argument("--rows", type=Path, help="a file of rows: those in it aren't tried again")
     parser.add_argument("--hidden", action="store_true", help="the plans found beside those that the models carry")
@@ -179,7 +215,7 @@ def main() -> None:
         if given.rows and given.rows.exists()
         else []
     )
-    for family in given.families:
+    for family in given.families or (OTHERS if given.others else CAUSAL):
         if family not in {each.family for each in done}:
             done.append(row(family, given.tp, beside_own if given.hidden else tried))
             print(*done[-1], flush=True)
@@ -190,7 +226,7 @@ def main() -> None:
     print(f"{equal} of {len(done)} equal")
     if given.write:
         text = PAGE.read_text()
-        old = TABLE.findall(text)[given.hidden]
+        old = TABLE.findall(text)[2 if given.others else int(given.hidden)]
         PAGE.write_text(text.replace(old, "\n".join(table(done)) + "\n"))
 
 

@@ -263,6 +263,30 @@ def test_experts_that_alternate_gate_and_up_and_have_biases_are_sharded():
         parallelize(FAMILIES["gpt-oss"](), {"**.experts": Experts({"w": Hidden(-1)})}, Axis(2, 0, name="tp"))
 
 
+class OwnExperts(torch.nn.Module):
+    """Three experts that say nothing of how their parameters lie."""
+
+    def __init__(self, alternate: bool) -> None:
+        super().__init__()
+        self.alternate = alternate
+        self.w_in, self.b_in = (torch.nn.Parameter(torch.randn(3, *shape)) for shape in ((8, 24), (24,)))
+        self.w_out, self.b_out = (torch.nn.Parameter(torch.randn(3, *shape)) for shape in ((12, 8), (8,)))
+
+    def forward(self, x):
+        y = torch.einsum("bd,edf->ebf", x, self.w_in) + self.b_in[:, None]
+        gate, up = (y[..., ::2], y[..., 1::2]) if self.alternate else y.chunk(2, -1)
+        return (torch.einsum("ebf,efd->ebd", gate.sigmoid() * up, self.w_out) + self.b_out[:, None]).sum(0)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_how_the_parameters_of_own_experts_lie_is_found(alternate):
+    example = torch.randn(5, 8)
+    suggestion = suggest_plan(torch.nn.Sequential(OwnExperts(alternate)), example=example)
+    each = Hidden(-1, unit=2) if alternate else Hidden(-1, blocks=2)
+    assert suggestion.plan == {"0": Experts({"w_in": each, "b_in": each, "w_out": Hidden(-2)})}
+    assert suggestion.share > 0.9
+
+
 @pytest.mark.parametrize("family", ["starcoder2", "gptj", "bloom", "whisper"])
 def test_a_sample_of_the_families_is_equal(family):
     (result,) = families.row(family, [2]).results.values()

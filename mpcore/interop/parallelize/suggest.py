@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEADS, check_local_sizes, head_dim_of, linear_sizes
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Style, resolve
+from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, resolve
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
@@ -300,10 +300,34 @@ def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Coll
 
 
 def _experts(twin: Twin, flow: _Flow) -> Iterator[Styles]:
-    """Modules of Hugging Face's that hold all experts of a layer."""
-    held = [name for name, module in twin.model.named_modules() if getattr(module, "is_concatenated", None) is not None]
-    for pattern in dict.fromkeys(flow.patterns[name] for name in held):
-        yield {pattern: "moe_tp_experts"}
+    """Modules that hold all experts of a layer, each with the ways in which their parameters may lie."""
+    held = {flow.patterns[name]: module for name, module in twin.model.named_modules()}
+    for pattern, module in held.items():
+        for style in itertools.islice(_expert_styles(module), 24):
+            yield {pattern: style}
+
+
+def _expert_styles(module: nn.Module) -> Iterator[str | Experts]:
+    if getattr(module, "is_concatenated", None) is not None:
+        yield "moe_tp_experts"
+    shapes = {leaf: p.shape for leaf, p in module._parameters.items() if p is not None and p.dim() in (2, 3)}
+    stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3}
+    if len(stacked) < 2 or len({shape[0] for shape in shapes.values()}) > 1:
+        return
+    for size in dict.fromkeys(size for shape in stacked.values() for size in shape[1:]):
+        ways = {leaf: list(_hidden_ways(shape, size)) for leaf, shape in shapes.items()}
+        if all(ways[leaf] for leaf in stacked):
+            found = {leaf: each for leaf, each in ways.items() if each}
+            yield from (Experts(dict(zip(found, way, strict=True))) for way in itertools.product(*found.values()))
+
+
+def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
+    """Where `size` hidden features, or those of gate and up, may lie."""
+    for dim in range(-1, -len(shape), -1):
+        if shape[dim] == size:
+            yield Hidden(dim)
+        elif shape[dim] == 2 * size:
+            yield from (Hidden(dim, blocks=2), Hidden(dim, unit=2))
 
 
 def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
