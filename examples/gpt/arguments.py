@@ -100,6 +100,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library); of "
         "several, such as 0.7 web 0.3 code, samples in these shares, or without weights by their sizes",
     )
+    add(
+        "--without-documents",
+        metavar="FILE",
+        help="train as if these documents were not in --data: a line for each, PREFIX NUMBER, as "
+        "examples.gpt.which_text prints them",
+    )
     add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
     add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     add(

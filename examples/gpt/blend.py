@@ -8,13 +8,14 @@ period is as long as all corpora together, and holds each sample once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from examples.gpt.indexed_dataset import IndexedDataset
-from examples.gpt.samples import Samples, TokenSamples, permute, split_samples
+from examples.gpt.indexed_dataset import IndexedDataset, WithoutDocuments
+from examples.gpt.samples import Piece, Samples, TokenSamples, permute, split_samples
 from mpcore.fault_tolerance.versions import file_versions
 
 PERIOD = 10_000  # samples in which given shares are exact; what is below one of them can't be a share
@@ -63,6 +64,11 @@ class Blend(Samples):
         part, own = self.place(index)
         return self.parts[part].sample(own)
 
+    def pieces(self, index: int) -> list[Piece]:
+        """As of `Samples`."""
+        part, own = self.place(index)
+        return self.parts[part].pieces(own)
+
 
 def counts_of_period(weights: Sequence[float]) -> list[int]:
     """Return how many samples of each corpus a period holds: shares are rounded by the method of largest remainders.
@@ -108,6 +114,34 @@ def parse_sources(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     return prefixes, weights
 
 
+def read_without(path: str | None, prefixes: Sequence[str]) -> dict[str, list[int]]:
+    """Read the file of `--without-documents`: a line a document, `PREFIX NUMBER`, or `NUMBER` where one corpus is read.
+
+    What follows `#` is left out.
+
+    Returns:
+        The numbers by prefix.
+
+    Raises:
+        ValueError: a line of another form, or a corpus that isn't read; it names the line.
+        OSError: if the file can't be read.
+    """
+    found: dict[str, list[int]] = {}
+    for at, line in enumerate(Path(path).read_text().splitlines() if path else (), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) == 1 and len(prefixes) == 1:
+            words.insert(0, prefixes[0])
+        if len(words) != 2 or words[0] not in prefixes or not words[1].isdecimal():
+            known = ", ".join(prefixes)
+            raise ValueError(
+                f"{path}, line {at}: {line.strip()!r} is not PREFIX NUMBER, with a PREFIX of --data: {known}"
+            )
+        found.setdefault(words[0], []).append(int(words[1]))
+    return found
+
+
 def _number(word: str) -> float | None:
     try:
         return float(word)
@@ -120,6 +154,7 @@ class Corpora:
 
     Args:
         prefixes, weights: as `parse_sources` returns them.
+        without: by prefix, numbers of documents that are left out.
 
     Attributes:
         about: facts of the data that must be the same when a run resumes.
@@ -129,8 +164,18 @@ class Corpora:
         ValueError: a file that is missing or damaged, or a corpus without a document.
     """
 
-    def __init__(self, prefixes: Sequence[str], weights: Sequence[float] | None) -> None:
-        self.datasets, self.weights = [IndexedDataset(prefix) for prefix in prefixes], weights
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        weights: Sequence[float] | None,
+        without: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.datasets: list[IndexedDataset | WithoutDocuments] = [IndexedDataset(prefix) for prefix in prefixes]
+        self.weights, without = weights, without or {}
+        self.datasets = [
+            WithoutDocuments(data, without[data.prefix]) if isinstance(data, IndexedDataset) and data.prefix in without
+            else data for data in self.datasets
+        ]  # fmt: skip
         for data in self.datasets:
             if not len(data):
                 raise ValueError(f"{data.prefix}.idx has no document: there is nothing to train on")
@@ -141,6 +186,8 @@ class Corpora:
         if len(self.datasets) > 1:
             shares = ["once"] * len(self.datasets) if weights is None else counts_of_period(weights)
             self.about["blend"] = [[data.num_tokens, n] for data, n in zip(self.datasets, shares, strict=True)]
+        if without:
+            self.about["without"] = {prefix: sorted(set(numbers)) for prefix, numbers in without.items()}
         self.files = file_versions(*(f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")))
 
     def check_tokens(self, vocab_size: int, part: int, parts: int) -> None:

@@ -103,7 +103,8 @@ class Console:
         speeds["memory"] = peak_memory(self.mesh)
         if self.mesh.device_type == "cuda" and math.isfinite(used := mfu(trainer, speed)):
             speeds["mfu"] = used
-        self.record({"step": step, **entry, "tokens": tokens, **speeds})
+        read = {"samples": [samples.start, samples.stop - 1], "tokens": tokens}
+        self.record({"step": step, **entry, **read, **speeds})
         shown = {"loss": f"{entry['loss']:.3f}", "norm": f"{entry['grad_norm']:.2f}", "tok/s": f"{speed:.0f}"}
         if "experts" in entry:
             shown["max load"] = f"{1 + max(entry['experts']['max_violation']):.2f}"

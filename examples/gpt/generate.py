@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,6 +107,19 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
     return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))
 
 
+def load_model(path: str | Path) -> GPT:
+    """Load the whole model of a checkpoint of any layout.
+
+    Raises:
+        ValueError, OSError: if it can't be read.
+    """
+    manifest, _, config = open_checkpoint(path)
+    model = GPT(config, device="meta", dtype=DTYPES[manifest.tensors["model/norm.weight"].dtype])
+    materialize(model, 0)
+    load(path, model, mesh=Mesh())
+    return model
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -126,14 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--temperature {args.temperature} is no number from 0")
         if args.new_tokens < 0:
             raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
-        manifest, _, config = open_checkpoint(args.checkpoint)
+        config = open_checkpoint(args.checkpoint)[2]
         tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
-        dtype = DTYPES[manifest.tensors["model/norm.weight"].dtype]
-        model = GPT(config, device="meta", dtype=dtype)
-        materialize(model, args.seed)
-        load(args.checkpoint, model, mesh=Mesh())
+        model = load_model(args.checkpoint)
         pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
         options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
         text = generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options)

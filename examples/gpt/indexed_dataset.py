@@ -98,20 +98,29 @@ class IndexedDataset:
         # A memory map pickles as a copy of the whole corpus; a worker opens the files instead.
         return IndexedDataset, (self.prefix,)
 
-    def check_tokens(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
+    def origin(self, index: int) -> tuple[str, int, int]:
+        """Return the prefix of the files, the number of a document in them, and its first token that counts here."""
+        return self.prefix, index, 0
+
+    def check_tokens(
+        self, vocab_size: int, part: int = 0, parts: int = 1, *, without: Sequence[int] | np.ndarray = ()
+    ) -> None:
         """Read every token, and refuse a corpus made with a larger vocabulary.
 
         Args:
             vocab_size: number of token ids that the model has.
             part, parts: read only part `part` of `parts` equal ones, so that the ranks of a run share the work.
+            without: documents that are not read, ascending.
 
         Raises:
             ValueError: a token is negative or not below vocab_size.
         """
         smallest = largest = (0, 0)  # (token, position)
         first, end = (self.num_tokens * i // parts for i in (part, part + 1))
-        for start in range(first, end, _CHUNK):
-            chunk = self._tokens[start : min(start + _CHUNK, end)]
+        cuts = [first, *(int(self._offsets[k + i]) for k in without for i in (0, 1)), end]
+        spans = [(max(a, first), min(b, end)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+        for start, end in ((at, min(at + _CHUNK, b)) for a, b in spans for at in range(a, b, _CHUNK)):
+            chunk = self._tokens[start:end]
             if (token := int(chunk.max())) > largest[0]:
                 largest = (token, start + int(chunk.argmax()))
             if (token := int(chunk.min())) < smallest[0]:
@@ -125,6 +134,41 @@ class IndexedDataset:
                     f"{vocab_size}, at token {within} of document {document} (token {position} of all); "
                     "use the tokenizer that made the corpus, or a larger vocab_size"
                 )
+
+
+class WithoutDocuments:
+    """A corpus without some of its documents, as if they had never been in it.
+
+    Args:
+        dataset: the corpus.
+        dropped: numbers of documents.
+
+    Raises:
+        ValueError: a number that no document has.
+    """
+
+    def __init__(self, dataset: IndexedDataset, dropped: Sequence[int]) -> None:
+        self.dataset, self.prefix, self.dropped = dataset, dataset.prefix, sorted(set(dropped))
+        strange = next((number for number in self.dropped if not 0 <= number < len(dataset)), None)
+        if strange is not None:
+            raise ValueError(f"{self.prefix} has no document {strange}: it has {len(dataset)}, counted from 0")
+        self.kept = np.setdiff1d(np.arange(len(dataset)), self.dropped)
+        self.lengths = dataset.lengths[self.kept]
+        self.num_tokens = int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.dataset[int(self.kept[index])]
+
+    def origin(self, index: int) -> tuple[str, int, int]:
+        """As of `IndexedDataset`."""
+        return self.dataset.origin(int(self.kept[index]))
+
+    def check_tokens(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
+        """As of `IndexedDataset`. Documents that are left out aren't read."""
+        self.dataset.check_tokens(vocab_size, part, parts, without=self.dropped)
 
 
 def _open(path: str, prefix: str) -> BinaryIO:

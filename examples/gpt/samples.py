@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,24 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray: ...
+
+    def origin(self, index: int) -> tuple[str, int, int]: ...
+
+
+class Piece(NamedTuple):
+    """Tokens of a document in a sample.
+
+    Attributes:
+        corpus: prefix of its files.
+        document: its number in them.
+        first: the first of its tokens in the sample, counted from 0.
+        count: how many tokens.
+    """
+
+    corpus: str
+    document: int
+    first: int
+    count: int
 
 
 class Samples:
@@ -38,6 +56,10 @@ class Samples:
 
     def sample(self, index: int) -> np.ndarray:
         """Read the tokens of a sample, int64 [seq_len + 1], for any index from 0."""
+        raise NotImplementedError
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Return which text a sample is made of, in order."""
         raise NotImplementedError
 
     def batch(self, indices: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,27 +140,31 @@ class TokenSamples(Samples):
         Raises:
             ValueError: a negative index.
         """
+        return np.concatenate(
+            [self.dataset[k][first : first + count] for k, first, count in self._spans(index)]
+        ).astype(np.int64)
+
+    def pieces(self, index: int) -> list[Piece]:
+        """As of `Samples`."""
+        origins = [(*self.dataset.origin(k), first, count) for k, first, count in self._spans(index)]
+        return [Piece(corpus, number, begin + first, count) for corpus, number, begin, first, count in origins]
+
+    def _spans(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """The documents of a sample: of each its number, its first token and the number of tokens."""
         index = operator.index(index)
         if index < 0:
             raise ValueError(f"sample index {index} is below 0")
         epoch, window = divmod(index, len(self))
         if self.shuffle:
             window = permute(window, len(self), seed=self.seed, epoch=epoch)
-        return self._read(window * self.seq_len, self.seq_len + 1)
-
-    def _read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the concatenated documents, int64."""
-        tokens = np.empty(count, np.int64)
-        filled = 0
+        start, end = window * self.seq_len, (window + 1) * self.seq_len + 1
         # "right" passes over empty documents, which begin where the next one does.
         k = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while filled < count:
-            skip = start + filled - int(self._starts[k])
-            piece = self.dataset[int(self._documents[k])][skip : skip + count - filled]
-            tokens[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            k += 1
-        return tokens
+        while start < end:
+            stop = min(end, int(self._starts[k + 1]))
+            if start < stop:
+                yield int(self._documents[k]), start - int(self._starts[k]), stop - start
+            start, k = stop, k + 1
 
 
 def permute(index: int, size: int, *, seed: int, epoch: int) -> int:
@@ -226,6 +252,10 @@ class _Excerpt:
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.dataset[index][self.start : self.end]
+
+    def origin(self, index: int) -> tuple[str, int, int]:
+        corpus, number, first = self.dataset.origin(index)
+        return corpus, number, first + self.start
 
 
 def split_samples(

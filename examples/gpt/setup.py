@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt.arguments import flag
-from examples.gpt.blend import Corpora, open_eval_sets, parse_sources
+from examples.gpt.blend import Corpora, open_eval_sets, parse_sources, read_without
 from examples.gpt.checks import check, find_carried, find_tokenizer, model_config, plan_stages
 from examples.gpt.config import GPTConfig
 from examples.gpt.dashboards import check_installed
@@ -86,7 +86,8 @@ def read_model(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = 
 def open_data(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpora, dict[str, Corpora]]:
     """Open the corpora of `--data`, and those of `--eval-data` by name."""
     prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
-    return Corpora(prefixes, weights), open_eval_sets(args.eval_data, prefixes)
+    without = read_without(args.without_documents, prefixes)
+    return Corpora(prefixes, weights, without), open_eval_sets(args.eval_data, prefixes)
 
 
 def set_up(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> Setup:

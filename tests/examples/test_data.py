@@ -591,7 +591,7 @@ def test_of_a_single_document_the_end_is_held_out(tokens, seq_len, seed):
     train, held_out = split_samples(_Lists([text]), seq_len, seed=seed)
     assert held_out is not None
     assert held_out.num_tokens == max(tokens // 20, seq_len + 1)
-    streams = [samples._read(0, samples.num_tokens) for samples in (train, held_out)]
+    streams = [samples.dataset[0] for samples in (train, held_out)]
     np.testing.assert_array_equal(np.concatenate(streams), text)
 
 

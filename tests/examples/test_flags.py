@@ -169,6 +169,12 @@ def reads(flags: str, out: Path) -> Any:
     return parse(arguments(flags.replace("TOML", str(out / "run.toml")))).lr
 
 
+def trains_without(flags: str, out: Path) -> Any:
+    """A run where DROP is a file of documents."""
+    (out / "drop.txt").write_text("3\n4\n")
+    return trains(flags.replace("DROP", str(out / "drop.txt")), out)
+
+
 HF = "--init-from-hf nowhere"
 SAVED = "--save-every 2 --eval-every 0"
 FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
@@ -211,6 +217,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "capacity_factor": (trains, EXPERTS, "--capacity-factor 0.5"),
     "dispatch": (moe_dispatch, EXPERTS, "--dispatch all_to_all"),
     "data": (trains, "", "--data OTHER"),
+    "without_documents": (trains_without, "", "--without-documents DROP"),
     "tokenizer": (leaves, "", "--tokenizer nowhere.json"),
     "end_of_document": (leaves, "", "--end-of-document EOD"),
     "document_masking": (asks_for_documents, "", "--document-masking"),

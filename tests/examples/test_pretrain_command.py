@@ -88,7 +88,7 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
         assert [r["step"] for r in steps] == [0, 1, 2]
         assert [r["step"] for r in evaluations] == [1, 2]
         measured = {"tokens_per_second", "seconds", "data_seconds", "memory"}
-        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", *measured}
+        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "samples", "tokens", *measured}
         assert [r["tokens"] for r in steps] == [64, 128, 192]
         config = json.loads((out / "config.json").read_text())
         assert config["model"]["d_model"] == 16

@@ -1,0 +1,163 @@
+"""Which text did this? `python -m examples.gpt.which_text RUN` lists the documents behind the spikes of a run.
+
+Samples are a pure function of the seed and their index, so that the run's config.json and metrics.jsonl are enough.
+With a checkpoint the documents are ranked by their loss. The lines are what `--without-documents` reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from examples.gpt.arguments import flags_of_file, parse
+from examples.gpt.checks import find_tokenizer
+from examples.gpt.generate import load_model
+from examples.gpt.hf import open_checkpoint
+from examples.gpt.records import read_records
+from examples.gpt.samples import Piece, Samples
+from examples.gpt.setup import open_data
+from examples.gpt.tokenizer import Tokenizer
+from mpcore import document_ids
+from mpcore.command_line import Parser
+from mpcore.fault_tolerance.spikes import Spikes
+
+
+class Found(NamedTuple):
+    """A part of a document that was read in a step.
+
+    Attributes:
+        step, sample: where in the run.
+        piece: the document and its tokens.
+        text: how these begin.
+        loss: their mean loss in nats a token; None without a checkpoint.
+    """
+
+    step: int
+    sample: int
+    piece: Piece
+    text: str
+    loss: float | None
+
+    def __str__(self) -> str:
+        piece = self.piece
+        loss = "" if self.loss is None else f"loss {self.loss:.3f}, "
+        where = f"step {self.step}, sample {self.sample}, {loss}tokens {piece.first} to {piece.first + piece.count - 1}"
+        return f"{piece.corpus} {piece.document}  # {where}: {self.text!r}"
+
+
+class Text:
+    """The data of a run, as its config.json names it.
+
+    Args:
+        run: the folder of the run; of several workers, of one of them.
+
+    Raises:
+        ValueError, OSError: if its files or its data can't be read.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.args = parse(flags_of_file(run / "config.json"))
+        self.records = [entry for entry in read_records(run / "metrics.jsonl", sys.maxsize) if "samples" in entry]
+        if not self.records:
+            raise ValueError(f"{run / 'metrics.jsonl'} has no step with its samples")
+        self.tokenizer: Tokenizer = find_tokenizer(self.args)
+        corpora, _ = open_data(self.args, self.tokenizer)
+        first = self.records[0]
+        self.seq_len = first["tokens"] // (first["samples"][1] + 1)
+        self.samples: Samples = corpora.split(
+            self.seq_len, seed=self.args.seed, evaluate=self.args.eval_every > 0
+        )[0]  # fmt: skip
+
+    def spikes(self) -> list[int]:
+        """List the steps whose loss was a spike, as the run saw them, and those that were skipped."""
+        spikes = Spikes()
+        return [
+            entry["step"] for entry in self.records if entry["loss"] is None or spikes.score(entry["loss"]) is not None
+        ]
+
+    def samples_of(self, step: int) -> range:
+        """Return the global indices of a step's samples.
+
+        Raises:
+            ValueError: if the run has no record of it.
+        """
+        for entry in self.records:
+            if entry["step"] == step:
+                return range(entry["samples"][0], entry["samples"][1] + 1)
+        known = [entry["step"] for entry in self.records]
+        raise ValueError(f"step {step} has no record: there are steps {known[0]} to {known[-1]}")
+
+    def find(self, steps: Sequence[int], checkpoint: Path | None) -> list[Found]:
+        """List what was read in these steps; with a checkpoint the largest loss comes first."""
+        model = None
+        if checkpoint is not None:
+            model = load_model(checkpoint).eval()
+            if model.config.seq_len < self.seq_len:
+                raise ValueError(f"{checkpoint} reads {model.config.seq_len} tokens, and a sample has {self.seq_len}")
+        where = [(step, sample) for step in steps for sample in self.samples_of(step)]
+        bar = tqdm(where, unit="sample", disable=model is None or not sys.stderr.isatty())
+        found = [each for step, sample in bar for each in self._of_sample(step, sample, model)]
+        return found if model is None else sorted(found, key=lambda each: -(each.loss or 0.0))
+
+    @torch.no_grad()
+    def _of_sample(self, step: int, sample: int, model: torch.nn.Module | None) -> Iterator[Found]:
+        tokens, targets = self.samples.batch([sample])
+        if model is not None:
+            documents = {}
+            if self.args.document_masking:
+                documents["documents"] = document_ids(tokens, self.tokenizer.end_of_document)
+            logits = model(tokens, **documents)[0].double()
+            losses = F.cross_entropy(logits, targets[0], reduction="none")
+        at = 0
+        for piece in self.samples.pieces(sample):
+            ids = torch.cat([tokens[0], targets[0, -1:]])[at : at + piece.count].tolist()
+            mine = slice(max(at - 1, 0), at + piece.count - 1)  # a target lies one token before itself
+            loss = losses[mine].mean().item() if model is not None and mine.start < mine.stop else None
+            yield Found(step, sample, piece, self.tokenizer.decode(ids)[:60], loss)
+            at += piece.count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0: done, 2: the run, its data or the checkpoint can't be read.
+    """
+    parser = Parser(
+        prog="python -m examples.gpt.which_text",
+        description="List the documents behind steps of a run, in lines that --without-documents reads.",
+        examples=[
+            "python -m examples.gpt.which_text runs/one",
+            "python -m examples.gpt.which_text runs/one --steps 812 --checkpoint runs/one/checkpoints/step-00000800",
+        ],
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--steps", type=int, nargs="+", help="default: all spikes and skipped steps")
+    parser.add_argument("--checkpoint", type=Path, help="rank the documents by their loss under these weights")
+    parser.add_argument("--most", type=int, default=20, help="how many lines (default 20)")
+    args = parser.parse_args(argv)
+    try:
+        text = Text(args.run)
+        if args.checkpoint is not None:
+            open_checkpoint(args.checkpoint)
+        steps = text.spikes() if args.steps is None else args.steps
+        found = text.find(steps, args.checkpoint)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not steps:
+        print("# no step was a spike or skipped: --steps names others")
+    print("\n".join(map(str, found[: args.most])))
+    if len(found) > args.most:
+        print(f"# and {len(found) - args.most} more: --most")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

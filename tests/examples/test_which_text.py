@@ -1,0 +1,184 @@
+"""From a spike to the documents behind it, and a run without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.gpt import which_text
+from examples.gpt.arguments import parse
+from examples.gpt.blend import Blend, Corpora, read_without
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WithoutDocuments
+from examples.gpt.pretrain import Trainer, main
+from examples.gpt.samples import TokenSamples, split_documents, split_samples
+from mpcore import Mesh
+from mpcore.sharding import full_state_dict
+from tests.examples.test_flags import TINY
+from tests.pool import mesh
+
+END = 256
+
+
+def write(prefix: Path, documents: list[np.ndarray]) -> str:
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def texts(count: int, corrupt: tuple[int, ...] = (), length: int = 48) -> list[np.ndarray]:
+    """Documents that count up from a letter, and among them some of random bytes."""
+    draws = np.random.default_rng(3)
+    found = [97 + (np.arange(length) + draws.integers(26)) % 26 for _ in range(count)]
+    for number in corrupt:
+        found.insert(number, draws.integers(128, 256, length))
+    return [np.append(document, END) for document in found]
+
+
+def test_the_pieces_of_a_sample_are_its_tokens(tmp_path):
+    draws = np.random.default_rng(0)
+    one, two = (
+        write(tmp_path / name, [np.append(draws.integers(0, 256, draws.integers(0, 9)), END) for _ in range(40)])
+        for name in ("one", "two")
+    )
+    lone = write(tmp_path / "lone", [draws.integers(0, 256, 200)])
+    files = {prefix: IndexedDataset(prefix) for prefix in (one, two, lone)}
+    without = WithoutDocuments(files[two], [0, 7, 8, 39])
+    parts = [TokenSamples(files[one], 7, seed=1), TokenSamples(without, 7, seed=1, documents=range(5, 30))]
+    held_out = split_samples(files[lone], 7, seed=0)[1]
+    assert held_out is not None
+    for samples in (*parts, Blend(parts, [0.5, 0.5], seed=2), held_out):
+        for index in range(2 * len(samples)):
+            pieces = samples.pieces(index)
+            tokens = [files[piece.corpus][piece.document][piece.first :][: piece.count] for piece in pieces]
+            assert np.concatenate(tokens).tolist() == samples.sample(index).tolist()
+            assert not {piece.document for piece in pieces if piece.corpus == two} & {0, 7, 8, 39}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("web", "line 1: 'web' is not"), ("# none\nother 3", "line 2: 'other 3' is not"), ("web -1", "'web -1' is not")],
+)
+def test_a_file_of_documents_that_is_wrong_is_named(content, words, tmp_path):
+    (tmp_path / "drop").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read_without(str(tmp_path / "drop"), ["web", "code"])
+
+
+def test_documents_that_are_left_out_are_not_there(tmp_path):
+    prefix = write(tmp_path / "c", [np.array([1, 2]), np.array([9, 9, 9]), np.array([3])])
+    (tmp_path / "drop").write_text("1  # bad\n")
+    dropped = read_without(str(tmp_path / "drop"), [prefix])
+    assert dropped == {prefix: [1]}
+    data = Corpora([prefix], None, dropped)
+    assert [data.datasets[0][i].tolist() for i in range(2)] == [[1, 2], [3]]
+    assert data.about == {"documents": 2, "tokens": 3, "without": {prefix: [1]}}
+    for parts in (1, 2, 3, 6):
+        for part in range(parts):
+            data.check_tokens(4, part, parts)  # 9 is not read
+    with pytest.raises(ValueError, match="largest token id 3 is outside"):
+        data.check_tokens(3, 0, 1)
+    with pytest.raises(ValueError, match=r"has no document 3: it has 3, counted from 0"):
+        WithoutDocuments(IndexedDataset(prefix), [3])
+
+
+def finish(flags: list[str], sizes: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of four steps, and the last weights."""
+    t = Trainer(parse([*TINY.split(), *flags]), mesh(**sizes) if sizes else Mesh())
+    return [t.step()["loss"] for _ in range(4)], full_state_dict(t.model)
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+def test_a_run_without_documents_is_bitwise_one_that_never_had_them(tmp_path, ranks):
+    corrupt = (3, 40, 41)
+    clean, mixed = write(tmp_path / "clean", texts(60)), write(tmp_path / "mixed", texts(60, corrupt))
+    (tmp_path / "drop").write_text("".join(f"{mixed} {number}\n" for number in corrupt))
+    without = ["--data", mixed, "--without-documents", str(tmp_path / "drop")]
+    same(finish(without, {}), finish(["--data", clean], {}))
+    assert finish(["--data", mixed], {})[0] != finish(without, {})[0]
+    for found, expected in zip(
+        ranks(2, finish, without, {"dp": 2}), ranks(2, finish, ["--data", clean], {"dp": 2}), strict=True
+    ):
+        same(found, expected)
+
+
+def spot(out: str, flags: list[str], sizes: dict[str, int]) -> bool:
+    """Train to the end; the records are rank 0's."""
+    return Trainer(parse([*flags, "--out", out]), mesh(**sizes) if sizes else Mesh()).train()
+
+
+def named_from_spikes(run: Path, corrupt: tuple[int, ...]) -> set[int]:
+    """The documents of the largest loss in each spike. They are planted ones."""
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    text, named = which_text.Text(run), set()
+    for step in text.spikes():
+        worst = text.find([step], checkpoint)[0]
+        assert worst.piece.document in corrupt
+        assert worst.text.count("\ufffd") > 5
+        named.add(worst.piece.document)
+    return named
+
+
+LEARNING = [
+    *TINY.split(),
+    "--seq-len",
+    "24",
+    "--lr",
+    "0.02",
+    "--warmup",
+    "10",
+    "--eval-every",
+    "0",
+    "--dtype",
+    "float32",
+]
+
+
+def test_planted_documents_are_named_from_their_spikes(tmp_path, capsys):
+    corrupt = tuple(range(60, 900, 90))
+    data = write(tmp_path / "c", texts(900, corrupt))
+    spot(str(tmp_path / "run"), [*LEARNING, "--data", data, "--steps", "400"], {})
+    named = named_from_spikes(tmp_path / "run", corrupt)
+    assert len(named) >= 2
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    capsys.readouterr()
+    assert which_text.main([str(tmp_path / "run"), "--checkpoint", str(checkpoint), "--most", "1"]) == 0
+    (tmp_path / "drop").write_text(capsys.readouterr().out)
+    assert set(read_without(str(tmp_path / "drop"), [data])[data]) <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "pp": 2}, {"dp": 4}, {"tp": 4}], ids=str)
+def test_ten_corrupt_documents_of_ten_thousand_are_named_on_four_layouts(tmp_path, sizes, request):
+    """Two epochs: what was read while the model knew nothing is read again."""
+    corrupt = tuple(range(500, 10_000, 1_000))
+    data, out = write(tmp_path / "c", texts(10_000 - len(corrupt), corrupt)), tmp_path / "run"
+    flags = [*LEARNING, "--data", data, "--global-batch", "16", "--micro-batch", "4", "--steps", "2400"]
+    if sizes:
+        request.getfixturevalue("ranks")(4, spot, str(out), flags, sizes, timeout=900)
+    else:
+        spot(str(out), flags, sizes)
+    named = named_from_spikes(out, corrupt)
+    assert named == set(corrupt) & set(split_documents(10_000)[0].tolist())
+
+
+def test_what_cannot_be_read_is_said(tmp_path, capsys):
+    assert which_text.main([str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    prefix = write(tmp_path / "c", texts(40))
+    assert main([*TINY.split(), "--data", prefix, "--eval-every", "0", "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert which_text.main([str(tmp_path / "run"), "--steps", "9"]) == 2
+    assert "step 9 has no record: there are steps 0 to 3" in capsys.readouterr().err
+    assert which_text.main([str(tmp_path / "run"), "--steps", "2", "--most", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{prefix} ")
+    assert "# step 2, sample 8, tokens " in out
