@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.beside import ASKS, Beside
-from tests.pool import BEFORE_2_13, CRASHES, Pool, start_pool, strict_memory
+from tests.pool import BEFORE_2_13, CRASHES, Pool, Simulated, start_pool, strict_memory
 from tests.quick import mark_quick
 
 strict_memory()
@@ -19,9 +19,16 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--simulate", action="store_true", help="ranks are threads of this process, not a pool's")
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pool | Simulated]:
     """`ranks(n, check, *args)`: call a top-level function on n gloo ranks, and return the n results."""
+    if request.config.getoption("simulate"):
+        yield Simulated()
+        return
     pool = start_pool()
     yield pool
     pool.stop()

@@ -58,3 +58,8 @@ def keeps_version(x: Tensor) -> AbstractContextManager[None]:
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """Do what `torch.autograd.backward(edges, grads)` does, without its checks of shapes, a tenth of a small step."""
     _engine_run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def running_node() -> Node | None:
+    """Return the node whose backward is running in this thread; None outside of a backward."""
+    return torch._C._current_autograd_node()  # type: ignore[attr-defined]

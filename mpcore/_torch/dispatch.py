@@ -12,7 +12,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OpOverload", "TorchDispatchMode", "written_arguments"]
+__all__ = ["OpOverload", "TorchDispatchMode", "overload_name", "written_arguments"]
 
 
 def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -23,3 +23,8 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
     return [x for argument, x in given if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def overload_name(operator: OpOverload) -> str:
+    """Return the overload's own name, such as "out"; "" for the default."""
+    return operator._schema.overload_name

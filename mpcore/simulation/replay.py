@@ -1,0 +1,69 @@
+"""Play a step of a run again as all of its ranks in this process, and name the first operator that isn't finite.
+
+A run that diverged, or met NaN: which rank, which layer, which micro-batch? A program's `replay(run, step)` says how
+many ranks the run has and returns the function that each rank calls; `examples.gpt.replay:replay` is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from torch import nn
+
+from mpcore.command_line import Parser, find_object
+from mpcore.simulation.nonfinite import FiniteCheck, NonFiniteError
+from mpcore.simulation.ranks import simulate
+from mpcore.simulation.turns import RankError
+
+Watch = Callable[[Sequence[nn.Module], str], AbstractContextManager]
+Program = Callable[[Path, int], "tuple[int, Callable[[Watch], object]]"]
+
+
+def replay(program: Program, run: Path, step: int) -> tuple[int, str | None]:
+    """Play the steps of a run up to one of them.
+
+    Args:
+        program: `program(run, step)` returns the number of ranks and a function that each rank calls with `watch`; it
+            does each step inside of `watch(stages, "step 7")`.
+        run: the run's folder.
+        step: the last step to play, as in metrics.jsonl.
+
+    Returns:
+        The number of ranks, and where the first non-finite output was made; None where all is finite.
+
+    Raises:
+        ValueError: if the run can't be replayed.
+    """
+    ranks, play = program(run, step)
+    try:
+        simulate(play, FiniteCheck, ranks=ranks)
+    except RankError as error:
+        if not isinstance(error.__cause__, NonFiniteError):
+            raise
+        return ranks, str(error).replace(f"{NonFiniteError.__module__}.{NonFiniteError.__name__}: ", "")
+    return ranks, None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0 if all is finite, 1 if something isn't, 2 if the run can't be replayed."""
+    parser = Parser(
+        prog="mpcore replay", description=(__doc__ or "").partition("\n\n")[0],
+        examples=["mpcore replay runs/gpt --step 120"],
+    )  # fmt: skip
+    parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
+    parser.add_argument(
+        "--program", default="examples.gpt.replay:replay", metavar="package.module:replay",
+        help="says how the run trains (default: %(default)s)",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    try:
+        ranks, found = replay(find_object(args.program), Path(args.run), args.step)
+    except (ValueError, RankError) as error:
+        print(f"mpcore replay: error: {error}", file=sys.stderr)
+        return 2
+    print(found or f"step {args.step} and those before it, from the checkpoint on: finite on all {ranks} ranks")
+    return 0 if found is None else 1
