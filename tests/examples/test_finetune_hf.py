@@ -1,0 +1,70 @@
+"""Fine-tuning a Hugging Face model: the losses are those of one process on every mesh, and what it saves opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from examples.gpt.indexed_dataset import IndexedDatasetWriter
+
+hf = pytest.importorskip("transformers")
+
+TINY = "--steps 4 --batch 4 --seq-len 16 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Documents that repeat themselves, so that a few steps learn something."""
+    with IndexedDatasetWriter(tmp_path_factory.mktemp("corpus") / "text", "uint16") as writer:
+        for i in range(60):
+            writer.add_document([*(b"def f%d(x): return x\n" % (i % 7)) * 4, 256])
+    return str(writer.prefix)
+
+
+def run(corpus: str, flags: str) -> list[float]:
+    from examples import finetune_hf
+
+    with mock.patch.object(finetune_hf, "default_corpus", return_value=corpus):
+        return finetune_hf.finetune(finetune_hf.parse(f"{TINY} {flags}".split()))
+
+
+def test_every_mesh_has_the_losses_of_one_process_and_what_is_saved_goes_on(ranks, corpus, tmp_path):
+    base = f"--model {tmp_path}/base/model"
+    (whole,) = ranks(1, run, corpus, f"--out {tmp_path}/base")
+    (adapter,) = ranks(1, run, corpus, f"{base} --lora 4 --out {tmp_path}/alone")
+    assert whole[-1] < whole[0]
+    assert adapter[-1] < adapter[0] < whole[-1] + 0.1
+    first, again = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / at / "model") for at in ("base", "alone"))
+    changed = {n for n, p in again.state_dict().items() if not torch.equal(p, first.state_dict()[n])}
+    assert changed == {n for n in first.state_dict() if n.endswith("proj.weight")}
+    assert again.config.use_cache
+    for size, tp, zero in ((2, 2, 0), (4, 2, 3)):
+        more = f"--tp {tp} --zero {zero} --micro-batches 2 --recompute selective"
+        for found in ranks(size, run, corpus, f"{base} --lora 4 {more} --out {tmp_path}/{size}"):
+            assert found == pytest.approx(adapter, rel=1e-4)
+        for found in ranks(size, run, corpus, f"--tp {tp} --zero {zero} --out {tmp_path}/whole{size}"):
+            assert found == pytest.approx(whole, rel=1e-4)
+    (onward,) = ranks(1, run, corpus, f"{base} --adapter {tmp_path}/4/adapter --out {tmp_path}/onward")
+    (merged,) = ranks(1, run, corpus, f"--model {tmp_path}/4/model --lora 4 --out {tmp_path}/merged")
+    assert onward[0] == pytest.approx(merged[0], rel=1e-5)
+    assert onward[0] < adapter[0]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--lr 0.02", "--dtype bfloat16", "--steps 3", "--seq-len 8", "--batch 2", "--lora 2"]
+)
+def test_a_flag_changes_the_losses(corpus, tmp_path, flags):
+    plain, other = (run(corpus, f"{more} --out {tmp_path}/{i}") for i, more in enumerate(("", flags)))
+    assert plain != other
+
+
+def test_what_is_there_is_not_overwritten_and_a_folder_without_a_model_is_refused(corpus, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="model is there: give another --out"):
+        run(corpus, f"--out {tmp_path}")
+    with pytest.raises(ValueError, match=r"has no config.json: give the folder of a causal model"):
+        run(corpus, f"--model {tmp_path} --out {tmp_path}/new")
+    assert not Path(tmp_path / "new").exists()
