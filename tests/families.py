@@ -187,7 +187,7 @@ def table(rows: list[Row]) -> Iterator[str]:
     sizes = sorted({size for each in rows for size in each.results} - {"tp"})
     yield f"| family | model | {' | '.join(sizes)} |"
     yield f"|---|---|{'---|' * len(sizes)}"
-    for each in rows:
+    for each in sorted(rows):
         said = [each.results.get(size, each.results.get("tp", "not tried")) for size in sizes]
         cells = [f"{' '.join(one.split()).replace('|', '/'):.160}" for one in said]
         yield f"| {each.family} | {each.model} | {' | '.join(cells)} |"

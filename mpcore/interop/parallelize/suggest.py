@@ -301,7 +301,7 @@ def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Coll
 
 def _experts(twin: Twin, flow: _Flow) -> Iterator[Styles]:
     """Modules that hold all experts of a layer, each with the ways in which their parameters may lie."""
-    held = {flow.patterns[name]: module for name, module in twin.model.named_modules()}
+    held = {flow.patterns[n]: module for n, module in twin.model.named_modules() if n in flow.patterns}
     for pattern, module in held.items():
         for style in itertools.islice(_expert_styles(module), 24):
             yield {pattern: style}
