@@ -7,9 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from torch import nn
-
-from mpcore import Mesh
+from mpcore import Mesh, Run
 from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.fault_tolerance.spikes import Skips, Spikes
 from mpcore.fault_tolerance.stragglers import Stragglers
@@ -35,13 +33,13 @@ class Faults:
             if entry.get("loss") is not None:  # null: a step that was skipped
                 self.spikes.score(entry["loss"])
 
-    def after(self, entry: dict, samples: range, model: nn.Module, stragglers: Stragglers) -> list[str]:
+    def after(self, entry: dict, samples: range, run: Run, stragglers: Stragglers) -> list[str]:
         """Check a step.
 
         Args:
             entry: the record of the step.
             samples: the global indices of its samples, over all workers.
-            model: the model after the step.
+            run: the run after the step.
             stragglers: has timed how long this rank took to load the batch.
 
         Returns:
@@ -69,7 +67,8 @@ class Faults:
                 f"its samples are {own[0]} to {own[1]}"
             )
         if self._due(self.args.check_replicas, step):
-            compare_replicas(model, self.mesh)
+            with run.parameters() as model:  # offloaded ones too
+                compare_replicas(model, self.mesh)
         if is_timed(self.args, self.mesh, step):
             stragglers.probe()
             if self._due(self.args.check_speed, step):

@@ -128,7 +128,7 @@ class Trainer:
                 merge = entry.pop("merge", None)
                 self.beat()
                 console.record_step(self, step, entry, time.perf_counter() - began, bar)
-                for line in faults.after(entry, checkpoints.samples(step), self.model, self.stragglers):
+                for line in faults.after(entry, checkpoints.samples(step), self.run, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)
                 if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):

@@ -27,7 +27,8 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
     `fully_shard` replicates over nodes. One all-reduce an axis compares hashes; more is sent where some differ.
 
     Args:
-        model: the model, or this rank's stage of it, between two steps.
+        model: the model, or this rank's stage of it, between two steps; where parameters are offloaded, what
+            `Run.parameters` gives.
         mesh: the mesh it lies on.
 
     Raises:

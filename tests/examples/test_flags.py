@@ -157,9 +157,10 @@ def watches(flags: str, out: Path) -> Any:
         probe=lambda: called.append((step, "probe")), check=lambda: called.append((step, "check")) or []
     )
     found = faults.Faults(args, on, [], out)
+    run = SimpleNamespace(parameters=lambda: contextlib.nullcontext(torch.nn.Linear(1, 1)))
     with mock.patch.object(faults, "compare_replicas", side_effect=lambda *_: called.append((step, "replicas"))):
         for step in range(10):
-            found.after({"step": step, "loss": 1.0, "grad_norm": 1.0}, range(4), torch.nn.Linear(1, 1), late)  # type: ignore[arg-type]
+            found.after({"step": step, "loss": 1.0, "grad_norm": 1.0}, range(4), run, late)  # type: ignore[arg-type]
     return called
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from examples.gpt.checks import inner_size, model_config
 from examples.gpt.console import summary
+from examples.gpt.faults import Faults
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
 from mpcore.checkpoint import step_path
@@ -385,6 +386,21 @@ def check_out_in_use(out: str) -> None:
 
 def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
     ranks(2, check_out_in_use, str(tmp_path / "out"), timeout=30)
+
+
+def check_offloaded(out: str) -> None:
+    flags = ["--offload", "parameters", "--zero", "0", "--check-replicas", "1", "--eval-every", "2", "--no-save"]
+    t = trainer("--out", out, "--steps", "2", *flags, dp=2)
+    assert t.train() is False
+    with t.run.parameters() as model:
+        next(model.parameters()).data[0] += dist.get_rank()
+    faults = Faults(t.args, t.mesh, [], Path(out))
+    with pytest.raises(ValueError, match="differ"):
+        faults.after({"step": 0, "loss": 1.0, "grad_norm": 1.0}, range(4), t.run, t.stragglers)
+
+
+def test_replicas_of_offloaded_parameters_are_compared(ranks, tmp_path):
+    ranks(2, check_offloaded, str(tmp_path / "out"), timeout=60)
 
 
 def check_half(dtype: str) -> list[float]:
