@@ -20,6 +20,7 @@ from torch import nn
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
+from mpcore.interop.parallelize.generation import guard_generate
 from mpcore.interop.parallelize.plan import BASE_PLANS, Plan, Style, Target, is_own, resolve
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
@@ -83,6 +84,7 @@ def parallelize(
     Note:
         - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for whole logits.
+        - Call transformers' `generate` on every rank of tp. It refuses what would have ranks choose different tokens.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -117,6 +119,8 @@ def parallelize(
     model = cut_model(module, styles, tp, swaps)
     if later is not None:
         later.watch(model)
+    if tp.size > 1:
+        guard_generate(model, tp)
     return model
 
 

@@ -1,0 +1,68 @@
+"""Guard transformers' `generate` on a sharded model: every rank runs it, and all must choose the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore._torch.pytree import leaves
+from mpcore.layers.linear import ColumnParallelLinear
+from mpcore.mesh.agreement import check_same
+from mpcore.mesh.axis import Axis
+
+
+def guard_generate(model: nn.Module, tp: Axis) -> None:
+    """Have each `generate` in a sharded model refuse, on every rank, a call in which ranks would part.
+
+    The call raises ValueError if its logits are sharded, if ranks get different prompts or draw from different random
+    states, or if the clock ends it (`max_time`).
+    """
+    for module in model.modules():
+        own: Any = vars(module)  # transformers' models that can generate have a configuration of it
+        if own.get("generation_config") is not None and callable(getattr(type(module), "generate", None)):
+            module.generate = MethodType(_guarded(tp), module)  # type: ignore[assignment]
+
+
+def _guarded(tp: Axis) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head = self.get_output_embeddings()
+        if isinstance(head, ColumnParallelLinear) and head.tp.size > 1 and not head.gather_output:
+            raise ValueError(
+                f"generate needs the logits of all {head.out_features} tokens, but this rank's head gives "
+                f"{head.weight.shape[0]} of them: plan the head as 'colwise_gather_output', not 'colwise'"
+            )
+        config = kwargs.get("generation_config") or self.generation_config
+        do_sample, max_time = (kwargs.get(name, getattr(config, name, None)) for name in ("do_sample", "max_time"))
+        if max_time is not None:
+            raise ValueError(
+                f"max_time {max_time} would end ranks of tp {tp.size} at different tokens, and the others wait for "
+                f"ever: give max_new_tokens"
+            )
+        check_same("prompt: every rank of tp must call generate with the same", _digest(args, kwargs), tp)
+        if do_sample:
+            check_same(
+                "state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
+                "seed on all ranks of tp before generate",
+                _digest(_random_state(next(self.parameters()).device)),
+                tp,
+            )
+        return type(self).generate(self, *args, **kwargs)
+
+    return generate
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _digest(*values: Any) -> str:
+    """A short hash of all tensors in `values`."""
+    found = hashlib.sha256()
+    for x in (x for x in leaves(values) if isinstance(x, Tensor)):
+        found.update(repr((tuple(x.shape), x.dtype)).encode())
+        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
