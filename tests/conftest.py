@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.beside import ASKS, Beside
 from tests.pool import BEFORE_2_13, CRASHES, Pool, Simulated, start_pool, strict_memory
@@ -11,6 +12,8 @@ from tests.quick import mark_quick
 
 strict_memory()
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None)  # the processes of the suite take turns on few cores
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

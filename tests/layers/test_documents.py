@@ -88,9 +88,9 @@ def test_ends_give_the_length_of_rows_that_cp_and_tp_shard_unevenly(rank, tokens
     tp, cp = Axis(2, rank, name="tp"), Axis(2, 0, name="cp")
     layer = ParallelAttention(8, 4, tp=tp, cp=cp, context="ring", sequence_parallel=True)
     ends = torch.tensor([0, 4, 9])
-    assert layer._whole_length(torch.zeros(1, tokens, 8), ends, None, None) == 9
+    assert layer._whole_length(torch.zeros(1, tokens, 8), ends, None, None, None, 0) == 9
     with pytest.raises(ValueError, match=rf"holds {tokens} tokens of each of 1 rows, but x has 4"):
-        layer._whole_length(torch.zeros(1, 4, 8), ends, None, None)
+        layer._whole_length(torch.zeros(1, 4, 8), ends, None, None, None, 0)
 
 
 @pytest.mark.parametrize("rope", [None, RotaryEmbedding(2)], ids=["no rope", "rope"])

@@ -14,7 +14,7 @@ from tests.pool import mesh
 FLAGS = [
     "--layers", "5", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
     "--micro-batch", "1", "--steps", "3", "--warmup", "1", "--eval-every", "3", "--dtype", "float64", "--dropout",
-    "0.1", "--eval-samples", "4",
+    "0.1", "--eval-samples", "4", "--no-save",
 ]  # fmt: skip
 
 
