@@ -29,7 +29,7 @@ from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer
-from mpcore import Mesh, materialize
+from mpcore import Mesh, from_pretrained, materialize
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
@@ -68,6 +68,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "llama biased": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=8),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=7, pad_token_id=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_parameters=YARN),
     "qwen3": lambda: transformers.Qwen3Config(
         **SIZES, head_dim=8, use_sliding_window=True, sliding_window=7, max_window_layers=0
@@ -240,11 +241,34 @@ def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_pa
 # --- configs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "smollm3"])
+def test_a_family_that_the_blocks_cannot_be_is_refused_with_the_reason(kind):
+    with pytest.raises(ValueError, match=rf"model_type '{kind}', which the blocks here cannot be: .*from_pretrained"):
+        config_from_hf(transformers.CONFIG_MAPPING[kind]().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("iter_1/__0_0.distcp", "torch_dist .*in pickles, .*Megatron Bridge"),
+        ("global_step1/mp_rank_00_model_states.pt", "DeepSpeed .*zero_to_fp32.py with --safe_serialization"),
+        ("step_universal/zero/model.weight/fp32.pt", "DeepSpeed, universal .*go back to the checkpoint it was made of"),
+        ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-LM .*Megatron Bridge"),
+    ],
+)
+def test_checkpoints_of_other_libraries_are_refused_with_the_way_out(tmp_path, name, match):
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"")
+    for read in (open_hf, open_checkpoint, from_pretrained):
+        with pytest.raises(ValueError, match=match):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_config_comes_back_and_older_ones_read_alike(folders, name):
     values = read_json(folders[name] / "config.json")
     config = config_from_hf(values)
-    written = config_to_hf(config)
+    written = config_to_hf(config, first=values["model_type"])
     assert config_from_hf(written) == config
     assert written["model_type"] == values["model_type"]
     if config.rope_scaling is not None:

@@ -175,6 +175,13 @@ _MISTRAL = replace(
     rules=(*_LLAMA.rules, "window"),
     ours=_NO_BIASES,
 )
+_PHI3 = replace(
+    _MISTRAL,
+    class_name="Phi3ForCausalLM",
+    fields=_DECODER | {"rms_norm_eps": Field("norm_eps", 1e-5), "sliding_window": Field("window", None)},
+    ignored=_IGNORED | {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"},  # the second of longrope
+    block=_LLAMA_BLOCK | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
+)
 _QWEN2 = replace(
     _LLAMA,
     class_name="Qwen2ForCausalLM",
@@ -239,5 +246,15 @@ _DEEPSEEK_V3 = replace(
 )  # fmt: skip
 ARCHITECTURES = {
     "gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "mixtral": _MIXTRAL,
-    "qwen3_moe": _QWEN3_MOE, "deepseek_v2": _DEEPSEEK_V2, "deepseek_v3": _DEEPSEEK_V3,
+    "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "deepseek_v2": _DEEPSEEK_V2, "deepseek_v3": _DEEPSEEK_V3,
 }  # fmt: skip
+REFUSED = {  # what our blocks cannot be
+    "falcon": "it adds attention and MLP to the residual stream in parallel",
+    "gemma": "it multiplies the embeddings by sqrt(hidden_size), and its norms by 1 + weight",
+    "gemma2": "it caps logits softly, has norms after attention and MLP too, and multiplies its norms by 1 + weight",
+    "gemma3_text": "it has norms after attention and MLP too, and another RoPE in the layers with a window",
+    "gpt_neox": "it rotates a part of each head, adds attention and MLP in parallel, and packs Q, K and V head by head",
+    "gpt_oss": "its attention has sinks, every second layer a window, and its experts have biases and a clamped GLU",
+    "olmo2": "its norms come after attention and MLP, and those of queries and keys run over all heads together",
+    "smollm3": "every fourth layer has no RoPE (no_rope_layers)",
+}

@@ -27,7 +27,8 @@ class Carried:
     """The files and fields that travel with a model's weights.
 
     Attributes:
-        config: fields of config.json: token ids, and the maximum length if the run's sequences are shorter.
+        config: fields of config.json: `model_type`, token ids, and the maximum length if the run's sequences are
+            shorter.
         files: the tokenizer's files and generation_config.json, by name.
     """
 
@@ -69,7 +70,9 @@ class Carried:
 
 def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> Carried:
     """Read what to carry from a folder of Hugging Face, whose config.json has this content."""
-    return Carried({name: value for name, value in values.items() if name in TOKENS}, _read_files(Path(folder)))
+    return Carried(
+        {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}, _read_files(Path(folder))
+    )
 
 
 def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:

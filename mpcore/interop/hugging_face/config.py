@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER, NEEDED, Architecture
+from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER, NEEDED, REFUSED, Architecture
 from mpcore.layers.rope import rope_frequencies
 
 JSON_LIMIT = 100 * 2**20  # bytes
@@ -68,6 +68,11 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
         ValueError: if the architecture or a field is not supported, or a field is not known to be harmless.
     """
     kind = values.get("model_type")
+    if kind in REFUSED:
+        raise ValueError(
+            f"{where} has model_type {kind!r}, which the blocks here cannot be: {REFUSED[kind]}. Train it as it is, "
+            f"with mpcore.from_pretrained; supported are {list(ARCHITECTURES)}"
+        )
     if kind not in ARCHITECTURES:
         raise ValueError(f"{where} has model_type {kind!r}: supported are {list(ARCHITECTURES)}")
     ours, problems = _read(ARCHITECTURES[kind], values, where)
@@ -85,21 +90,27 @@ def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
         raise ValueError(f"{path} describes no model: {error}") from None
 
 
-def config_to_hf(config: Any, *, spec: ModelSpec) -> dict[str, Any]:
-    """Make the content of a config.json from a configuration; ValueError as `architecture_of`."""
-    kind = architecture_of(config, spec=spec)
+def config_to_hf(config: Any, *, spec: ModelSpec, first: str | None = None) -> dict[str, Any]:
+    """Make the content of a config.json from a configuration; arguments and ValueError as `architecture_of`."""
+    kind = architecture_of(config, spec=spec, first=first)
     return {"model_type": kind, **_write(ARCHITECTURES[kind], _flat(spec.describe(config)))}
 
 
-def architecture_of(config: Any, *, spec: ModelSpec) -> str:
+def architecture_of(config: Any, *, spec: ModelSpec, first: str | None = None) -> str:
     """Find the `model_type` of a configuration: the first whose config.json, read again, gives the same model.
+
+    Args:
+        config: the configuration.
+        spec: your model.
+        first: the `model_type` to try first, such as that of the folder that was imported.
 
     Raises:
         ValueError: if there is none, with the fields that the closest would change.
     """
     wanted = _flat(spec.describe(config))
     found: dict[str, list[str]] = {}
-    for kind, architecture in ARCHITECTURES.items():
+    order = sorted(ARCHITECTURES, key=lambda kind: kind != first)
+    for kind, architecture in ((kind, ARCHITECTURES[kind]) for kind in order):
         if architecture.kind == ("moe.experts" in wanted, "latent.kv_lora_rank" in wanted):
             found[kind] = _changes(architecture, wanted, spec)
             if not found[kind]:

@@ -19,9 +19,17 @@ from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
-from mpcore.interop.hugging_face.carried import carried_by_checkpoint, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face.carried import FOLDER, carried_by_checkpoint, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
-from mpcore.interop.hugging_face.folder import ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
+from mpcore.interop.hugging_face.folder import (
+    ROUTER_BIAS,
+    ROUTER_STATISTICS,
+    Part,
+    Source,
+    open_hf,
+    parts_of,
+    refuse_other_formats,
+)
 from mpcore.interop.hugging_face.writing import (
     SHARD_BYTES,
     check_new,
@@ -150,7 +158,8 @@ def export_hf(
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path, spec=spec)
-    pieces = _pieces(path, manifest, parts_of(config, spec=spec))
+    first = manifest.extra.get(FOLDER, {}).get("config", {}).get("model_type")
+    pieces = _pieces(path, manifest, parts_of(config, spec=spec, first=first))
     likes = {
         part.key: torch.empty(part.stored, dtype=_written_as(name, entry, dtype), device="meta")
         for name, entry, part in pieces.values()
@@ -159,7 +168,7 @@ def export_hf(
     _check_model(manifest, files, {name for name, _, _ in pieces.values()})
     carried = carried_by_checkpoint(path)
     beside = carried.files if tokenizer is None else tokenizer_files(tokenizer)
-    values = {**carried.config, **config_to_hf(config, spec=spec)}
+    values = {**carried.config, **config_to_hf(config, spec=spec, first=first)}
     values["torch_dtype"] = str(next(iter(likes.values())).dtype).removeprefix("torch.")
     if LENGTH in carried.config:
         values[LENGTH] = max(values[LENGTH], carried.config[LENGTH])
@@ -188,6 +197,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[M
     Raises:
         ValueError: if it is no checkpoint, is incomplete, or holds another model.
     """
+    refuse_other_formats(resolve(path))
     manifest = read_complete(resolve(path))
     try:
         config = spec.config(**manifest.config["model"])

@@ -51,15 +51,20 @@ class Part:
         return tensor.view(self.shape)
 
 
-def parts_of(config: Any, *, spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+def parts_of(
+    config: Any, *, spec: ModelSpec, first: str | None = None
+) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """Map each of our tensors to its logical shape and to the parts of it that their tensors are, first rows first.
 
     A router's parameters besides its weight have no parts, except the bias in DeepSeek-V3.
 
+    Args:
+        config, spec, first: as of `architecture_of`.
+
     Raises:
         ValueError: if no architecture is such a model, or a parameter has no counterpart there.
     """
-    kind = architecture_of(config, spec=spec)
+    kind = architecture_of(config, spec=spec, first=first)
     architecture, ours = ARCHITECTURES[kind], spec.describe(config)
     names = {**architecture.ends, **{f"blocks.{{}}.{module}": key for module, key in architecture.block.items()}}
     if ours["latent"] is not None and ours["latent"]["q_lora_rank"] is None:
@@ -130,9 +135,10 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
         ValueError: if the weights are pickles, or a file, tensor or field is missing, unknown, damaged or misshapen.
     """
     folder = Path(folder)
+    refuse_other_formats(folder)
     values, config = read_json(folder / "config.json"), read_config(folder, spec=spec)
     files, where = open_files(folder)
-    parts = parts_of(config, spec=spec)
+    parts = parts_of(config, spec=spec, first=values["model_type"])
     prefix = ARCHITECTURES[values["model_type"]].prefix
     bare = not any(key.startswith(prefix) for key in where)  # as the base model is saved, without a head
     source = Source(folder, config, values, {}, files)
@@ -204,3 +210,33 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
         if where.get(key) != name:
             raise ValueError(f"{folder / INDEX} says that {key} is in {name}, which does not hold it")
     return files, where
+
+
+def refuse_other_formats(folder: Path) -> None:
+    """Refuse checkpoints of Megatron-Core, torch and DeepSpeed, which hold tensors in pickles.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    for pattern, (kind, way) in _OTHER_FORMATS.items():
+        found = next(iter(sorted(folder.glob(pattern))), None)
+        if found is not None:
+            raise ValueError(
+                f"{folder} is a checkpoint of {kind} ({found.relative_to(folder)}), whose tensors lie in pickles, "
+                f"which run code when they are read: {way}"
+            )
+
+
+_DEEPSPEED = "run its zero_to_fp32.py with --safe_serialization, and put the config.json of the model beside the result"
+_OTHER_FORMATS = {
+    "**/*.distcp": (
+        "torch.distributed.checkpoint, as Megatron-Core's torch_dist",
+        "export it to a Hugging Face folder where it was written, such as with Megatron Bridge",
+    ),
+    "**/mp_rank_*_model_states.pt": ("DeepSpeed", _DEEPSPEED),
+    "**/zero/*/fp32.pt": ("DeepSpeed, universal", f"go back to the checkpoint it was made of; {_DEEPSPEED}"),
+    "**/mp_rank_*/model_optim_rng.pt": (
+        "Megatron-LM",
+        "export it to a Hugging Face folder where it was written, such as with Megatron Bridge",
+    ),
+}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, host_memory
-from mpcore.interop.hugging_face.folder import open_files
+from mpcore.interop.hugging_face.folder import open_files, refuse_other_formats
 from mpcore.interop.hugging_face.pretrained import Held, held_tensors, saved_state
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_tensors, transformers_module
 from mpcore.interop.parallelize import parallelize
@@ -92,6 +92,7 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         raise ValueError(
             f"{path} is no folder: download the model first, such as with huggingface_hub.snapshot_download"
         )
+    refuse_other_formats(path)
     transformers = transformers_module()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
