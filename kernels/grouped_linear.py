@@ -17,6 +17,7 @@ Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), for products of group
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,10 @@ class Activation(NamedTuple):
 
 ACTIVATIONS = {
     "swiglu": Activation(swiglu_reference, "silu", True),
-    "geglu": Activation(geglu_reference, "gelu_tanh", True),
-    "gelu": Activation(gelu_reference, "gelu_tanh", False),
+    "geglu": Activation(partial(geglu_reference, approximate="none"), "gelu_erf", True),
+    "geglu_tanh": Activation(geglu_reference, "gelu_tanh", True),
+    "gelu": Activation(partial(gelu_reference, approximate="none"), "gelu_erf", False),
+    "gelu_tanh": Activation(gelu_reference, "gelu_tanh", False),
     "relu_squared": Activation(relu_squared_reference, "squared", False),
 }
 

@@ -1,6 +1,7 @@
 """`parallelize` on models that aren't ours: what they compute, their gradients and their training stay the same."""
 
 import copy
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,6 +23,7 @@ from mpcore import (
     reduce_gradients,
     vocab_parallel_cross_entropy,
 )
+from mpcore.interop.parallelize import swap
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
 from tests.equality import close, full_gradients
@@ -353,6 +355,23 @@ def test_a_single_layer_is_returned_swapped_and_a_copy_works():
     got = copy.deepcopy(parallelize(layer, {"": "colwise"}, on(1)))
     assert isinstance(got, ColumnParallelLinear)
     assert torch.equal(got.weight, layer.weight[2:4])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As Gemma's."""
+
+    def forward(self, input):
+        return super().forward(input) * 3
+
+
+def test_a_scaled_embeddings_whole_table_lives_until_all_shards_are_placed():
+    """Shards are placed by the ids of whole tensors: once, Gemma's q_proj got the id of the table, and its shard."""
+    model = nn.Sequential(ScaledEmbedding(64, 8), nn.Linear(8, 64, bias=False))
+    table, placed = weakref.ref(model[0].weight), []
+    with mock.patch.object(swap, "call_layers", side_effect=lambda *_: placed.append(table() is not None)):
+        parallelize(model, {"0": "vocab", "1": "colwise"}, Axis(2, 0, name="tp"), check=False)
+    assert placed == [True]
+    assert table() is None
 
 
 def test_the_models_own_plan_and_rules_laid_over_it():

@@ -218,6 +218,23 @@ def test_a_plan_is_found_that_shards_as_much_as_the_known_one(family):
     assert "proven equal to the whole model" in str(suggestion)
 
 
+class UnevenHeads(nn.Module):
+    """Its attention fails on the one rank that has an odd number of features."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.ModuleDict({"a": nn.Linear(8, 9), "b": nn.Linear(9, 8)})
+
+    def forward(self, x):
+        h = self.mix["a"](x)
+        return self.mix["b"](h if h.shape[-1] == 9 else h.unflatten(-1, (-1, 2)).flatten(-2))
+
+
+def test_a_plan_that_fails_on_one_rank_alone_is_refused_by_what_failed_there():
+    with pytest.raises(ValueError, match=r"^the model itself fails on 2 ranks: unflatten: Provided sizes \[-1, 2\]"):
+        parallelize(UnevenHeads(), pair("mix.a", "mix.b"), Axis(2, 0, name="tp"))
+
+
 def test_ranks_that_call_other_collectives_or_fail_do_not_hang():
     def unequal(axis):
         return collectives.reduce(torch.ones(2 + axis.rank), axis)

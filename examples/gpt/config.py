@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpcore import Mesh
+from mpcore.layers.mlp import GATED
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class GPTConfig:
         """Width of the dense MLP."""
         if self.d_ff is not None:
             return self.d_ff
-        gated = self.activation in ("swiglu", "geglu")
+        gated = self.activation in GATED
         return -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model
 
     @property

@@ -7,7 +7,7 @@ from functools import partial
 from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
 
 _gpt2 = partial(
-    GPTConfig, vocab_size=50257, seq_len=1024, activation="gelu", norm="layer", positions="learned", bias=True,
+    GPTConfig, vocab_size=50257, seq_len=1024, activation="gelu_tanh", norm="layer", positions="learned", bias=True,
     tie_embeddings=True,
 )  # fmt: skip
 _llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0)

@@ -6,11 +6,15 @@ squared ReLU: So et al. 2021 (arXiv:2109.08668).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mpcore._torch.fake import real_tensors
 from mpcore.kernels.geglu import geglu
 from mpcore.kernels.gelu import gelu
 from mpcore.kernels.relu_squared import relu_squared
@@ -21,8 +25,18 @@ from mpcore.layers.module import Init, LayerOptions, check_names, pick
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu_squared": relu_squared}
-GATED = ("swiglu", "geglu")
+Activation = str | Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": partial(geglu, approximate="none"),
+    "geglu_tanh": geglu,
+    "gelu": partial(gelu, approximate="none"),
+    "gelu_tanh": gelu,
+    "relu": F.relu,
+    "relu_squared": relu_squared,
+    "silu": F.silu,
+}
+GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class ParallelMLP(torch.nn.Module):
@@ -31,14 +45,16 @@ class ParallelMLP(torch.nn.Module):
     Args:
         dim: D, the model width.
         hidden_dim: F, the hidden width (of the gate and of the up projection each, where there is a gate).
-        activation: "swiglu", "geglu", "gelu" (tanh form) or "relu_squared".
+        activation: "swiglu", "gelu", "gelu_tanh", "geglu", "geglu_tanh", "relu", "relu_squared" or "silu". "gelu" and
+            "geglu" are exact, as in torch. Or a callable without parameters, [..., F] -> [..., F], that works on each
+            feature by itself; one that makes F features of 2F, such as `torch.nn.functional.glu`, gets [gate | up].
         bias: biases of the projections.
         output_init: fills the weight of down; None: as `init`.
         options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
             sequence parallel input and output are this rank's shard of the sequence.
 
     Raises:
-        ValueError: for an unknown activation.
+        ValueError: for an unknown activation, or a callable that has parameters or mixes features.
 
     Example:
         >>> mlp = mpcore.ParallelMLP(8, 32, "gelu")
@@ -50,7 +66,7 @@ class ParallelMLP(torch.nn.Module):
         self,
         dim: int,
         hidden_dim: int,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         *,
         bias: bool = True,
         output_init: Init | None = None,
@@ -58,18 +74,47 @@ class ParallelMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_names(options, LayerOptions)
-        check_activation(activation)
-        self.activation = activation
-        up = GateUpParallelLinear if activation in GATED else ColumnParallelLinear
+        self.activation, gated = find_activation(activation)
+        up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up = up(dim, hidden_dim, bias, **options)
         self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D], the hidden [..., F/tp] between."""
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
-def check_activation(name: str) -> None:
-    """Refuse an activation that isn't there."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is unknown: it is one of {sorted(ACTIVATIONS)}")
+def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """Return an activation by its name or itself, and whether it is gated: makes F features of [gate | up], 2F.
+
+    Raises:
+        ValueError: if the name is unknown, or a callable can't be sharded over the features.
+    """
+    if isinstance(given, str):
+        if given not in ACTIVATIONS:
+            raise ValueError(f"activation {given!r} is unknown: it is one of {sorted(ACTIVATIONS)}, or a callable")
+        return ACTIVATIONS[given], given in GATED
+    if isinstance(given, torch.nn.Module) and next(given.parameters(), None) is not None:
+        raise ValueError(
+            f"activation {given} has parameters, and each rank of tp would train its own: write the MLP with "
+            f"ColumnParallelLinear and RowParallelLinear, and call mpcore.add_partial(activation, 'weight', tp)"
+        )
+    return given, _tried(given)
+
+
+def _tried(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Try a callable on some of 64 features and 2 tokens: it must give what it gives of all. Returns if it is gated."""
+    with real_tensors(), torch.no_grad():
+        z = torch.linspace(-2, 3, 128, device="cpu").view(2, 64)
+        try:
+            whole = activation(z.clone())
+            gated, some = whole.shape == (2, 32), activation(z[1:, 1::2].clone())
+            same = whole.shape in ((2, 32), (2, 64)) and torch.allclose(some, whole[1:, 1::2])
+        except Exception as error:
+            raise ValueError(f"activation {activation} fails on a tensor (2, 64) on the CPU: {error}") from error
+    if not same:
+        raise ValueError(
+            f"activation {activation} gives other values on a part of the features than on all of them, so it can't be "
+            f"sharded over tp: give a function of each feature by itself"
+        )
+    return gated

@@ -21,6 +21,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
@@ -35,6 +36,7 @@ from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
 from mpcore.interop.hugging_face import read_json, writing
 from mpcore.interop.hugging_face.config import JSON_LIMIT
+from mpcore.layers.mlp import ACTIVATIONS
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from tests.examples.test_pretrain import save_as, trainer
@@ -285,7 +287,7 @@ REFUSED = [
     ({**LLAMA, "model_type": "gemma2"}, r"model_type 'gemma2'"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
-    ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act 'gelu'"),
+    ({**LLAMA, "hidden_act": "relu"}, r"hidden_act 'relu'"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
     ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6' must be a number, not text"),
     ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0' must be a number"),
@@ -296,7 +298,7 @@ REFUSED = [
     ({n: v for n, v in LLAMA.items() if n != "hidden_size"}, r"config.json has no hidden_size"),
     ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, r"layer_types \['full_att"),
     ({**LLAMA, "model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, r"layer_types"),
-    ({"model_type": "gpt2", **GPT2, "activation_function": "gelu"}, r"activation_function 'gelu'"),
+    ({"model_type": "gpt2", **GPT2, "activation_function": "quick_gelu"}, r"activation_function 'quick_gelu'"),
     ({"model_type": "gpt2", **GPT2, "scale_attn_weights": False}, r"scale_attn_weights False"),
     ({"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx"),
     ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, r"add_cross_attention"),
@@ -326,6 +328,23 @@ REFUSED = [
     ({**DEEPSEEK_V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, r"norm_topk_prob True"),
     ({**DEEPSEEK_V3, "first_k_dense_replace": 2}, r"moe dense 2 leaves no experts in the 2 layers"),
 ]
+
+
+@pytest.mark.parametrize(
+    "theirs", ["gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu"]
+)
+def test_an_activation_is_the_one_that_transformers_calls_so(theirs):
+    x, u = torch.linspace(-4, 4, 64, dtype=torch.float64).view(2, 32)
+    config = config_from_hf({"model_type": "gpt2", **GPT2, "activation_function": theirs})
+    torch.testing.assert_close(
+        ACTIVATIONS[config.activation](x), ACT2FN[theirs](x), atol=1e-11, rtol=0
+    )  # "gelu_fast" rounds its constant
+    assert config_from_hf(config_to_hf(config)) == config
+    if theirs != "relu":
+        gated = config_from_hf({**LLAMA, "hidden_act": theirs})
+        want = ACT2FN[theirs](x) * u
+        torch.testing.assert_close(ACTIVATIONS[gated.activation](torch.cat([x, u])), want, atol=1e-11, rtol=0)
+        assert config_from_hf(config_to_hf(gated)) == gated
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from mpcore import Axis, ParallelMLP
@@ -14,10 +15,17 @@ from tests.pool import mesh
 B, T, D = 2, 12, 4
 FORMULAS = {
     "swiglu": lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
-    "geglu": lambda h: F.gelu(h[..., : h.shape[-1] // 2], approximate="tanh") * h[..., h.shape[-1] // 2 :],
-    "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "geglu": lambda h: F.gelu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
+    "geglu_tanh": lambda h: F.gelu(h[..., : h.shape[-1] // 2], approximate="tanh") * h[..., h.shape[-1] // 2 :],
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": lambda h: torch.clamp(h, min=0),
+    "silu": lambda h: h / (1 + torch.exp(-h)),
     "relu_squared": lambda h: torch.clamp(h, min=0) ** 2,
+    F.glu: lambda h: h[..., : h.shape[-1] // 2] * torch.sigmoid(h[..., h.shape[-1] // 2 :]),
+    nn.Tanh(): lambda h: 1 - 2 / (torch.exp(2 * h) + 1),
 }
+SHARDED = ("geglu", "gelu", "relu_squared", F.glu, nn.Tanh())  # a kind each, of two and of one projection
 
 
 def draw(seed, *shape):
@@ -61,7 +69,7 @@ def check_mlp(activation, hidden, bias, sequence, shape, frozen=False):
 
 
 def check_all():
-    for activation, hidden, bias in itertools.product(FORMULAS, (12, 10), (True, False)):
+    for activation, hidden, bias in itertools.product(SHARDED, (12, 10), (True, False)):
         check_mlp(activation, hidden, bias, None, (B, T))
         check_mlp(activation, hidden, bias, 1, (B, T))
     for activation in ("swiglu", "gelu"):
@@ -78,9 +86,12 @@ def test_sharded_equals_dense_for_every_activation(ranks, size):
 
 
 def test_what_is_unknown_or_too_small_is_refused():
-    with pytest.raises(
-        ValueError, match=r"activation 'relu' is unknown: it is one of \['geglu', 'gelu', 'relu_squared'"
-    ):
-        ParallelMLP(D, 8, "relu")
+    with pytest.raises(ValueError, match=r"activation 'gelu_new' is unknown: it is one of \['geglu', 'geglu_tanh', "):
+        ParallelMLP(D, 8, "gelu_new")
+    for mixes in (nn.Softmax(-1), lambda x: x - x.mean(0), nn.Dropout(), lambda x: x[..., :1], lambda x: x.sum(-1)):
+        with pytest.raises(ValueError, match=r"activation .* (gives other values on a part of the features|fails on)"):
+            ParallelMLP(D, 8, mixes)
+    with pytest.raises(ValueError, match=r"PReLU.* has parameters, and each rank of tp would train its own"):
+        ParallelMLP(D, 8, nn.PReLU())
     with pytest.raises(ValueError, match="hidden_features 3 is smaller than the tp size 4"):
         ParallelMLP(D, 3, tp=Axis(4, 0, None, "tp"))

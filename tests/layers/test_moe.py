@@ -622,7 +622,7 @@ def test_upcycling_begins_with_the_dense_models_output():
         ({"jitter": 1.0}, r"jitter 1.0 is not in \[0, 1\)"),
         ({"z_loss": -1.0}, "z_loss -1.0 is negative"),
         ({"dispatch": "ring"}, "dispatch 'ring' is none of"),
-        ({"activation": "relu"}, "activation 'relu' is unknown"),
+        ({"activation": "tanh"}, "activation 'tanh' is unknown"),
         ({"shared_experts": -1}, "shared_experts -1 is negative"),
     ],
 )

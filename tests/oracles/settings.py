@@ -8,7 +8,7 @@ PRESETS = {  # norm, its eps, positions, activation, biases, tied embeddings
     "tiny": ("rms", 1e-6, "rope", "swiglu", False, False),
     "tiny-moe": ("rms", 1e-6, "rope", "swiglu", False, False),
     "tiny-mla": ("rms", 1e-6, "rope", "swiglu", False, False),
-    "gpt2": ("layer", 1e-5, "learned", "gelu", True, True),
+    "gpt2": ("layer", 1e-5, "learned", "gelu_tanh", True, True),
 }
 
 

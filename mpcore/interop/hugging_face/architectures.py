@@ -68,6 +68,15 @@ _MOE_FORGOTTEN = _FORGOTTEN | {
     f"moe.{name}" for name in ("aux_loss", "aux_coefficient", "z_loss", "bias_rate", "bias", "dispatch")
 }
 
+
+def _words(ours: str) -> dict[str, str]:
+    """Our word for each of theirs, of which five are one function in two forms."""
+    tanh = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), f"{ours}_tanh")
+    return tanh | {"gelu": ours, "gelu_python": ours}
+
+
+_PLAIN = {"gelu_new": "gelu_tanh"} | _words("gelu") | {"relu": "relu", "silu": "silu"}
+
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 _ENDS = {
@@ -82,7 +91,7 @@ _SIZES = _ENDS | {
 _DECODER = _SIZES | {
     "num_key_value_heads": Field("kv_heads", None),
     "head_dim": Field("head_dim", None),
-    "hidden_act": Field("activation", words={"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}),
+    "hidden_act": Field("activation", words={"silu": "swiglu", **_words("geglu")}),
     "rms_norm_eps": Field("norm_eps", 1e-6),
 }
 _BIASES = {"attention_bias": Field("qkv_bias output_bias", False)}
@@ -141,7 +150,7 @@ _GPT2 = Architecture(
         "tie_word_embeddings": Field("tie_embeddings", True), "n_positions": Field("seq_len"),
         "n_layer": Field("layers"), "n_embd": Field("d_model"), "n_head": Field("heads"),
         "n_inner": Field("d_ff", None), "layer_norm_epsilon": Field("norm_eps", 1e-5),
-        "activation_function": Field("activation", "gelu_new", words={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}),
+        "activation_function": Field("activation", "gelu_new", words=_PLAIN),
     },
     rules=("gpt2",),
     ours={"norm": "layer", "positions": "learned", "bias": True},

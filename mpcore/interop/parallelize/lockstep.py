@@ -20,6 +20,10 @@ class CommunicatesError(RuntimeError):
     """A model communicates over other groups, or in other ways, than the layers that `parallelize` puts in."""
 
 
+class UnequalError(ValueError):
+    """The ranks make different collectives, or one has ended while another goes on."""
+
+
 class _Group:
     """Stands for a process group: the place where the threads meet. One thread computes at a time."""
 
@@ -40,7 +44,7 @@ class _Group:
         self._meet()
         said = [f"{what} of {tuple(x.shape)}" for what, x in found]
         if len(set(said)) > 1:
-            raise ValueError(f"the ranks make different collectives: {', '.join(said)}")
+            raise UnequalError(f"the ranks make different collectives: {', '.join(said)}")
         return [x for _, x in found]
 
     def _meet(self) -> None:

@@ -6,7 +6,9 @@ torch.distributed. It compares outputs, and gradients of all parameters and inpu
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from mpcore._torch.fake import real_tensors
 from mpcore._torch.pytree import leaves, map_tensors
 from mpcore.gradients.reduce import reduce_gradients
-from mpcore.interop.parallelize.lockstep import CommunicatesError, lockstep
+from mpcore.interop.parallelize.lockstep import CommunicatesError, UnequalError, lockstep
 from mpcore.interop.parallelize.plan import Colwise, Rowwise, Style, Target
 from mpcore.interop.parallelize.twin import (
     MOST,
@@ -127,13 +129,16 @@ class Prover:
             named = [(n, m, twin.names.get(n, n)) for n, m in twin.model.named_modules()]  # a forward may add modules
             found = [(name, module, styles[full]) for name, module, full in named if full in styles]
 
-            def rank_run(axis: Axis) -> Run:
+            runs: list[Run] = [Run()] * size
+
+            def rank_run(axis: Axis) -> None:
                 part = copy.deepcopy(twin.model)
                 mine = [(name, part.get_submodule(name), style) for name, _, style in found]
-                return run(cut(part, mine, axis), arguments)
+                runs[axis.rank] = run(cut(part, mine, axis), arguments)
 
             try:
-                runs = lockstep(size, rank_run)
+                with contextlib.suppress(UnequalError):  # where one rank failed alone, its run has the error
+                    lockstep(size, rank_run)
             except CommunicatesError as error:
                 raise CannotCheckError(str(error)) from error
             return compare(twin, whole, runs, found, self.tolerance)
@@ -212,8 +217,9 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 
 def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float) -> str | None:
     """What is wrong with the sharded runs, in words that name the module; None: nothing."""
-    failed = next((found for found in runs if found.error is not None), None)
-    if failed is not None and failed.error is not None:
+    errors = [found for found in runs if found.error is not None]
+    if errors:
+        failed = min(errors, key=lambda found: isinstance(found.error, UnequalError | threading.BrokenBarrierError))
         where = twin.names.get(failed.where, failed.where) or "the model itself"
         said = f"{where} fails on {len(runs)} ranks: {_first_line(failed.error)}"
         return said + _advice(twin, failed.where, targets, len(runs), failed=True)

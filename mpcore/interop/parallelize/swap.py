@@ -216,12 +216,12 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             parent, _, child = name.rpartition(".")
             places.setdefault(id(module), []).append((model.get_submodule(parent), child))
     shards: dict[int, nn.Parameter] = {}
-    cuts: dict[int, Sharding] = {}
+    cuts: dict[int, tuple[Sharding, nn.Parameter]] = {}  # each parameter is held, or a new one could get its id
     for key, (module, layer) in swaps.items():
         for leaf, full in module.named_parameters(recurse=False):
             shard = shards.setdefault(id(full), _shard(full, layer.shardings[leaf]))  # type: ignore[index]
             layer.register_parameter(leaf, shard)
-            cuts[id(full)] = sharding_of(layer, leaf, full)
+            cuts[id(full)] = sharding_of(layer, leaf, full), full
         layer.train(module.training)
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
             _shard_in_place(module, layer)
@@ -234,7 +234,7 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
         for leaf, full in module.named_parameters(recurse=False):
             if id(full) in cuts:
                 module.register_parameter(leaf, shards[id(full)])
-                declare_anew(module, leaf, cuts[id(full)])
+                declare_anew(module, leaf, cuts[id(full)][0])
     call_layers(model, (layer for _, layer in swaps.values()))
     return model
 

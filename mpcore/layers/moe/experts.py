@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.layers.linear import check_size
 from mpcore.layers.linear_ops import autocast_dtype, cast
-from mpcore.layers.mlp import ACTIVATIONS, GATED, check_activation
+from mpcore.layers.mlp import Activation, find_activation
 from mpcore.layers.module import Init, ParallelModule, TensorOptions, uniform
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
@@ -94,7 +94,7 @@ class Experts(nn.Module):
         num_experts: int,
         dim: int,
         hidden_dim: int,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         *,
         ep: Axis = Axis(role="ep"),
         etp: Axis = Axis(name="etp"),
@@ -104,12 +104,11 @@ class Experts(nn.Module):
         **like: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        check_activation(activation)
         if num_experts % ep.size:
             raise ValueError(f"{num_experts} experts are not a multiple of the ep size {ep.size}")
         check_size("hidden_dim", hidden_dim, etp)
-        self.activation = activation
-        blocks = (hidden_dim,) * (2 if activation in GATED else 1)
+        self.activation, gated = find_activation(activation)
+        blocks = (hidden_dim,) * (1 + gated)
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
         shared: dict[str, Any] = {"ep": ep, "used_share": used_share, **like}
         self.gate_up = GroupedLinear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
@@ -117,4 +116,4 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[R, D] rows, expert by expert -> [R, D], the hidden [R, F/etp] between."""
-        return self.down(ACTIVATIONS[self.activation](self.gate_up(x, counts)), counts)
+        return self.down(self.activation(self.gate_up(x, counts)), counts)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.layers.linear import check_last
-from mpcore.layers.mlp import ParallelMLP
+from mpcore.layers.mlp import Activation, ParallelMLP
 from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorOptions, TensorParallelOptions, pick
 from mpcore.layers.moe.dispatch import DISPATCHES, AllGather, AllToAll
 from mpcore.layers.moe.experts import Experts
@@ -68,7 +68,7 @@ class ParallelMoE(ParallelLayer):
         hidden_dim: int,
         num_experts: int,
         top_k: int,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         *,
         shared_experts: int = 0,
         dispatch: str | None = None,

@@ -84,8 +84,10 @@ def test_grouped_product(counts, rows, D, F, dtype, layout):
         ("swiglu", [3, 0, 130, 2], 140, 40, 74, F32),
         ("swiglu", [0, 0], 4, 8, 8, F32),
         ("swiglu", [3, 2], 5, 0, 8, F32),
-        ("geglu", [3, 0, 5], 12, 33, 10, BF16),
-        ("gelu", [3, 0, 5], 12, 33, 9, F16),
+        ("geglu", [3, 0, 5], 12, 33, 10, F32),
+        ("geglu_tanh", [3, 0, 5], 12, 33, 10, BF16),
+        ("gelu", [3, 0, 5], 12, 33, 9, F32),
+        ("gelu_tanh", [3, 0, 5], 12, 33, 9, F16),
         ("relu_squared", [9], 9, 16, 16, F32),
     ],
 )
