@@ -93,6 +93,37 @@ def rows(page: str, head: str) -> list[list[str]]:
 
 
 @picture
+def one_loss() -> str:
+    text = (DOCS.parent / "README.md").read_text()
+    (printed,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    runs = [(eval(sizes), [float(x) for x in losses.split()]) for sizes, losses in re.findall("({.*}) (.+)", printed)]
+    svg = Svg(330, f"One model, {len(runs)} layouts, one loss")
+    svg.text(12, 52, "the part of a weight that each rank stores", size=13)
+    svg.text(400, 52, "loss by step, a ring for each layout", size=13)
+    across, most = 400.0, max(max(losses) for _, losses in runs)
+    for level in (0.5, 1.0, 1.5):
+        y = 290 - 140 * level
+        svg.parts.append(f'<path d="M{across} {y:g}H740" stroke="#dddddd"/>')
+        svg.text(across - 6, y + 5, f"{level:g}", at="end", size=12)
+    assert most < 1.6
+    for i, ((sizes, losses), ink) in enumerate(zip(runs, (BLUE, ORANGE, GREEN, RED, PINK), strict=True)):
+        tp, dp, radius, top = sizes.get("tp", 1), sizes.get("dp", 1), 4 + 2.5 * i, 64 + 52 * i
+        name = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one process"
+        ring = f'r="{radius:g}" fill="none" stroke="{ink}" stroke-width="1.6"'
+        svg.parts.append(f'<circle cx="26" cy="{top + 20}" {ring}/>')
+        svg.text(50, top + 25, name)
+        for rank in range(tp * dp):
+            x = 150 + 52 * rank
+            svg.box(x, top, 40, 40, PALE, line=GREY)
+            svg.box(x + 40 / tp * (rank % tp), top + 40 / dp * (rank // tp), 40 / tp, 40 / dp, ink)
+        for step, loss in enumerate(losses):
+            svg.parts.append(f'<circle cx="{across + 30 + 70 * step}" cy="{290 - 140 * loss:.1f}" {ring}/>')
+    for step in range(len(runs[0][1])):
+        svg.text(across + 30 + 70 * step, 312, str(step), at="middle", size=12)
+    return str(svg)
+
+
+@picture
 def choose() -> str:
     svg = Svg(576, "Take the first answer that fits; add one axis at a time")
     questions = [
@@ -258,6 +289,104 @@ def concepts() -> str:
     svg.text(212, 326, "copy", at="end", size=13)
     svg.arrow(600, 284, 482, 332)
     svg.text(548, 326, "all_gather", size=13)
+    return str(svg)
+
+
+@picture
+def less_memory() -> str:
+    found = rows("memory.md", "layout | kind | saved a block")
+    svg = Svg(96 + 30 * len(found), "Full recomputation keeps 4 of 75 KiB of a block's activations, selective 32")
+    svg.text(
+        12, 50, "KiB that a block keeps for backward; tp 2 divides most of it, sequence parallelism the rest", size=13
+    )
+    inks = {"none": BLUE, "selective": ORANGE, "full": GREEN}
+    for i, (layout, kind, saved, _, _) in enumerate(found):
+        y, kib = 66 + 30 * i + 6 * (i // 3), int(saved.replace(",", "")) / 1024
+        if kind == "none":
+            svg.text(12, y + 42, layout.replace(" sequence", ", sequence"), size=13)
+        svg.text(278, y + 17, kind, at="end", size=13)
+        svg.box(286, y, 5 * kib, 24, inks[kind])
+        svg.text(292 + 5 * kib, y + 17, f"{kib:.0f}", size=13)
+    return str(svg)
+
+
+@picture
+def parameter_servers() -> str:
+    svg = Svg(300, "Under ZeRO every rank serves its own shard: no link carries the traffic of all")
+    svg.text(12, 56, "a parameter server", weight="bold")
+    svg.box(110, 74, 160, 50, ORANGE, "parameters,", "optimizer state")
+    for i in (0, 1):
+        left = 30 + 190 * i
+        svg.box(left, 216, 130, 50, SKY, f"worker {i}", "gradient")
+        svg.arrow(left + 50, 214, 150 + 60 * i, 128)
+        svg.arrow(170 + 60 * i, 128, left + 80, 214)
+    svg.text(64, 176, "push", size=13)
+    svg.text(196, 176, "pull", size=13)
+    svg.text(400, 56, "ZeRO: two ranks", weight="bold")
+    for rank in (0, 1):
+        left = 400 + 200 * rank
+        svg.box(left, 74, 148, 192, PALE, line=GREY)
+        svg.text(left + 8, 92, f"rank {rank}", size=13)
+        svg.box(left + 8, 102, 132, 50, ORANGE, f"shard {rank} of", "the parameters")
+        svg.box(left + 8, 206, 132, 50, SKY, "gradient of", "its samples")
+        svg.arrow(left + 74, 204, left + 74, 156)
+    svg.arrow(540, 204, 606, 156)
+    svg.arrow(610, 204, 544, 156)
+    svg.text(574, 240, "reduce-", at="middle", size=12)
+    svg.text(574, 256, "scatter", at="middle", size=12)
+    svg.text(574, 130, "all-", at="middle", size=12)
+    svg.text(574, 146, "gather", at="middle", size=12)
+    return str(svg)
+
+
+@picture
+def context_parallel() -> str:
+    chunks, ranks = 8, 4
+    svg = Svg(382, "Zigzag gives each rank of cp 4 the same causal work")
+    inks = (BLUE, ORANGE, GREEN, PINK)
+    svg.legend(12, 52, [(ink, f"rank {rank}") for rank, ink in enumerate(inks)])
+    owners = {"ring": [c // 2 for c in range(chunks)], "zigzag": [min(c, chunks - 1 - c) for c in range(chunks)]}
+    for side, (name, owner) in enumerate(owners.items()):
+        left, top, cell = 60 + 380 * side, 92, 22
+        svg.text(left, 80, name, weight="bold")
+        work = [0.0] * ranks
+        for query in range(chunks):
+            for key in range(query + 1):
+                x, y = left + cell * key, top + cell * query
+                half = f"M{x} {y}v{cell}h{cell}z" if key == query else f"M{x} {y}h{cell}v{cell}h-{cell}z"
+                svg.parts.append(f'<path d="{half}" fill="{inks[owner[query]]}" stroke="white"/>')
+                work[owner[query]] += 0.5 if key == query else 1
+        svg.text(left + cell * chunks / 2, top + cell * chunks + 18, "keys", at="middle", size=12)
+        svg.text(left - 8, top + cell * chunks / 2, "queries", at="end", size=12)
+        for rank, amount in enumerate(work):
+            y = 300 + 18 * rank
+            svg.box(left, y, 9 * amount, 14, inks[rank])
+            svg.text(left + 9 * amount + 6, y + 12, f"{amount / sum(work):.0%} of the work", size=12)
+    return str(svg)
+
+
+@picture
+def moe() -> str:
+    svg = Svg(330, "A token goes once to each rank that holds one of its experts")
+    svg.legend(12, 52, [(SKY, "tokens of a rank"), (ORANGE, "experts of a rank"), (GREEN, "weighted sums, sent back")])
+    chosen = ((0, 1), (0, 2), (2, 3), (1, 3))  # of tokens 0 and 1 on rank 0, 2 and 3 on rank 1: two experts each
+    for rank in (0, 1):
+        top = 74 + 124 * rank
+        svg.box(12, top, 736, 112, "none", line="#cccccc")
+        svg.text(20, top + 18, f"rank {rank}", weight="bold")
+        for i in (0, 1):
+            token, y = 2 * rank + i, top + 26 + 42 * i
+            svg.box(80, y, 150, 34, SKY, f"token {token}: {chosen[token][0]}, {chosen[token][1]}")
+            svg.box(330, y, 120, 34, ORANGE, f"expert {token}")
+            svg.box(560, y, 110, 34, GREEN, f"token {token}")
+    for token, experts in enumerate(chosen):
+        start = 74 + 124 * (token // 2) + 43 + 42 * (token % 2)
+        for rank in sorted({expert // 2 for expert in experts}):
+            mine = [expert for expert in experts if expert // 2 == rank]
+            ends = [74 + 124 * rank + 43 + 42 * (expert % 2) for expert in mine]
+            end = sum(ends) / len(ends)
+            svg.arrow(232, start, 328, end)
+            svg.arrow(452, end, 558, start)
     return str(svg)
 
 

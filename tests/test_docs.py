@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import shlex
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +22,17 @@ from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
 from mpcore.__main__ import main
 from mpcore.analysis.dry_run import dry_run
+from mpcore.command_line import find_object
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
 from tests import drawings
+from tests.pool import Simulated
 from tests.quick import some
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-CONSOLE = re.compile(r"```console\n\$ mpcore ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", re.DOTALL)
+CONSOLE = re.compile(r"^\$ mpcore ((?:[^\n]*\\\n)*[^\n]*)\n((?:(?!\$ |```)[^\n]*\n)*)", re.MULTILINE)
 
 
 def run_page(name: str, **sizes: object) -> dict:
@@ -98,9 +101,13 @@ def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks,
             torch.testing.assert_close(merged, weight, rtol=1e-4, atol=1e-6)
 
 
+PROGRAMS = {"start.md": ("first", "layouts"), "verify.md": ("mine",)}  # files that a page has the reader save
+
+
 def commands() -> list:
     """Each command that a page shows with what it prints; those on 80 blocks are for `make soak`."""
-    found = [(page.name, *each) for page in sorted(DOCS.glob("*.md")) for each in CONSOLE.findall(page.read_text())]
+    pages = [page for page in sorted(DOCS.glob("*.md")) if page.name not in PROGRAMS]
+    found = [(page.name, *each) for page in pages for each in CONSOLE.findall(page.read_text())]
     assert len(found) > 1
     long = [pytest.mark.slow]
     return [
@@ -224,6 +231,116 @@ def test_the_page_on_debugging_runs(capsys):
 @pytest.mark.parametrize("page", ["parallelize.md", "concepts.md"])
 def test_a_page_runs(page):
     run_page(page)
+
+
+@pytest.mark.parametrize(
+    ("page", "alone", "others"),
+    [
+        ("evaluation.md", "losses[0]", "losses[1:]"),
+        ("less_memory.md", "losses['nothing']", "losses.values()"),
+        ("moe.md", "losses", "[spread]"),
+    ],
+)
+def test_a_page_has_the_losses_of_one_rank_in_all_its_variants(page, alone, others):
+    held = run_page(page)
+    expected = eval(alone, held)
+    assert expected[-1] < expected[0]
+    for found in eval(others, held):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_page_on_checkpoints_goes_on_where_it_was(tmp_path):
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        held = run_page("checkpoints.md")
+        held["FOLDER"] = str(tmp_path / "one")
+        whole = mpcore.simulate(held["train"], 6)[0]
+    assert held["begun"] + held["resumed"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_page_on_faults_trains_and_saves_when_a_signal_comes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_page("faults.md")["run"].step == 5
+    wish = mock.patch("mpcore.fault_tolerance.signals.Wishes.after_step", lambda *_, **mine: {*mine})
+    with wish, pytest.raises(SystemExit) as left:
+        run_page("faults.md")
+    assert left.value.code == 75
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_the_page_on_parameter_servers_has_what_staleness_costs():
+    found = run_page("parameter_servers.md")["found"]
+    for stale, *distances in drawings.rows("parameter_servers.md", "staleness"):
+        for rate, distance in zip((0.1, 0.02), distances, strict=True):
+            places = len(distance.partition(".")[2])
+            assert float(distance.replace(",", "")) == pytest.approx(found[int(stale), rate], abs=0.51 * 10**-places)
+
+
+# --- pages whose reader saves files -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(request, tmp_path, monkeypatch):
+    """The files of a page in the working folder, and ranks as threads for `mpcore verify`."""
+    page = request.param
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    if page == "verify.md":
+        (tmp_path / "mine.py").write_text("\n".join(blocks))
+    else:
+        first, look, layouts = blocks
+        (tmp_path / "first.py").write_text(first)
+        (tmp_path / "look.py").write_text(look)
+        (tmp_path / "layouts.py").write_text(layouts)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("mpcore.verify.Pool", lambda most: SimulatedPool())
+    yield page
+    for name in PROGRAMS[page]:
+        sys.modules.pop(name, None)
+
+
+class SimulatedPool(Simulated):
+    folder = mock.Mock()
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+
+def rounded(text: str) -> str:
+    """A printed table without the digits that another machine rounds otherwise."""
+    return re.sub(r" +", " ", re.sub(r"\d+(\.\d+)?(e\+\d+)?", "N", re.sub(r"\b[pd]p\d|zero\d", "N", text)))
+
+
+@pytest.mark.parametrize("saved", PROGRAMS, indirect=True)
+def test_mpcore_verify_prints_what_a_page_shows(saved, capsys):
+    found = CONSOLE.findall((DOCS / saved).read_text())
+    assert found
+    for command, printed in found:
+        differs = "DIFFERS" in printed
+        assert main(shlex.split(command)) == int(differs)
+        assert rounded(capsys.readouterr().out) == rounded(printed)
+
+
+@pytest.mark.parametrize("saved", ["start.md"], indirect=True)
+def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
+    text = (DOCS / saved).read_text()
+    shown = [list(map(float, losses.split())) for losses in re.findall(r"^step \d: (.*)", text, re.MULTILINE)]
+    run_file("look.py")
+    assert capsys.readouterr().out.startswith("rank 0: step 5: 4.28674")
+    first = find_object("first:train")
+    assert first(mpcore.build_mesh()) == pytest.approx(shown[0], abs=1e-4)
+    begun = mpcore.simulate(first, 3, 5, "checkpoints", tp=2, dp=2)[0]
+    resumed = mpcore.simulate(first, 1, 8, "checkpoints", dp=2)[0]
+    for found, expected in zip((begun, begun, begun, resumed), shown, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+    planned = re.findall(r"^mpcore (plan|memory) (layouts:work .*)", text, re.MULTILINE)
+    assert [name for name, _ in planned] == ["plan", "memory"]
+    sizes = dict(re.findall(r"--(tp|dp) (\d)", planned[1][1]))
+    found = dry_run(find_object("layouts:work"), ["--zero", "3"], **{axis: int(n) for axis, n in sizes.items()})
+    assert found.parameters > 0
+
+
+def run_file(name: str) -> None:
+    exec(compile(Path(name).read_text(), name, "exec"), {"__name__": "look"})
 
 
 def merged() -> tuple[int, bool, dict]:

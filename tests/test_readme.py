@@ -1,36 +1,83 @@
-"""README and docs are held to their word: the example runs for every tp, and what they name and link is there."""
+"""README is held to its word: its program, its commands, its names and its numbers."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
+import pytest
+
+import mpcore as mp
+from mpcore.__main__ import COMMANDS
+from tests.test_docs import check_code
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(PRINTED,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
 
 
-def run_example(tp: int) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code.count("tp=1") == 1, "one argument makes it tensor parallel"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code.replace("tp=1", f"tp={tp}", 1), {"__name__": "readme"})
-    return printed.getvalue()
+def test_it_is_one_screen_and_a_half():
+    assert len(README.splitlines()) <= 110
+    assert len(PROGRAM.splitlines()) <= 25
 
 
-def check_example(tp: int) -> float:
-    value = re.match(r"tensor\((-?\d+\.\d+)", run_example(tp))
-    assert value
-    return float(value[1])
+def test_its_program_prints_what_it_shows(capsys):
+    exec(PROGRAM, {"__name__": "readme"})
+    assert capsys.readouterr().out == PRINTED
 
 
-def test_the_drop_in_example_gives_one_number_for_every_tp(ranks):
-    (alone,) = ranks(1, check_example, 1)
-    for size in (2, 3):
-        for value in ranks(size, check_example, size):
-            assert abs(value - alone) < 1e-3 * abs(alone)
+def train_as_a_process(tp: int) -> list[float]:
+    held: dict = {"__name__": "readme"}
+    exec(PROGRAM.partition("\nfor sizes")[0], held)
+    return held["train"](mp.build_mesh(tp=tp))
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 2), (4, 2)])
+def test_its_program_has_the_same_losses_as_a_process_for_each_rank(ranks, size, tp):
+    shown = [float(loss) for loss in PRINTED.splitlines()[0].split()[1:]]
+    for losses in ranks(size, train_as_a_process, tp):
+        assert losses == pytest.approx(shown, abs=1e-4)
+
+
+def words(column: int) -> list[str]:
+    table = README.partition("| what you want |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [code for line in table for code in re.findall("`([^`]+)`", line.strip("|").split(" | ")[column])]
+
+
+def test_what_it_tells_to_write_exists():
+    told = words(1)
+    assert len(told) >= 15
+    for code in told:
+        if code.startswith("mpcore "):
+            assert code.split()[1] in COMMANDS
+        elif not code.startswith("srun"):
+            check_code(code)
+
+
+def test_its_make_targets_exist():
+    targets = set(re.findall(r"\bmake (\w+)", README))
+    assert {"pretrain", "docs"} <= targets
+    assert targets <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("claim", "page", "source"),
+    [
+        (r"Of (\d+) Hugging Face causal models, (\d+)", "families.md", r"(\d+) of (\d+) causal models are equal"),
+        (r"noticed (\d+) of (\d+):", "mutations.md", r"\| all \| \d+ \| (\d+) \| (\d+) "),
+        (r"(\d+) kinds of faults", "reliability.md", None),
+    ],
+)
+def test_its_numbers_are_those_of_the_pages(claim, page, source):
+    (said,) = re.findall(claim, README)
+    text = (ROOT / "docs" / page).read_text()
+    if page == "reliability.md":
+        assert int(said) == len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))
+        return
+    found = [int(number) for number in re.search(source, text).groups()]
+    noticed = page == "mutations.md"  # noticed and survived there, noticed of all here
+    assert [int(number) for number in said] == ([found[0], sum(found)] if noticed else found[::-1])
 
 
 def test_every_test_that_is_named_exists():
