@@ -13,6 +13,7 @@ Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and 
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 
 
 def mesh_shape(
@@ -71,21 +72,21 @@ def mesh_ranks(
 
     Every world rank is in one group of each axis; in `ends` are only the first and last pipeline ranks.
     """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    data = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
-    etp = tp if etp is None else etp
-    expert = grid.view(pp, -1, ep, etp)
-    return {
-        "tp": grid.reshape(-1, tp).tolist(),
-        "cp": grid.transpose(2, 3).reshape(-1, cp).tolist(),
-        "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp).tolist(),
-        "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp).tolist(),
-        "data": data.reshape(-1, dp * cp).tolist(),
-        "ep": expert.transpose(2, 3).reshape(-1, ep).tolist(),
-        "etp": expert.reshape(-1, etp).tolist(),
-        "edp": expert.permute(0, 2, 3, 1).reshape(-1, expert.shape[1]).tolist(),
-        "ends": torch.stack([grid[0].flatten(), grid[-1].flatten()], dim=1).tolist() if pp > 1 else [],
+    ranks = torch.arange(pp * dp * cp * tp)
+    grid = rearrange(ranks, "(pp dp cp tp) -> pp dp cp tp", pp=pp, dp=dp, cp=cp)
+    expert = rearrange(ranks, "(pp edp ep etp) -> pp edp ep etp", pp=pp, ep=ep, etp=tp if etp is None else etp)
+    groups = {
+        "tp": rearrange(grid, "pp dp cp tp -> (pp dp cp) tp"),
+        "cp": rearrange(grid, "pp dp cp tp -> (pp dp tp) cp"),
+        "dp": rearrange(grid, "pp dp cp tp -> (pp cp tp) dp"),
+        "pp": rearrange(grid, "pp dp cp tp -> (dp cp tp) pp"),
+        "data": rearrange(grid, "pp dp cp tp -> (pp tp) (dp cp)"),
+        "ep": rearrange(expert, "pp edp ep etp -> (pp edp etp) ep"),
+        "etp": rearrange(expert, "pp edp ep etp -> (pp edp ep) etp"),
+        "edp": rearrange(expert, "pp edp ep etp -> (pp ep etp) edp"),
+        "ends": rearrange(grid[[0, -1]], "ends dp cp tp -> (dp cp tp) ends"),
     }
+    return {name: [] if name == "ends" and pp == 1 else each.tolist() for name, each in groups.items()}
 
 
 def layout_table(

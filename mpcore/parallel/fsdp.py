@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -71,7 +72,8 @@ def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
     assert axis.group is not None
     if replicate == 1:
         return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
-    ranks = torch.tensor(dist.get_process_group_ranks(axis.group), dtype=torch.int).view(replicate, -1)
+    ranks = torch.tensor(dist.get_process_group_ranks(axis.group), dtype=torch.int)
+    ranks = rearrange(ranks, "(replicate shard) -> replicate shard", replicate=replicate)
     row, column = divmod(axis.rank, ranks.shape[1])
     names = (f"{axis.name}_replicate", f"{axis.name}_shard")
     # The ranks of the axis make these groups alone: the others of the world may not be here.

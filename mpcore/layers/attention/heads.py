@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -216,8 +217,7 @@ class HeadAttention(ParallelLayer):
             self._check_scores(x, mask, bias, whole)
             q, k, v = self.cross_heads(x, memory, cache)
         y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
-        y = y.flatten(2)  # b t h v -> b t (h v)
-        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+        return self.output(rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)"))
 
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
         """B, and the tokens on all ranks of tp."""

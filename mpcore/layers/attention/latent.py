@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mpcore import collectives
@@ -122,10 +123,9 @@ class MultiLatentAttention(HeadAttention):
         latent, k_rope = self.kv_down(x).split(self.latent_dims, -1)
         q = self.q_up(x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)))
         kv, k_rope = self.kv_up(self.kv_norm(latent)), self._to_heads(k_rope)
-        if self.sequence_dim == 0:
-            q, kv, k_rope = (t.transpose(0, 1) for t in (q, kv, k_rope))
-        q, kv = (t.unflatten(2, (self.local_heads, -1)) for t in (q, kv))
-        k_rope = k_rope.unsqueeze(2)
+        heads = "t b (h k) -> b t h k" if self.sequence_dim == 0 else "b t (h k) -> b t h k"
+        q, kv = (rearrange(t, heads, h=self.local_heads) for t in (q, kv))
+        k_rope = rearrange(k_rope, heads, h=1)
         (q_nope, q_rope), (k_nope, v) = q.split(self.qk_dims, -1), kv.split(self.kv_dims, -1)
         if rotary is not None:
             assert self.rope is not None

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mpcore.kernels.rope import rope_qkv
@@ -118,20 +119,20 @@ class ParallelAttention(HeadAttention):
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
         qkv = self.qkv(x)
-        if self.sequence_dim == 0:
-            qkv = qkv.transpose(0, 1)
         sizes = [self.local_heads, self.local_kv_heads, self.local_kv_heads]
         norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         fused: dict[str, Any] = {}
         if norms and rotary is not None and all(_is_rms_norm(norm) for norm in norms):
             fused = {"q_weight": norms[0].weight, "k_weight": norms[1].weight, "eps": norms[0].eps}
         if rotary is None or (norms and not fused):
-            q, k, v = qkv.unflatten(2, (-1, self.head_dim)).split(sizes, dim=2)  # b t (h k) -> b t h k
+            q, k, v = self._to_heads(qkv).split(sizes, dim=2)
             if norms:
                 q, k = norms[0](q), norms[1](k)
             if rotary is None:
                 return q, k, v
-            qkv = torch.cat([q, k, v], 2).flatten(2)
+            qkv = rearrange(torch.cat([q, k, v], 2), "b t h k -> b t (h k)")
+        elif self.sequence_dim == 0:
+            qkv = rearrange(qkv, "t b d -> b t d")
         assert self.rope is not None
         cos, sin = rotary
         return rope_qkv(
@@ -151,7 +152,8 @@ class ParallelAttention(HeadAttention):
         return q, k, v
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        return (x.transpose(0, 1) if self.sequence_dim == 0 else x).unflatten(2, (-1, self.head_dim))
+        pattern = "t b (h k) -> b t h k" if self.sequence_dim == 0 else "b t (h k) -> b t h k"
+        return rearrange(x, pattern, k=self.head_dim)
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
@@ -183,5 +184,5 @@ def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tupl
     """Output [B, T, H, K] and log-sum-exp [B, H, T] over two sets of keys, from those of each (lse -inf: saw none)."""
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -torch.inf, 0)
-    weight, other_weight = ((t - finite).exp().transpose(1, 2).unsqueeze(-1) for t in (lse, other_lse))
+    weight, other_weight = (rearrange((t - finite).exp(), "b h t -> b t h 1") for t in (lse, other_lse))
     return output * weight + other * other_weight, total

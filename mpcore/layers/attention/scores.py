@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -98,7 +99,7 @@ def scored_attention(
         mask = mask | blind  # a softmax over no key may be NaN: these see all, and are zeroed after
     bias = None if bias is None else bias.to(q.dtype)
     group = q.shape[2] // max(k.shape[2], 1)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (rearrange(t, "b t h k -> b h t k") for t in (q, k, v))
     if softcap is None and sinks is None:
         added = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -math.inf)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale, enable_gqa=group > 1)

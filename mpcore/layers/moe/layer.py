@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -135,9 +136,9 @@ class ParallelMoE(ParallelLayer):
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in ((), (1,), (rows,)):
             shape = tuple(loss_scale.shape)
             raise ValueError(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
-        ordered = x.transpose(0, 1) if self.sequence_dim == 0 else x
+        ordered = rearrange(x, "t b d -> b t d") if self.sequence_dim == 0 else x
         split = self.tp.size > 1 and not self.sequence_parallel
-        tokens, places = ordered.reshape(-1, self.dim), self._places(ordered, mask, positions)
+        tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions)
         if split:  # the same tokens lie on every rank of tp: each takes its part
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
@@ -153,8 +154,8 @@ class ParallelMoE(ParallelLayer):
         y = self.dispatcher(tokens, routing.experts, weights, room, self.experts)
         if split:
             y = collectives.gather(y, self.tp, 0)[: ordered.shape[:2].numel()]
-        y = y.reshape(ordered.shape)
-        y = y.transpose(0, 1) if self.sequence_dim == 0 else y
+        B, T, _ = ordered.shape
+        y = rearrange(y, "(b t) d -> t b d" if self.sequence_dim == 0 else "(b t) d -> b t d", b=B, t=T)
         return y if self.shared is None else y + self.shared(x)
 
     def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Places:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -275,12 +276,12 @@ class Router(ParallelModule, RandomModule):
         if self.expert_bias is not None:
             scores = scores + self.expert_bias.to(scores.dtype)
         if self.top_groups < self.options.groups:
-            grouped = scores.unflatten(1, (self.options.groups, -1))  # n (g e) -> n g e
+            grouped = rearrange(scores, "n (g e) -> n g e", g=self.options.groups)
             best = min(-(-self.top_k // self.top_groups), grouped.shape[-1])
             merit = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
             kept = _best(merit, self.top_groups)
             open_ = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, kept, True)
-            scores = grouped.masked_fill(~open_[..., None], -math.inf).flatten(1)
+            scores = rearrange(grouped.masked_fill(~open_[..., None], -math.inf), "n g e -> n (g e)")
         return _best(scores, self.top_k)
 
     @torch.no_grad()
