@@ -51,7 +51,8 @@ def strict_memory() -> None:
 
 def start_pool(most: int = 4) -> Pool:
     """A pool whose ranks import once, not each and after each crash, what half of the tests need: 1.5 s of it."""
-    return RepeatingPool(most, _prepare, preload=("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain"))
+    preload = ("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool")
+    return RepeatingPool(most, _prepare, preload, grace=1.5)
 
 
 def _prepare() -> None:

@@ -922,7 +922,7 @@ def check_killed_and_resumed(ranks, tmp_path: Path, victim: int, name: str, coun
     assert not verify(tmp_path / "step")
 
 
-MOMENTS = [(1, "fsync", 1), (0, "fsync", 3), (0, "rename", 2)]
+MOMENTS = [(1, "fsync", 1), pytest.param((0, "fsync", 3), marks=pytest.mark.slow), (0, "rename", 2)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=["a file half done", "before the manifest", "between two renames"])

@@ -118,7 +118,7 @@ def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_world(size):
     assert sum(store.bytes for store in stores) <= 160 * size + 300
 
 
-@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("size", [pytest.param(32, marks=pytest.mark.slow), 8])
 def test_a_world_starts_with_few_files_a_rank(size):
     assert start_up.measure(size)["files"] <= 6  # with every rank connected to every other: size + 3
 

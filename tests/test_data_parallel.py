@@ -184,7 +184,7 @@ def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_th
 @pytest.mark.parametrize(
     ("sizes", "zero"),
     some(
-        ({"dp": 4}, 3), *(({"tp": 2, "dp": 2}, zero) for zero in (0, 3)),
+        ({"tp": 2, "dp": 2}, 0), ({"tp": 2, "dp": 2}, 3),
         of=itertools.product(({"dp": 4}, {"tp": 2, "dp": 2}), STAGES),
     ),
     ids=str,
@@ -193,9 +193,7 @@ def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, 
     ranks(4, check_gradients, sizes, zero, "1f1b", tie_embeddings=True, kv_heads=1)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "zero"), some(("1f1b", 1), ("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:]))
-)
+@pytest.mark.parametrize(("schedule", "zero"), some(("zbv", 2), of=itertools.product(("1f1b", "zbv"), STAGES[1:])))
 def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ranks, schedule, zero):
     ranks(4, check_gradients, {"dp": 4}, zero, schedule, replicate=2, tie_embeddings=True)
 
@@ -370,7 +368,7 @@ ALIKE = [
 @pytest.mark.parametrize(
     ("sizes", "micro_batches", "alike", "dtype"),
     some(
-        *((*case, torch.float64) for case in ALIKE[:3]),
+        *((*case, torch.float64) for case in ALIKE[:2]),
         of=[(*case, dtype) for case in ALIKE for dtype in (torch.float64, torch.float32)],
     ),
     ids=str,
@@ -464,7 +462,7 @@ def check_odd(zero: int, replicate: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "replicate"), some((0, 1), (1, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]), ids=str
+    ("zero", "replicate"), some((0, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]), ids=str
 )
 def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
     ranks(4, check_odd, zero, replicate)

@@ -28,6 +28,7 @@ from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
 from tests.equality import close, full_gradients
 from tests.pool import mesh
+from tests.quick import some
 
 hf = pytest.importorskip("transformers")
 
@@ -140,7 +141,7 @@ MODELS = {
     "t5": lambda: T5(hf.T5Config(**T5_CONFIG)),
     "own": Own,
 }
-CUT_MOST = "llama"  # on 4 ranks in the short proofs: KV heads that ranks share
+SHORT = ("mixtral", "llama tied", "phi3", "gemma3", "gpt2", "t5", "own")
 PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN, "t5": T5_PLAN}
 
 
@@ -196,11 +197,7 @@ def check_equal(name):
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [
-        pytest.param(size, name, marks=[] if size == 2 or (size == 4 and name == CUT_MOST) else pytest.mark.slow)
-        for size in (1, 2, 4)
-        for name in MODELS
-    ],
+    some((4, "llama"), *((2, name) for name in SHORT), of=[(size, name) for size in (1, 2, 4) for name in MODELS]),
 )
 def test_logits_gradients_and_training_equal_the_original(ranks, size, name):
     ranks(size, check_equal, name)

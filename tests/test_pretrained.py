@@ -11,6 +11,7 @@ import torch
 from mpcore import from_pretrained, full_state_dict, parallelize, shard_data_parallel, suggest_plan
 from mpcore.interop.hugging_face import pretrained, save_pretrained
 from tests.pool import mesh
+from tests.quick import some
 
 hf = pytest.importorskip("transformers", minversion="5")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -80,8 +81,18 @@ def check_saved(family, folder, zero=False):
     all_equal(dict(again.named_buffers()), dict(model.named_buffers()))
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("family", OWN + FOUND)
+KINDS = [
+    ("gpt2", 2),
+    ("phi3", 2),
+    ("deepseek_v3", 2),
+    ("mixtral", 2),
+    ("bert", 2),
+    ("gemma3_text", 3),
+    ("qwen2_moe", 3),
+]
+
+
+@pytest.mark.parametrize(("family", "tp"), some(*KINDS, of=[(family, tp) for family in OWN + FOUND for tp in (2, 3)]))
 def test_a_sharded_model_saves_the_folder_of_the_whole_one(ranks, tmp_path, family, tp):
     ranks(tp, check_saved, family, str(tmp_path))
 

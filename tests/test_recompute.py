@@ -36,6 +36,7 @@ from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import NAMES, default_placement, default_virtual_stages
 from mpcore.sharding.local import local_tensor
 from tests.pool import mesh
+from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
 BATCH = 8
@@ -115,7 +116,7 @@ def test_pitfall_22_recomputed_losses_and_gradients_are_bitwise_the_kept_ones(ra
     ranks(torch.Size(sizes.values()).numel(), check_bitwise, sizes, "1f1b", **options)
 
 
-@pytest.mark.parametrize("name", [n if n in ("1f1b", "zb") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", some("zb", of=NAMES))
 def test_pitfall_22_under_every_schedule(ranks, name):
     """Split backward asks for a block's activations twice."""
     ranks(2, check_bitwise, {"pp": 2}, name)

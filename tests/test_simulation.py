@@ -20,6 +20,7 @@ from mpcore.collectives import all_gather, all_reduce
 from mpcore.simulation import DeadlockError, RankError
 from tests.examples import test_layouts as example
 from tests.pool import Simulated
+from tests.quick import some
 from tests.training import test_prepare as training
 
 simulated = Simulated()
@@ -36,7 +37,7 @@ def own_losses(tp: int, zero: int) -> list[float]:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("size", "tp", "zero"), [(2, 2, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (4, 2, 3)])
+@pytest.mark.parametrize(("size", "tp", "zero"), some((2, 1, 3), of=[(2, 2, 0), (2, 1, 1), (2, 1, 2), (4, 2, 3)]))
 def test_own_model_has_the_losses_of_real_processes(ranks, size, tp, zero):
     """At 2 ranks to the bit: there a sum has one order."""
     real, threads = ranks(size, own_losses, tp, zero), mp.simulate(own_losses, tp, zero, ranks=size)
@@ -50,7 +51,15 @@ def numbers(result: dict) -> list[float]:
     return [*result["losses"], *result["norms"], result["val"]]
 
 
-@pytest.mark.parametrize("name", [name for name, (size, *_) in training.LAYOUTS.items() if size > 1])
+@pytest.mark.parametrize(
+    "name",
+    some(
+        "tp 2, sequence parallel",
+        "ZeRO-3 x tp, recompute",
+        "pp 2 x tp 2",
+        of=[name for name, (size, *_) in training.LAYOUTS.items() if size > 1],
+    ),
+)
 def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
     """Sequence parallel, ZeRO-0 to 3, HSDP, offload and pipelines."""
     size, sizes, told = training.LAYOUTS[name]
@@ -63,12 +72,14 @@ def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
 
 @pytest.mark.parametrize(
     ("model", "sizes", "flags"),
-    [
-        ("tied", {"cp": 4}, "--cp-kind zigzag"),
+    some(
         ("gpt", {"cp": 2}, "--cp-kind ring"),
         ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""),
-        ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
-    ],
+        of=[
+            ("tied", {"cp": 4}, "--cp-kind zigzag"),
+            ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
+        ],
+    ),
 )
 def test_context_parallel_and_experts_have_the_numbers_of_real_processes(ranks, model, sizes, flags):
     size = math.prod(n for axis, n in sizes.items() if axis in ("tp", "pp", "cp", "dp"))

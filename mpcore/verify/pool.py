@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -106,7 +107,9 @@ class Pool:
 
     def _start(self) -> None:
         context: Any = mp.get_context(self.start)
-        context.set_forkserver_preload(["torch", "torch.distributed", "mpcore", *self.preload])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "mpcore", *self.preload, "mpcore.verify.preloaded"]
+        )
         self.lone = self.worlds = self.worlds + 1
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
@@ -149,8 +152,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    imported = mesh_caches()
-    gc.freeze()  # what was imported is looked through once
+    imported = imported_caches()
     connection.send(True)
     world = None
     while True:
@@ -174,6 +176,14 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             result = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
             connection.send(result)
+
+
+@functools.cache
+def imported_caches() -> list[Any]:
+    """Return the caches of what this process has imported, which the garbage collector passes over from now on."""
+    caches = mesh_caches()
+    gc.freeze()
+    return caches
 
 
 def _death(process: Any) -> str:

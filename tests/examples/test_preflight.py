@@ -21,6 +21,7 @@ from mpcore.__main__ import main
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
 from tests.examples.planted import BUGS, Planted
+from tests.quick import some
 
 SMALL = ["--steps", "6", "--global-batch", "16", "--micro-batch", "1", "--seq-len", "32", "--layers", "2"]
 
@@ -34,11 +35,13 @@ def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed")
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
-        "--pp 2 --dp 2 --tie-embeddings --schedule interleaved --layers 4 --dtype float16 --optimizer muon",
+    some(
         "--cp 2 --ep 2 --experts 4 --dispatch all_to_all --dtype bfloat16 --autocast",
-    ],
+        of=[
+            "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
+            "--pp 2 --dp 2 --tie-embeddings --schedule interleaved --layers 4 --dtype float16 --optimizer muon",
+        ],
+    ),
 )
 def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
     results = preflight(ranks, tmp_path, *flags.split())

@@ -58,7 +58,7 @@ def check_cache(heads=HEADS):
         assert cache.keys.shape == (B, T, attention.local_kv_heads, K)  # this rank's heads, not repeated
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_chunks_of_any_size_are_the_whole_sequence(ranks, size):
     ranks(size, check_cache)
 

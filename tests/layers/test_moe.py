@@ -42,6 +42,7 @@ from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh
+from tests.quick import some
 
 B, T, D, HIDDEN, E, K = 4, 8, 4, 3, 4, 2
 SCALE = 0.37
@@ -807,7 +808,7 @@ def test_a_model_of_experts_alone_has_nothing_for_eight_bits():
     assert moe.shared.up.mode.fp8
 
 
-@pytest.mark.parametrize("scope", AUX_LOSSES)
+@pytest.mark.parametrize("scope", some("global", of=AUX_LOSSES))
 def test_a_compiled_mixture_trains_by_its_balance_loss(scope):
     """AOTAutograd makes an output that is a view again from its base: a loss that hung on the view was lost."""
     moe = materialize(ParallelMoE(D, HIDDEN, E, K, aux_loss=scope, aux_coefficient=1.0, dtype=torch.float64), 0, "cpu")
