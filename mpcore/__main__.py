@@ -18,6 +18,10 @@ COMMANDS = {
     "checkpoint": ("mpcore.checkpoint.__main__", "inspect, verify and compare checkpoints"),
     "convert": ("mpcore.interop.hugging_face.command", "convert between Hugging Face and checkpoints"),
     "explain": ("mpcore.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
+    "compare": (
+        "mpcore.analysis.compare",
+        "say whether two runs differ by rounding alone, or name the step and tensor",
+    ),
     "replay": ("mpcore.simulation.replay", "play a step of a run again, and name the first operator that isn't finite"),
     "doctor": ("mpcore.doctor", "check this machine, and print what an issue needs"),
 }

@@ -144,6 +144,16 @@ def test_the_estimate_is_within_three_percent_of_the_bytes_held(ranks, sizes, fl
         assert estimated == pytest.approx(measured, rel=0.03), f"rank {rank}: {got}"
 
 
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_a_plan_with_replicas_shards_over_the_ranks_of_a_group(zero):
+    """HSDP agrees over a store, which the world of a plan must have too."""
+    flags = [*FLAGS, "--zero", zero]
+    whole = dry_run(build, [*flags, "--replicate", "2"], 1, dp=4)
+    part = dry_run(build, flags, 1, dp=2)
+    assert (whole.parameters, whole.optimizer) == (part.parameters, part.optimizer)
+    assert whole.ledger.counts != part.ledger.counts
+
+
 # --- formulas -----------------------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="of weights, dropout and the order of the data, not of what is held out (default 0)",
     )
     add(
+        "--twin",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train twin N of the run without this flag, which differs by rounding alone: the samples of each step in "
+        "another order, first weights rounded another way; for mpcore compare (default 0: the run itself)",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         default="float32",
@@ -203,6 +211,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "(default runs/pretrain)",
     )
     add("--log-to", nargs="+", choices=("tensorboard", "wandb"), default=[], help="besides metrics.jsonl")
+    add(
+        "--record-tensors",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N steps write the norms of each parameter and its gradient to OUT/tensors.jsonl, for mpcore "
+        "compare; 0: never (default 0)",
+    )
     add("--profile", metavar="FIRST:LAST", help="write what these steps did to OUT/profile, for ui.perfetto.dev")
     add = parser.add_argument_group("checkpoints").add_argument
     add(

@@ -21,6 +21,7 @@ from examples.gpt.hf import load_hf
 from examples.gpt.records import locked, read_records, write_whole
 from examples.gpt.resume import init_from, left_behind, other_run
 from examples.gpt.setup import Setup, about
+from examples.gpt.twins import FILE as TENSORS
 from mpcore import Run
 from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
 from mpcore.checkpoint.format import read_manifest
@@ -177,7 +178,9 @@ class Checkpoints:
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         records = read_records(out / "metrics.jsonl", self.first_step)
-        write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
+        curves = read_records(out / TENSORS, self.first_step)
+        for name, entries in (("metrics.jsonl", records), *(((TENSORS, curves),) if (out / TENSORS).exists() else ())):
+            write_whole(out / name, "".join(json.dumps(entry) + "\n" for entry in entries))
         if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
         return records

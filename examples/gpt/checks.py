@@ -151,7 +151,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     Returns:
         The number of micro-batches a step has on each rank.
     """
-    from_0 = ("save_every", "max_skips", "check_replicas", "check_speed", "eval_every", "eval_samples", "warmup")
+    from_0 = ("save_every", "record_tensors", "twin", "max_skips", "check_replicas", "check_speed", "eval_every")
+    from_0 += ("eval_samples", "warmup")
     from_1 = ("steps", "global_batch", "micro_batch", "keep", "exit_step")
     for least, names in enumerate((from_0, from_1)):
         for name in names:
@@ -168,6 +169,11 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         raise ValueError(f"--clip {args.clip} is no number; 0 bounds nothing")
     recompute_kind(args.recompute)
     profiled_steps(args.profile)
+    if args.twin and config.moe is not None and config.moe.aux_loss == "micro_batch":
+        raise ValueError(
+            f"--twin {args.twin} deals the samples out in another order, which changes --aux-loss micro_batch by more "
+            f"than rounding: take sequence or global"
+        )
     if args.no_save and args.save_every:
         raise ValueError(f"--no-save and --save-every {args.save_every}: give one of them")
     if args.compile is not None and args.compile not in torch.compiler.list_backends(()):

@@ -248,13 +248,16 @@ class Preflight:
     def check_signal(self) -> str:
         """Send the last rank a SIGTERM within a step; resume."""
         toy = self.toys[0]
+        steps: dict[int, int] = {}  # workers leave after steps of their own, between the same two merges
         for rank in self.train(toy, "signal", stop_at=0):
             if not rank.stopped:
                 raise ValueError(f"SIGTERM to rank {toy.ranks - 1} in step 0 did not stop a run of {STEPS} steps")
-            steps = rank.step
+            if steps.setdefault(rank.worker, rank.step) != rank.step:
+                raise ValueError(f"ranks of one worker left after step {steps[rank.worker]} and after {rank.step}")
         for rank in self.train(toy, "signal", resume="auto"):
-            resumed(rank, pick(self.sharded[0], rank.worker), steps, f"resumed after step {steps}")
-        return f"saved and left after step {steps}, and went on as if nothing had been"
+            step = steps[rank.worker]
+            resumed(rank, pick(self.sharded[0], rank.worker), step, f"resumed after step {step}")
+        return f"saved and left after step {max(steps.values())}, and went on as if nothing had been"
 
     def check_nan(self) -> str:
         """Make the loss of the last rank NaN: every rank must skip the step."""

@@ -82,9 +82,10 @@ def rehearse(
     """
     with quiet(out):
         on = mesh(**toy.sizes)
-        if resume not in (None, "auto"):
-            place = Path(str(resume)) / ("worker-0" if on.workers.size > 1 else "") / "checkpoints"
-            resume = str(checkpoints(place, on)[0])
+        if resume not in (None, "auto") and on.workers.size > 1:  # a path would give all workers worker 0's state
+            out, resume = str(resume), "auto"
+        elif resume not in (None, "auto"):
+            resume = str(checkpoints(Path(str(resume)) / "checkpoints", on)[0])
         trainer = Trainer(with_flags(toy.args, out=out, resume=resume or "none"), on, toy.config)
         got = Rehearsal(on.workers.rank, scale=scale_of(trainer))
         got.begun = state_of(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from examples.gpt.samples import Samples
 from examples.gpt.setup import set_up
 from examples.gpt.stages import build_stages
 from examples.gpt.stop import Stop
+from examples.gpt.twins import TensorCurves, reorder, round_anew
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.fault_tolerance.stragglers import Stragglers
 
@@ -55,12 +56,15 @@ class Trainer:
         self.console = Console(mesh, self.out)
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
+        if args.twin and self.run.step == 0:
+            round_anew(self.run, args.twin, getattr(torch, args.dtype))
+        self.curves = TensorCurves(self.run, args.record_tensors, self.out)
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
         self.data_seconds = 0.0  # of the last step
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
-    def batch(self, samples: Samples, indices: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name."""
         tokens, targets = samples.batch(indices)
         arguments = {"samples": self.to_device(torch.tensor(list(indices)))}
@@ -73,12 +77,11 @@ class Trainer:
         """Copy to this rank's device. The host doesn't wait for the copy."""
         return x.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device_type == "cuda" else x
 
-    def share(self, step: int) -> range:
+    def share(self, step: int) -> Sequence[int]:
         """Return the global indices of this rank's samples of a step. They depend on the step alone."""
         samples, args = self.checkpoints.samples(step), self.args
         self.run.set_micro_batches(len(samples) * self.setup.micro_batches // args.global_batch)
-        mine = self.run.share(len(samples))
-        return samples[mine.start : mine.stop]
+        return reorder(self.run.share(len(samples)), step, samples, args.twin, args.workers)
 
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
@@ -92,6 +95,7 @@ class Trainer:
             arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
         self.run.forward_backward(tokens, targets, tokens=count, **arguments)
         self.run.clip_gradients(self.args.clip)
+        self.curves.after_backward()
         result = self.run.optimizer_step(lr=lr)
         entry: dict[str, Any] = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
         if self.config.moe is not None:  # a collective over pp, of stages without experts too

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it makes the backend known)
 
 NoValueError = DataDependentOutputException
 """Raised where an operator reads the value of a fake tensor. Its `func` is the operator."""
@@ -40,4 +40,4 @@ def real_tensors() -> AbstractContextManager[object]:
 
 def start_fake_world(size: int, rank: int) -> None:
     """Start torch.distributed as one rank of a world whose other ranks do not exist: collectives compute nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)

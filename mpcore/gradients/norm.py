@@ -13,6 +13,7 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
 from mpcore.kernels.adamw import sum_of_squares
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import ModelTree, declarations, tree_of
 from mpcore.sharding.declare import check_lies_on
@@ -48,7 +49,7 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
-    norms = [_norm(x, p) for x in _owned(model, mesh, of) if x.numel()]
+    norms = [_norm(x, p) for _, x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
@@ -63,8 +64,47 @@ def _norm(grad: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
 
 
-def _owned(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]) -> Iterator[Tensor]:
-    """This rank's tensors, without the elements that a lower rank holds as well."""
+class TensorNorms:
+    """The 2-norm of each tensor of the whole model, for curves that two runs are compared by.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        mesh: the mesh it lies on.
+
+    Example:
+        >>> model = mpcore.ColumnParallelLinear(4, 4, bias=False)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> norms = mpcore.gradients.TensorNorms(model, mpcore.Mesh())
+        >>> norms(mpcore.gradients.gradient_of)
+        {'weight': 4.0}
+    """
+
+    def __init__(self, model: nn.Module | ModelTree, mesh: Mesh) -> None:
+        self.tree, self.mesh = tree_of(model), mesh
+        self.names: list[str] | None = None
+
+    @torch.no_grad()
+    def __call__(self, of: Callable[[Tensor], Tensor | None]) -> dict[str, float]:
+        """Measure, on all ranks, the tensors that `of` gives for each parameter, or None for one without.
+
+        Returns:
+            The norms by the parameters' full names, the same on every rank; 0 where no rank has a tensor.
+        """
+        if self.names is None:  # of all stages of a pipeline
+            every = gather_objects([name for name, _, _ in declarations(self.tree)], self.mesh.world.group)
+            self.names = sorted({name for names in every for name in names})
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
+        place = {name: i for i, name in enumerate(self.names)}
+        for name, x in _owned(self.tree, self.mesh, of):
+            squares[place[name]] += _norm(x, 2.0).square()
+        norms = all_reduce(squares, self.mesh.world).sqrt().tolist()
+        return dict(zip(self.names, norms, strict=True))
+
+
+def _owned(
+    model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors by name, without the elements that a lower rank holds as well."""
     for name, parameter, sharding in declarations(model):
         check_lies_on(name, parameter, sharding, mesh)
         found = of(parameter)
@@ -80,7 +120,7 @@ def _owned(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tens
                 begin = data_run(found)[0] if is_dtensor(found) and shard.dim == 0 else 0
                 runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
                 grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
-        yield grad
+        yield name, grad
 
 
 @torch.no_grad()

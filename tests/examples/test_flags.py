@@ -248,6 +248,8 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "eval_samples": (trains, "", "--eval-samples 3"),
     "config": (reads, "", "--config TOML"),
     "log_to": (leaves, "", "--log-to tensorboard"),
+    "record_tensors": (leaves, "", "--record-tensors 2"),
+    "twin": (trains, "", "--twin 1"),
     "profile": (leaves, "", "--profile 1:2"),
     "no_save": (leaves, "", "--no-save"),
     "out": (elsewhere, "", "--out OUT/b"),

@@ -7,6 +7,7 @@ reformatting a line changes nothing here. One whose place is gone is stale: `pyt
 from __future__ import annotations
 
 from tests.mutations.patterns import Hand
+from tests.mutations.trainer import TRAINER
 
 COLLECTIVES = [
     Hand("collectives", "copy sums its gradient in place", "_Copy.backward",
@@ -235,15 +236,6 @@ OPTIMIZERS = [
     Hand("optimizers", "Muon steps the tables too", "Muon.__init__",
          "p.requires_grad and p.dim() > 1 and ANY_1", "p.requires_grad and p.dim() > 1",
          "the loss still falls", "muon exclude tables"),
-    Hand("optimizers", "AdamW's eps is 1e-5", "AdamW._adamw",
-         "group['eps']", "1e-05",
-         "only small gradients step less", "adamw torch 34"),
-    Hand("optimizers", "warm-up is a step longer", "cosine",
-         "lr * (step + 1) / warmup", "lr * step / warmup",
-         "the first step does nothing", "cosine schedule rate"),
-    Hand("optimizers", "the rate is that of the next step", "cosine",
-         "(step - warmup) / max(steps - warmup, 1)", "(step + 1 - warmup) / max(steps - warmup, 1)",
-         "curves look the same", "cosine schedule rate"),
     Hand("optimizers", "each rank decides alone whether to skip a step", "LossScaler.update",
          "bool(all_reduce(ANY_1, ANY_2, 'min'))", "bool(ANY_1)",
          "ranks part after the first overflow", "31"),
@@ -255,51 +247,7 @@ OPTIMIZERS = [
          "the outer step is as many times too long", "local merge"),
 ]  # fmt: skip
 
-LOOP = [
-    Hand("loop", "the loss is divided by twice the tokens", "Run.loss_factor",
-         "scale / ANY_1", "scale / (2 * ANY_1)",
-         "AdamW hides the factor; clipping does not", "24 25 every_layout_trains"),
-    Hand("loop", "the run's gradients are not clipped", "Run.clip_gradients",
-         "clip_gradients(self._tree, ANY_1, ANY_2)", "pass",
-         "only a spike shows it", "clip every_layout_trains"),
-    Hand("loop", "a step of NaN is taken", "Run.optimizer_step",
-         "self.scaler.update(finite) if self.scaler else finite", "True",
-         "it happens once in ten thousand steps, and ends the run", "31 skip"),
-    Hand("loop", "the learning rate is set in the first group alone", "mpcore examples.gpt",
-         "for group in self.optimizer.param_groups:\n    group['lr'] = lr",
-         "self.optimizer.param_groups[0]['lr'] = lr",
-         "biases and gains train at the first step's rate", "every_layout_trains"),
-    Hand("loop", "output projections begin as wide as all others", "examples.gpt",
-         "ANY_1.init_std / math.sqrt(2 * ANY_1.layers)", "ANY_1.init_std",
-         "deep models train worse, none fails", "begin init"),
-    Hand("loop", "the schedule of the rate is always the cosine", "learning_rate",
-         "SCHEDULES[args.lr_schedule]", "SCHEDULES['cosine']",
-         "the loss falls under every schedule", "plain_torch flag"),
-    Hand("loop", "the balance loss of experts isn't scaled in float16", "Trainer.step",
-         "self.run.loss_factor(ANY_1).repeat(ANY_2)", "(1 / ANY_1).repeat(ANY_2)",
-         "experts are balanced 65,536 times too weakly", "half_precision"),
-    Hand("loop", "validation reads training samples", "Trainer.evaluate",
-         "self.batch(samples, ANY_1)", "self.batch(self.train_samples, ANY_1)",
-         "overfitting looks like progress", "plain_torch held_out"),
-    Hand("loop", "the embedding has no dropout", "GPT.forward",
-         "x = self.dropout(x, samples, positions)", "pass",
-         "every layout has the same other mask", "plain_torch"),
-    Hand("loop", "Muon steps the head", "build_optimizer",
-         "Muon(ANY_1, mesh=ANY_2, exclude=ANY_3, ns_dtype=ANY_4, **ANY_5)",
-         "Muon(ANY_1, mesh=ANY_2, exclude=(), ns_dtype=ANY_4, **ANY_5)",
-         "the loss still falls", "plain_torch"),
-    Hand("loop", "the order of samples ignores the seed", "set_up",
-         "data.split(ANY_1, seed=ANY_2, evaluate=ANY_3)", "data.split(ANY_1, seed=0, evaluate=ANY_3)",
-         "five seeds are one order", "flag"),
-    Hand("loop", "the ZeRO stage is always 1", "policies",
-         "Zero(args.zero, args.replicate)", "Zero(1, args.replicate)",
-         "it trains the same, in more memory", "flag"),
-    Hand("loop", "the loss scale stays out of checkpoints", "Run.save",
-         "{**ANY_1, **ANY_2}", "{**ANY_1}",
-         "each resume skips steps until the scale fits again", "loss_scale_goes"),
-]  # fmt: skip
-
 MUTATIONS: list[Hand] = [
     *COLLECTIVES, *SHARDING, *GRADIENTS, *MAIN_GRADIENTS, *ZERO, *CONTEXT, *MOE, *LOSS, *PIPELINE, *CHECKPOINT,
-    *RANDOM, *OPTIMIZERS, *LOOP,
+    *RANDOM, *OPTIMIZERS, *TRAINER,
 ]  # fmt: skip

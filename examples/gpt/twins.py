@@ -1,0 +1,78 @@
+"""Record the norm of each tensor along a run, and train twins of a run that differ from it by rounding alone.
+
+`mpcore compare RUN_A RUN_B --twins ..` reads what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from examples.gpt.samples import permute
+from mpcore import Run
+from mpcore.fault_tolerance.metrics import MetricsWriter
+from mpcore.gradients import TensorNorms, gradient_of
+from mpcore.random import generator
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.state_dict import copy_part
+
+FILE = "tensors.jsonl"
+
+
+class TensorCurves:
+    """Writes the norm of each parameter and of its gradient, as clipped, to OUT/tensors.jsonl.
+
+    Args:
+        run: the prepared model.
+        every: steps between two lines; 0 writes none.
+        out: the run's folder.
+    """
+
+    def __init__(self, run: Run, every: int, out: Path) -> None:
+        self.run, self.every, self.writer = run, every, MetricsWriter(out / FILE)
+        self.norms: TensorNorms | None = None
+
+    def measure(self) -> dict[str, dict[str, float]]:
+        """Measure between `clip_gradients` and `optimizer_step`, on all ranks."""
+        with self.run.parameters() as model:
+            self.norms = self.norms or TensorNorms(model, self.run.mesh)
+            return {"gradient": self.norms(gradient_of), "weight": self.norms(lambda p: p)}
+
+    def after_backward(self) -> None:
+        """Write a line if one is due."""
+        if self.every and self.run.step % self.every == 0:
+            found = {"step": self.run.step, **self.measure()}
+            if self.run.mesh.world.rank == 0:
+                self.writer.add(found)
+
+
+def reorder(mine: range, step: int, samples: range, twin: int, workers: int = 1) -> Sequence[int]:
+    """Return this rank's samples of a step in twin number `twin`: each worker's samples, dealt out in another order.
+
+    Args:
+        mine: the places of this rank's samples in the step.
+        step: its number.
+        samples: the step's samples.
+        twin: 0 is the run itself.
+        workers: each keeps its own samples.
+    """
+    if twin == 0:
+        return samples[mine.start : mine.stop]
+    each = len(samples) // workers
+    first = mine.start // each * each
+    return [samples[first + permute(i - first, each, seed=twin, epoch=step)] for i in mine]
+
+
+@torch.no_grad()
+def round_anew(run: Run, twin: int, dtype: torch.dtype) -> None:
+    """Change each first weight by half a unit in the last place of `dtype`, up or down: the same on every layout."""
+    with run.parameters() as model:
+        for name, p, sharding in declarations(model):
+            if not p.requires_grad:  # what routers count
+                continue
+            up = torch.randint(0, 2, sharding.shape, generator=generator(twin, name), dtype=torch.int8)
+            part = torch.empty_like(p)
+            copy_part(part, sharding, up)
+            p.mul_(1 + (2 * part - 1) * (torch.finfo(dtype).eps / 2))

@@ -1,0 +1,216 @@
+"""`mpcore compare`: twins of a run show how far rounding goes, and what lies outside is named by step and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt.pretrain import Trainer, parse
+from mpcore.__main__ import main
+from mpcore.analysis.compare import Curves, compare_runs, read_curves
+from tests import compare_trial
+from tests.compare_trial import HEAD, QKV, gradient, make_faults, observe, swap_rows, train, twins_of
+from tests.oracles.runs import MOE, build, flags_of
+from tests.pool import mesh
+
+# --- what a run records -----------------------------------------------------------------------------------------------
+
+CASE = {"tie_embeddings": True, "kv_heads": 1, "steps": 2, "micro_batch": 1}
+
+
+def norms_of_layout(words: list[str], sizes: dict[str, int]) -> dict[str, dict[str, float]]:
+    trainer = Trainer(parse(words), mesh(**sizes))
+    found = []
+    trainer.curves.after_backward = lambda: found.append(trainer.curves.measure())  # type: ignore[method-assign]
+    trainer.step()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "case"),
+    [
+        ({"tp": 2, "dp": 2}, "--zero 3 --sequence-parallel", CASE),
+        ({"pp": 2, "tp": 2}, "", CASE),
+        ({"ep": 2, "dp": 4}, "--zero 1", {**MOE, "global_batch": 4, "micro_batch": 1}),
+    ],
+)
+def test_norms_of_tensors_are_those_of_one_process_on_every_layout(ranks, sizes, flags, case):
+    words = [*flags_of(case), *flags.split()]
+    dense = norms_of_layout_alone(case)
+    for found in ranks(4, norms_of_layout, words, sizes):
+        for kind in ("gradient", "weight"):
+            assert found[kind] == pytest.approx(dense[kind], rel=1e-9, abs=1e-15), kind
+    assert min(dense["gradient"].values()) > 0
+
+
+def norms_of_layout_alone(case: dict) -> dict[str, dict[str, float]]:
+    trainer, found = build(case), []
+    trainer.curves.after_backward = lambda: found.append(trainer.curves.measure())
+    trainer.step()
+    return found[0]
+
+
+def twin_on(words: list[str], sizes: dict[str, int]) -> tuple[list[int], dict[str, float], float]:
+    trainer = Trainer(parse(words), mesh(**sizes))
+    return list(trainer.share(0)), trainer.curves.measure()["weight"], trainer.step()["loss"]
+
+
+def test_a_twin_has_the_samples_of_each_step_and_the_weights_but_for_a_rounding(ranks):
+    case = {"steps": 2, "global_batch": 8}
+    runs = [build(case, "--twin", str(twin)) for twin in (0, 1, 2)]
+    shares = [[list(run.share(step)) for step in (0, 1)] for run in runs]
+    assert shares[0] == [list(range(8)), list(range(8, 16))]
+    for share in shares[1:]:
+        assert [sorted(mine) for mine in share] == shares[0]
+        assert share != shares[0]
+    weights = [{name: p.detach().clone() for name, p in run.model.named_parameters()} for run in runs]
+    for name, p in weights[0].items():
+        off = (weights[1][name] / p - 1).abs()
+        assert 2**-54 < float(off[p != 0].max()) < 2**-51, name
+    assert not torch.equal(weights[1]["norm.weight"], weights[2]["norm.weight"])
+    losses = [run.step()["loss"] for run in runs]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-14)
+    words = [*flags_of(case), "--twin", "1", "--micro-batch", "1"]
+    drawn = ranks(4, twin_on, words, {"dp": 2, "tp": 2})
+    assert sorted(drawn[0][0] + drawn[2][0]) == list(range(8))
+    assert drawn[0][0] + drawn[2][0] == shares[1][0]
+    for _, found, loss in drawn:
+        assert found == pytest.approx({name: float(p.norm()) for name, p in weights[1].items()}, rel=1e-14)
+        assert loss == pytest.approx(losses[1], rel=1e-14)
+
+
+def test_workers_keep_their_samples_in_a_twin():
+    from examples.gpt.twins import reorder
+
+    parts = [reorder(range(i, i + 2), 3, range(40, 48), twin=1, workers=2) for i in range(0, 8, 2)]
+    assert sorted([*parts[0], *parts[1]]) == [40, 41, 42, 43]
+    assert sorted([*parts[2], *parts[3]]) == [44, 45, 46, 47]
+
+
+def test_a_loss_that_the_order_of_samples_changes_has_no_twin():
+    with pytest.raises(ValueError, match="changes --aux-loss micro_batch by more than rounding"):
+        build({**MOE, "aux_loss": "micro_batch"}, "--twin", "1")
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def curves(
+    change: Callable[[int], float] = lambda step: 0.0, loss: Callable[[int], float | None] | None = None
+) -> Curves:
+    """Ten steps: the weight is off by 1e-6 times `change`."""
+    found: Curves = {("weight", "w"): {step: 1.0 + 1e-6 * change(step) for step in range(10)}}
+    found["loss", ""] = {step: loss(step) if loss else 2.0 for step in range(10)}
+    return found
+
+
+TWINS = [curves(lambda step: 1.0), curves(lambda step: -1.0), curves(lambda step: float(step % 2))]
+
+
+@pytest.mark.parametrize(
+    ("b", "told"),
+    [
+        (curves(lambda step: 15.0), None),
+        (curves(lambda step: -15.0 if step == 4 else 0.0), None),
+        (curves(lambda step: 17.0 if step > 6 else 0.0), "step 7, weight of w: 1 and 1.000017"),
+        (curves(loss=lambda step: 2.0 if step < 9 else 2.0 + 1e-9), "step 9, loss: 2 and 2"),
+        (curves(loss=lambda step: None if step == 3 else 2.0), "step 3, loss: 2 and not finite"),
+    ],
+)
+def test_the_first_number_outside_of_the_band_is_named(b, told):
+    verdict = compare_runs(curves(), b, TWINS)
+    assert (verdict.count, verdict.steps) == (20, 10)
+    if told is None:
+        assert verdict.first is None
+        assert "rounding: 20 numbers of 10 steps lie within the band of 3 twins" in str(verdict)
+        assert verdict.nearest == pytest.approx(15 / 16)
+    else:
+        assert told in str(verdict)
+        assert str(verdict).startswith("NOT rounding")
+
+
+def test_a_step_that_twins_skip_too_is_no_difference():
+    def skips(at: int) -> Curves:
+        return curves(loss=lambda step: None if step == at else 2.0)
+
+    assert compare_runs(skips(3), curves(), [skips(3), curves()]).first is None
+    assert compare_runs(skips(3), skips(3), [skips(3), skips(3)]).first is None
+    assert compare_runs(curves(), skips(3), [curves(), curves()]).first is not None
+
+
+def test_a_twin_that_is_none_shows_in_the_error_rates():
+    verdict = compare_runs(curves(), curves(), [*TWINS, curves(lambda step: 100.0)])
+    assert "1 of 4 twins lie outside of the band of the others" in str(verdict)
+    assert "0 of 3 twins" in str(compare_runs(curves(), curves(), TWINS))
+
+
+@pytest.mark.parametrize(
+    ("b", "twins", "message"),
+    [
+        (curves(), TWINS[:1], "1 twins don't show how far rounding goes: give at least 2"),
+        ({("loss", ""): {0: 1.0}}, TWINS, "the first run has the weight of w, the second has not"),
+        (curves(), [{}, {}], "have no recorded step in common"),
+    ],
+)
+def test_what_cant_be_compared_is_refused(b, twins, message):
+    with pytest.raises(ValueError, match=message):
+        compare_runs(curves(), b, twins)
+
+
+def write(folder: Path, found: Curves) -> str:
+    folder.mkdir()
+    steps = range(10)
+    lines = [{"step": step, "loss": found["loss", ""][step], "grad_norm": 1.0, "lr": 0.1} for step in steps]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tensors = [{"step": step, "gradient": {}, "weight": {"w": found["weight", "w"][step]}} for step in steps]
+    (folder / "tensors.jsonl").write_text("\n".join(map(json.dumps, tensors)))
+    return str(folder)
+
+
+def test_the_command_reads_the_folders_of_runs(tmp_path, capsys):
+    a, same = write(tmp_path / "a", curves()), write(tmp_path / "b", curves(lambda step: 0.5))
+    other = write(tmp_path / "c", curves(lambda step: 50.0))
+    twins = ["--twins", *(write(tmp_path / f"t{i}", twin) for i, twin in enumerate(TWINS))]
+    assert read_curves(Path(a))["weight", "w"] == curves()["weight", "w"]
+    assert main(["compare", a, same, *twins]) == 0
+    assert "rounding: 40 numbers" in capsys.readouterr().out
+    assert main(["compare", a, other, *twins]) == 1
+    assert "NOT rounding: step 0, weight of w" in capsys.readouterr().out
+    assert main(["compare", a, same]) == 2
+    assert f"--config {a}/config.json --twin 4 --out {a}-twin-4" in capsys.readouterr().err
+    assert main(["compare", a, str(tmp_path / "none"), *twins]) == 2
+    assert "name the --out folder of a run" in capsys.readouterr().err
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_honest_runs_are_rounding_and_faults_are_found(monkeypatch):
+    monkeypatch.setattr(compare_trial, "STEPS", 8)
+    train.cache_clear()
+    a, twins = twins_of("float32")
+    for twin, changes in ((101, ()), (102, (("micro_batch", 1),))):
+        assert compare_runs(a, train("float32", twin, 0, changes), twins).first is None
+    for tensor, change, step, kind in ((QKV, lambda g: g.mul_(1.001), 0, "gradient"), (HEAD, swap_rows, 1, "weight")):
+        run = build({**compare_trial.TRAINED, **compare_trial.CONFIGS["float32"]}, "--twin", "99")
+        first = compare_runs(a, observe(run, lambda t: gradient(t, tensor, change)), twins).first  # noqa: B023
+        assert first is not None
+        assert (first.step, first.kind) in {(step, kind), (step, "gradient"), (step, "gradient norm")}
+    train.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_tenth_of_the_trial(capsys):
+    assert compare_trial.main(["--part", "10", "--seed", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "0 alarms in 20 honest pairs" in told
+    assert told.count("missed") <= 2
+
+
+def test_the_trial_plants_what_it_says():
+    assert len(make_faults()) > 92
+    assert len({config for _, config, *_ in make_faults()}) >= 8
