@@ -20,12 +20,12 @@ from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 
-def runs_kernel(x: Tensor, bias: Tensor | None, impl: str | None, gated: bool = False) -> bool:
-    """Check the inputs, and return whether the kernel computes y of them; otherwise the reference does."""
+def runs_kernel(x: Tensor, bias: Tensor | None, impl: str | None, name: str, gated: bool = False) -> bool:
+    """Check the inputs, and return whether the kernel of activation `name` runs; otherwise the reference does."""
     check_inputs(x, bias=bias)
     if gated and x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
-    return runs_triton(impl, x)
+    return runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated))
 
 
 def gelu_function(approximate: str) -> str:

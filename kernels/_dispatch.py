@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._choice import REFERENCE, TRITON, chosen, forced
 from ._torch import mutated_arguments
 from ._triton import HAS_TRITON, INTERPRETING
 
@@ -15,34 +16,55 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
-def runs_triton(impl: str | None, x: Tensor, any_dtype: bool = False) -> bool:
-    """Return whether the Triton kernel runs for `x`; otherwise the reference does.
+def on_gpu(x: Tensor) -> bool:
+    """Return whether `x` is on a device that Triton compiles for."""
+    return x.is_cuda
+
+
+def runs_triton(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> bool:
+    """Return whether the Triton kernel of an operator runs for `x`.
 
     Args:
-        impl: `None` takes Triton for a CUDA tensor of a dtype that the kernels know, and the reference elsewhere.
-            `"triton"` and `"reference"` are explicit requests.
+        impl, x, operator, any_dtype, sizes: as of `implementation`.
+
+    Raises:
+        ValueError: as `implementation`.
+    """
+    return implementation(impl, x, operator, any_dtype, **sizes) == TRITON
+
+
+def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> str:
+    """Return the implementation that runs for `x`: "triton", "reference", or "torch" for torch's own of the same name.
+
+    Args:
+        impl: an explicit request for "triton" or "reference"; `None` to choose: the reference on a CPU and for dtypes
+            that the kernels don't know, and else what `_choice.py` says.
         x: the kernel's main input.
+        operator: its name in `_self_test.OPERATORS`.
         any_dtype: the kernel reads bits, and takes every dtype.
+        sizes: dimensions by the letters of the operator's docstring, by which the measured table chooses.
 
     Raises:
         ValueError: `impl` is unknown, or is `"triton"` where Triton can't run; the message says why.
     """
+    impl = forced() if impl is None else impl
     if impl is None:
-        return HAS_TRITON and x.is_cuda and (any_dtype or x.dtype in KERNEL_DTYPES)
-    if impl == "reference":
-        return False
-    if impl != "triton":
+        known = HAS_TRITON and on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
+        return chosen(operator, x, sizes) if known else REFERENCE
+    if impl == REFERENCE:
+        return REFERENCE
+    if impl != TRITON:
         raise ValueError(f"impl {impl!r} is none of None, 'triton' and 'reference'")
     if not HAS_TRITON:
         raise ValueError("impl='triton', but the triton package can't be imported; use impl='reference'")
     if not any_dtype and x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"impl='triton' has no {x.dtype} kernel; cast to float32, or use impl='reference'")
-    if not (x.is_cuda or (INTERPRETING and x.device.type == "cpu")):
+    if not (on_gpu(x) or (INTERPRETING and x.device.type == "cpu")):
         raise ValueError(
             f"impl='triton', but x is on {x.device}; move it to a CUDA device, use impl='reference', "
             "or set TRITON_INTERPRET=1 to run kernels on the CPU"
         )
-    return True
+    return TRITON
 
 
 def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> None:

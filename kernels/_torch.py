@@ -4,6 +4,7 @@ Read in torch 2.11 and 2.13:
 
 - `torch._subclasses.fake_tensor.FakeTensor`, the tensors with which `torch.compile` and dry runs trace;
 - `torch._C._will_engine_execute_node`, which torch's own `torch.autograd.graph` calls too;
+- `torch._C._current_graph_task_id`, which is -1 outside a backward pass;
 - `OpOverload._schema`, from which torch's own code reads the arguments that an operator mutates.
 """
 
@@ -29,6 +30,11 @@ def engine_will_execute(node: Any) -> bool:
         RuntimeError: no backward pass runs, or `torch.autograd.grad` wants the gradient as a result.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def backward_runs() -> bool:
+    """Return whether this thread runs a part of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def mutated_arguments(op: Callable) -> list[int]:

@@ -74,7 +74,7 @@ def adamw(
     """
     state = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     _check(state if master is None else state | {"master": master}, now, scale, key, place)
-    update = _adamw_op if runs_triton(impl, param) else _reference
+    update = _adamw_op if runs_triton(impl, param, "adamw", n=param.numel()) else _reference
     others = (master, now, scale, *(place or (None, None)), *betas, eps, weight_decay, key)
     update(param, grad, exp_avg, exp_avg_sq, *others)
 
@@ -156,7 +156,7 @@ def sum_of_squares(x: Tensor, impl: str | None = None) -> Tensor:
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
     x = x.detach()
-    return _sum_of_squares_op(x) if runs_triton(impl, x) else sum_of_squares_reference(x)
+    return _sum_of_squares_op(x) if runs_triton(impl, x, "sum_of_squares", n=x.numel()) else sum_of_squares_reference(x)
 
 
 def sum_of_squares_reference(x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def cross_entropy_stats(
         True
     """
     _check(logits, target, softcap)
-    compute = _stats_op if runs_triton(impl, logits) else _stats_reference
+    compute = _stats_op if runs_triton(impl, logits, "cross_entropy", V=logits.shape[-1]) else _stats_reference
     return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
 
 
@@ -205,7 +205,7 @@ def cross_entropy_backward(
     rows = _Rows(
         target, stats, dloss, dlog_prob, dentropy, start, ignore_index, peak, uniform, 2 * z_loss, softcap
     )  # fmt: skip
-    if not runs_triton(impl, logits):
+    if not runs_triton(impl, logits, "cross_entropy", V=logits.shape[-1]):
         dlogits = _backward_reference(logits, rows)
         return logits.copy_(dlogits) if in_place else dlogits
     if in_place:

@@ -46,7 +46,8 @@ def cross_replica_hash(x: Tensor, *, impl: str | None = None) -> Tensor:
     if x.layout != torch.strided or x.is_quantized:
         raise ValueError(f"x is {x.layout}{' and quantized' if x.is_quantized else ''}; only dense bits can be hashed")
     x = x.detach()
-    return _hash_op(x) if runs_triton(impl, x, any_dtype=True) else cross_replica_hash_reference(x)
+    runs = runs_triton(impl, x, "cross_replica_hash", any_dtype=True, n=x.numel())
+    return _hash_op(x) if runs else cross_replica_hash_reference(x)
 
 
 def cross_replica_hash_reference(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", i
         ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
     """
     f = gelu_function(approximate)
-    if runs_kernel(x, bias, impl, gated=True):
+    if runs_kernel(x, bias, impl, "geglu", gated=True):
         return activate(x, bias, f, True, "geglu")
     return geglu_reference(x, bias, approximate=approximate)
 

@@ -34,7 +34,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", im
         ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
     """
     f = gelu_function(approximate)
-    if runs_kernel(x, bias, impl):
+    if runs_kernel(x, bias, impl, "gelu"):
         return activate(x, bias, f, False, "gelu")
     return gelu_reference(x, bias, approximate=approximate)
 

@@ -89,7 +89,9 @@ def grouped_linear(
             raise ValueError(f"activation {activation!r} is none of {sorted(ACTIVATIONS)} and None")
         if ACTIVATIONS[activation].gated and weight.shape[1] % 2:
             raise ValueError(f"F is {weight.shape[1]}, but gate and up need an even number")
-    if runs_triton(impl, x) or has_no_values(x):  # the reference would read the counts
+    if runs_triton(impl, x, "grouped_linear", D=x.shape[1], F=weight.shape[1], E=len(weight)) or has_no_values(
+        x
+    ):  # the reference would read the counts
         keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return _GroupedLinear.apply(x, weight, counts, activation, keep)
     return grouped_linear_reference(x, weight, counts, activation)

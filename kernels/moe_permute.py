@@ -40,7 +40,8 @@ def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> t
     """
     if experts.dim() != 2 or experts.is_floating_point():
         raise ValueError(f"experts {tuple(experts.shape)} of {experts.dtype} is not [T, K] of integers")
-    triton_runs = runs_triton(impl, experts.new_empty(0, dtype=torch.float32)) and num_experts <= MOST_EXPERTS
+    like = experts.new_empty(0, dtype=torch.float32)
+    triton_runs = runs_triton(impl, like, "moe_permute", E=num_experts) and num_experts <= MOST_EXPERTS
     return (_rows_op if triton_runs or experts.is_meta else moe_rows_reference)(experts, num_experts)
 
 
@@ -73,7 +74,7 @@ def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -
     """
     if x.dim() != 2 or row.dim() != 2 or len(x) != len(row):
         raise ValueError(f"x {tuple(x.shape)} and row {tuple(row.shape)} are not [T, D] and [T, K]")
-    if runs_triton(impl, x) or x.is_meta:
+    if runs_triton(impl, x, "moe_permute", D=x.shape[1]) or x.is_meta:
         return _Permute.apply(x, row, rows)
     return moe_permute_reference(x, row, rows)
 
@@ -105,7 +106,7 @@ def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl:
     if y.dim() != 2 or row.dim() != 2 or (weight is not None and weight.shape != row.shape):
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(f"y {tuple(y.shape)}, row {tuple(row.shape)}, weight {shape} are not [R, D], [T, K], [T, K]")
-    if runs_triton(impl, y) or y.is_meta:
+    if runs_triton(impl, y, "moe_permute", D=y.shape[1]) or y.is_meta:
         return _Unpermute.apply(y, row, weight)
     return moe_unpermute_reference(y, row, weight)
 

@@ -62,7 +62,7 @@ def quantize_fp8(
     if x.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
     x = x.detach()
-    if runs_triton(impl, x) or has_no_values(x):  # traced as on a GPU
+    if runs_triton(impl, x, "quantize_fp8", K=x.shape[1]) or has_no_values(x):  # traced as on a GPU
         values, scales, turned, turned_scales = _quantize_op(x, square, rows, columns)
         return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
     return quantize_fp8_reference(x, square, rows, columns)

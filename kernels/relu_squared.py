@@ -28,7 +28,7 @@ def relu_squared(x: Tensor, bias: Tensor | None = None, *, impl: str | None = No
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    if runs_kernel(x, bias, impl):
+    if runs_kernel(x, bias, impl, "relu_squared"):
         return activate(x, bias, "squared", False, "relu_squared")
     return relu_squared_reference(x, bias)
 

@@ -64,7 +64,7 @@ def rms_norm(
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
     check_inputs(x, residual, weight=weight)
-    if not runs_triton(impl, x):
+    if not runs_triton(impl, x, "rms_norm", D=x.shape[-1]):
         return _reference(x, weight, eps, residual, zero_centered)
     return Norm.apply(x, weight, None, residual, False, zero_centered, eps)
 

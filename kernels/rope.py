@@ -218,7 +218,7 @@ def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> 
             raise ValueError(f"an input is torch.float64, which does not go with q of {q.dtype}")
     if B * T > MAX_ROWS:
         raise ValueError(f"{B * T} tokens are more than the {MAX_ROWS} that a kernel can count")
-    runs = runs_triton(impl, q)
+    runs = runs_triton(impl, q, "rope", K=q.shape[-1])
     if runs and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
     return runs

@@ -29,7 +29,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, impl: str | None = None) ->
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    if runs_kernel(x, bias, impl, gated=True):
+    if runs_kernel(x, bias, impl, "swiglu", gated=True):
         return activate(x, bias, "silu", True, "swiglu")
     return swiglu_reference(x, bias)
 

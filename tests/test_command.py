@@ -14,7 +14,7 @@ from mpcore import __version__, collectives, doctor
 from mpcore.__main__ import COMMANDS, main
 from mpcore.command_line import find_object
 from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
-from mpcore.kernels import _dispatch
+from mpcore.kernels import _dispatch, _self_test
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -89,15 +89,15 @@ def test_the_doctor_says_that_triton_is_missing():
             assert finding.state == "FAILED"
 
 
-@pytest.mark.parametrize("name", doctor.KERNELS)
+@pytest.mark.parametrize("name", _self_test.TESTS)
 def test_the_doctor_finds_a_broken_kernel(name):
-    real = doctor.run_kernel
+    real = _self_test.run_kernel
 
     def last_result_is_off(name, impl, dtype, device):
         *results, last = real(name, "reference", dtype, device)
         return [*results, last * (1 + 1e-3) + 1e-3 if impl == "triton" else last]
 
-    with mock.patch.object(doctor, "run_kernel", last_result_is_off):
+    with mock.patch.object(_self_test, "run_kernel", last_result_is_off):
         assert check_kernel(name, "cpu").state == "FAILED"
 
 

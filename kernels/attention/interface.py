@@ -154,4 +154,4 @@ def _choose(impl: str | None, query: Tensor, value: Tensor) -> str:
     tiled = all(1 <= dim <= WIDEST_HEAD for dim in dims)
     if impl == "triton" and not tiled:
         raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of 1 to {WIDEST_HEAD}")
-    return "triton" if runs_triton(impl, query) and tiled else "reference"
+    return "triton" if runs_triton(impl, query, "attention") and tiled else "reference"

@@ -88,7 +88,7 @@ def vocab_parallel_cross_entropy(
     _check_loss(target, reduction, label_smoothing, token_weight)
     terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
-    if runs_triton(None, logits):
+    if runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
         loss = _FusedCrossEntropy.apply(logits, target, how, False)
     else:
         if softcap:

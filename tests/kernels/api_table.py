@@ -47,9 +47,24 @@ HEAD = """\
 ## What to call
 
 Each module of `mpcore.kernels` is named for its function: `from mpcore.kernels.rms_norm import rms_norm`
-(`from mpcore.kernels import rms_norm` is the module). They take local tensors and know of no ranks. On a GPU they run
-Triton kernels, elsewhere plain torch, which is `rms_norm_reference` and so on in the same module: `impl="triton"` or
-`"reference"` chooses. Their docstrings have shapes, dtypes and sources. Gradients come from kernels too; `-` has none.
+(`from mpcore.kernels import rms_norm` is the module). They take local tensors and know of no ranks. On a CPU they run
+plain torch, which is `rms_norm_reference` and so on in the same module. On a GPU the first of these decides:
+
+1. `impl="triton"` or `"reference"` of the call.
+2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
+   wrong.
+3. Measurements: `kernels/measured.json` names the fastest implementation for a device, an operator, a dtype and sizes
+   (within a factor of two). `python -m bench.gpu_hour` makes it. It is empty: no GPU has been measured yet.
+4. The rule. Plain attention (causal or full, without a window, documents or a soft cap) runs torch's
+   `scaled_dot_product_attention`. All other operators run Triton: they are bound by memory, and a Triton kernel moves
+   each byte once where plain torch moves it once for each operator of the formula.
+
+Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that was not asked for
+by name is compared with its reference on a small shape. Triton's cache keeps the verdict (`mpcore_self_test`). A
+kernel that fails is replaced by plain torch, with one warning that says what to report. `mpcore doctor` prints what
+runs, and runs all tests.
+
+Docstrings have shapes, dtypes and sources. Gradients come from kernels too; `-` has none.
 
 | module | what it fuses | function | gradients of | options |
 |---|---|---|---|---|"""

@@ -1,15 +1,24 @@
 """Which implementation runs, and that everything runs without Triton."""
 
+import json
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpcore.kernels import _dispatch
-from mpcore.kernels._dispatch import refuse_second_derivative, runs_triton
+from mpcore.kernels import _choice, _dispatch, _self_test, use_kernels
+from mpcore.kernels._dispatch import implementation, refuse_second_derivative
+from mpcore.kernels.rms_norm import rms_norm
 
 X = torch.ones(2)
+
+
+def runs_triton(impl, x, **how):
+    return _dispatch.runs_triton(impl, x, "rms_norm", **how)
 
 
 def test_a_cpu_tensor_takes_the_reference():
@@ -28,6 +37,7 @@ class CudaTensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cuda_tensor_takes_triton_where_it_is_there(dtype, monkeypatch):
+    monkeypatch.setattr(_self_test, "passes", lambda *_: True)
     assert runs_triton(None, CudaTensor(dtype))
     assert runs_triton("triton", CudaTensor(dtype))
     assert not runs_triton("reference", CudaTensor(dtype))
@@ -71,6 +81,166 @@ def test_a_backward_that_is_differentiated_is_refused():
         refuse_second_derivative("gelu")
     with torch.enable_grad(), pytest.raises(RuntimeError, match="gelu kernel has no second derivative"):
         refuse_second_derivative("gelu")
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def measurement(impl, dtype="float32", operator="rms_norm", device="cpu", **sizes):
+    return _choice.Measurement(device, operator, dtype, sizes, impl, {impl: 1.0}, {"date": "2026-01-02"})
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """CPU tensors count as those of a GPU on which no kernel has been tested; returns the tests that then ran."""
+    ran = []
+
+    def fault(name, device):
+        ran.append((name, threading.current_thread() is threading.main_thread()))
+        return ""
+
+    monkeypatch.setattr(_dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(_self_test, "_verdicts", {})
+    monkeypatch.setattr(_self_test, "fault", fault)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return ran
+
+
+def test_without_a_measurement_triton_runs_memory_bound_kernels_and_torch_plain_attention(gpu):
+    assert json.loads(_choice.MEASURED.read_text()) == []  # until a GPU has been measured
+    assert implementation(None, X, "rms_norm", D=2) == "triton"
+    assert implementation(None, X, "plain_attention", T=2) == "torch"
+    assert set(_choice.TORCH_BY_RULE) < set(_self_test.OPERATORS)
+    assert set(_self_test.OPERATORS.values()) == set(_self_test.TESTS)
+
+
+def test_the_nearest_measurement_within_a_factor_of_two_decides(gpu, monkeypatch):
+    rows = [measurement("reference", D=1024), measurement("triton", D=8192), measurement("reference", "bfloat16", D=96)]
+    rows += [measurement("reference", device="another GPU", D=8192), measurement("triton", operator="plain_attention")]
+    monkeypatch.setattr(_choice, "measurements", rows)
+    found = {D: implementation(None, X, "rms_norm", D=D) for D in (511, 512, 1024, 2048, 2049, 4096, 2**20)}
+    assert found == dict.fromkeys((512, 1024, 2048), "reference") | dict.fromkeys((511, 2049, 4096, 2**20), "triton")
+    assert implementation(None, X.bfloat16(), "rms_norm", D=100) == "reference"
+    assert implementation(None, X.half(), "rms_norm", D=100) == "triton"
+    assert implementation(None, X, "plain_attention", T=5) == "triton"
+    assert implementation("triton", X, "rms_norm", D=1024) == "triton"
+
+
+def test_a_row_that_is_not_one_is_refused(tmp_path):
+    row = measurement("triton", D=8)._asdict()
+    (tmp_path / "measured.json").write_text(json.dumps([row, row | {"impl": "cuda"}]))
+    with pytest.raises(ValueError, match=r"row 1 of .* impl 'cuda'"):
+        _choice.read_measurements(tmp_path / "measured.json")
+    (tmp_path / "measured.json").write_text(json.dumps([row]))
+    assert _choice.read_measurements(tmp_path / "measured.json") == [measurement("triton", D=8)]
+
+
+def test_a_kernel_is_tested_once_before_its_first_run_and_the_next_process_reads_the_verdict(
+    gpu, monkeypatch, tmp_path
+):
+    for _ in range(3):
+        assert implementation(None, X, "rms_norm") == "triton"
+    assert gpu == [("rms_norm", False)]  # in a thread of its own: no mode of the caller's holds there
+    monkeypatch.setattr(_self_test, "_verdicts", {})  # another process
+    assert implementation(None, X, "rms_norm") == "triton"
+    assert len(gpu) == 1
+    for versions in ({"torch": "9"}, {"torch": "9", "triton": "9"}, {"kernels": "changed"}):
+        monkeypatch.setattr(_self_test, "_verdicts", {})
+        monkeypatch.setattr(_self_test, "_versions", lambda new=versions: new)
+        assert implementation(None, X, "rms_norm") == "triton"
+    assert len(gpu) == 4
+    (path, *_), others = list(tmp_path.rglob("*.json")), list(tmp_path.rglob("*.part"))
+    assert not others
+    path.write_text("{")  # a process was killed while it wrote
+    monkeypatch.setattr(_self_test, "_verdicts", {})
+    assert implementation(None, X, "rms_norm") == "triton"
+
+
+@pytest.mark.parametrize("why", ["result 0 is off by 0.3, more than 1e-06", RuntimeError("illegal address")])
+def test_a_kernel_that_is_wrong_is_replaced_with_one_warning(gpu, monkeypatch, why):
+    def run_kernel(name, impl, dtype, device):
+        if impl == "triton" and isinstance(why, Exception):
+            raise why
+        return [torch.ones(2).double() * (1.3 if impl == "triton" else 1)]
+
+    monkeypatch.setattr(_self_test, "fault", real_fault)
+    monkeypatch.setattr(_self_test, "run_kernel", run_kernel)
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    said = str(why) if isinstance(why, Exception) else "result 0 is off by 0.3"
+    with pytest.warns(RuntimeWarning, match=f"rms_norm failed its self-test on cpu: .*{said}.*mpcore doctor") as seen:
+        y = rms_norm(x, weight)
+    assert len(seen) == 1
+    assert torch.equal(y, rms_norm(x, weight, impl="reference"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert implementation(None, X, "rms_norm") == "reference"
+        assert implementation("triton", X, "rms_norm") == "triton"  # who asks gets it
+    monkeypatch.setattr(_choice, "measurements", [measurement("triton", operator="plain_attention")])
+    with pytest.warns(RuntimeWarning, match="attention failed"):
+        assert implementation(None, X, "plain_attention") == "torch"
+
+
+real_fault = _self_test.fault
+
+
+def test_nothing_is_tested_while_torch_traces_or_runs_backward(gpu):
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            assert implementation(None, dy, "rms_norm") == "triton"
+            return dy
+
+    leaf = torch.ones(2, requires_grad=True)
+    Asks.apply(leaf).sum().backward()
+    assert leaf.grad is not None
+    with FakeTensorMode():
+        assert implementation(None, torch.ones(2), "rms_norm") == "triton"
+    traced = torch.compile(lambda x: x + (implementation(None, x, "rms_norm", D=len(x)) == "triton"), backend="eager")
+    assert traced(X).tolist() == [2, 2]
+    assert gpu == []
+    assert implementation(None, X, "rms_norm") == "triton"
+    assert len(gpu) == 1
+
+
+def test_a_traced_choice_is_that_of_all_rows_or_the_rule(gpu, monkeypatch):
+    for rows, triton in ((["reference"], False), (["reference", "reference"], False), (["reference", "triton"], True)):
+        table = [measurement(impl, D=8 * i) for i, impl in enumerate(rows)]
+        monkeypatch.setattr(_choice, "measurements", table)
+        torch.compiler.reset()
+        choose = torch.compile(lambda x: x * _dispatch.runs_triton(None, x, "rms_norm", D=len(x)), backend="eager")
+        assert choose(X).tolist() == [triton, triton], rows
+
+
+def test_one_context_switches_every_kernel_and_is_undone(gpu):
+    with use_kernels("reference"):
+        assert implementation(None, X, "rms_norm") == "reference"
+        with use_kernels("triton"):
+            assert implementation(None, X, "plain_attention") == "triton"
+        assert implementation(None, X, "rms_norm") == "reference"
+        assert implementation("triton", X, "rms_norm") == "triton"
+        found = []
+        worker = threading.Thread(target=lambda: found.append(implementation(None, X, "rms_norm")))
+        worker.start()
+        worker.join()
+        assert found == ["reference"]
+    assert gpu == []
+    assert implementation(None, X, "rms_norm") == "triton"
+    with pytest.raises(ValueError, match="'torch' is neither 'triton' nor 'reference'"), use_kernels("torch"):
+        pass
+
+
+def test_what_runs_is_listed_with_the_reason(monkeypatch):
+    rows = [measurement("reference", D=1024), measurement("triton", operator="gelu", device="another", F=8)]
+    monkeypatch.setattr(_choice, "measurements", rows)
+    lines = list(_choice.describe(torch.device("cpu")))
+    assert "rms_norm              reference float32, D 1024: reference 1 us (cpu, 2026-01-02)" in lines
+    assert "gelu                  triton    by rule, nothing measured" in lines
+    assert "plain_attention       torch     by rule, nothing measured" in lines
+    assert any("another" in line for line in _choice.describe())
 
 
 WITHOUT_TRITON = """

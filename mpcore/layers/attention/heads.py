@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import shard_range, shard_sizes
-from mpcore.kernels._dispatch import can_read
+from mpcore.kernels._dispatch import can_read, runs_triton
 from mpcore.kernels.attention import check_ends, key_bounds
 from mpcore.layers.attention.cache import KVCache
 from mpcore.layers.attention.context import (
@@ -318,7 +318,8 @@ class HeadAttention(ParallelLayer):
         if self.causal and q.shape[1] < k.shape[1]:
             return self._decode(q, k, v, **how)
         plain = self.impl is None and self.window is None and self.softcap is None and self.sinks is None
-        if not plain or cu_seqlens is not None:
+        measured = plain and runs_triton(None, q, "plain_attention", T=q.shape[1], K=q.shape[3])
+        if measured or not plain or cu_seqlens is not None:
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
             return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, sinks=self.sinks, **how)
         grouped = q.shape[2] > k.shape[2]

@@ -32,13 +32,15 @@ def kernels(monkeypatch, on):
     """Let `impl=None` take the kernels on every device, or on none; returns the set of files whose kernels then run."""
     seen = set()
 
-    def runs(impl, x, any_dtype=False):
+    def runs(impl, x, operator, any_dtype=False, **sizes):
         return on and impl != "reference" and (any_dtype or x.dtype in _dispatch.KERNEL_DTYPES)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("mpcore.") and name != _dispatch.__name__ and hasattr(module, "runs_triton"):
+        if name.startswith(("mpcore.kernels.", "mpcore.layers.loss")) and hasattr(module, "runs_triton"):
+            if module is _dispatch:
+                continue
             kernel = name.rpartition(".")[2].replace("loss", "cross_entropy")  # it asks for the kernels itself
-            monkeypatch.setattr(module, "runs_triton", lambda *a, of=kernel: seen.add(of) or runs(*a))
+            monkeypatch.setattr(module, "runs_triton", lambda *a, of=kernel, **k: seen.add(of) or runs(*a, **k))
     return seen
 
 

@@ -1,0 +1,165 @@
+"""Which implementation of an operator runs where the caller names none: by measurement, or else by a rule.
+
+In this order:
+
+1. `impl=` of the call.
+2. `use_kernels(impl)`, a context.
+3. `measured.json` beside this file: rows of `python -m bench.gpu_hour`, each for a device, an operator, a dtype and
+   sizes. A row counts for sizes within a factor of two of its own. The package ships without rows until a GPU has been
+   measured.
+4. The rule. Matrix products and attention run torch's own implementation (`scaled_dot_product_attention`, `grouped_mm`,
+   `scaled_mm`): vendors tune it for each device, and a Triton product that is slower would cost every user. All other
+   operators are bound by memory and run Triton: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts
+   them), and plain torch moves it once for each operator of the formula.
+
+A Triton kernel that 3 or 4 chose runs only if it passed its self-test on this device (`_self_test.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _self_test
+
+MEASURED = Path(__file__).with_name("measured.json")
+TRITON, TORCH, REFERENCE = IMPLEMENTATIONS = ("triton", "torch", "reference")
+TORCH_BY_RULE = ("plain_attention",)
+
+
+class Measurement(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        device: the name of the device, such as "NVIDIA H100 80GB HBM3".
+        operator: a name of `_self_test.OPERATORS`.
+        dtype: of the main input, such as "bfloat16".
+        sizes: dimensions by the letters of the operator's docstring.
+        impl: the fastest implementation that was right.
+        microseconds: median time of each implementation.
+        versions: of torch and triton, and date and commit of the measurement.
+    """
+
+    device: str
+    operator: str
+    dtype: str
+    sizes: dict[str, int]
+    impl: str
+    microseconds: dict[str, float]
+    versions: dict[str, str]
+
+    def distance(self, sizes: Mapping[str, int]) -> float:
+        """Return the largest difference of a size from the row's, in powers of two, over the sizes that both have."""
+        shared = sizes.keys() & self.sizes.keys()
+        return max((abs(math.log2(max(sizes[s], 1) / max(self.sizes[s], 1))) for s in shared), default=0.0)
+
+
+def read_measurements(path: Path = MEASURED) -> list[Measurement]:
+    """Read the table.
+
+    Raises:
+        ValueError: a row lacks a field, has one too many, or names an unknown implementation.
+    """
+    rows = []
+    for i, row in enumerate(json.loads(path.read_text())):
+        if set(row) != set(Measurement._fields) or row["impl"] not in IMPLEMENTATIONS:
+            raise ValueError(f"row {i} of {path} has {sorted(row)} and impl {row.get('impl')!r}; it needs "
+                             f"{sorted(Measurement._fields)} and one of {IMPLEMENTATIONS}")  # fmt: skip
+        rows.append(Measurement(**row))
+    return rows
+
+
+measurements: Sequence[Measurement] = read_measurements()
+_forced: str | None = None
+
+
+@contextmanager
+def use_kernels(impl: str) -> Iterator[None]:
+    """Choose the implementation of every operator of `mpcore.kernels` whose caller names none.
+
+    If a loss is wrong, run under `use_kernels("reference")`: if it is right then, a kernel is wrong. `mpcore doctor`
+    says which.
+
+    Args:
+        impl: `"reference"`, or `"triton"`, which also skips the table and the self-test.
+
+    Raises:
+        ValueError: `impl` is neither.
+
+    Note:
+        - It holds for the whole process, in every thread: recomputation in backward runs in other threads.
+        - Attention that runs torch's `scaled_dot_product_attention` still does: that is no kernel of mpcore.
+        - A compiled model is compiled again, once for each choice.
+
+    Example:
+        >>> from mpcore.kernels import use_kernels
+        >>> from mpcore.kernels.rms_norm import rms_norm
+        >>> with use_kernels("reference"):
+        ...     y = rms_norm(torch.ones(2, 8), torch.ones(8))
+    """
+    global _forced
+    if impl not in (TRITON, REFERENCE):
+        raise ValueError(f"impl {impl!r} is neither {TRITON!r} nor {REFERENCE!r}")
+    before, _forced = _forced, impl
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def forced() -> str | None:
+    """Return the implementation that `use_kernels` names, if any."""
+    return _forced
+
+
+def chosen(operator: str, x: Any, sizes: Mapping[str, int]) -> str:
+    """Return the implementation that runs for `x` on a GPU: by the table, the rule and the self-test.
+
+    Args:
+        operator: a name of `_self_test.OPERATORS`.
+        x: the main input.
+        sizes: dimensions by the letters of the operator's docstring. They don't count while `torch.compile` traces, so
+            that a graph of dynamic shapes stays one graph: then the rows of a dtype must agree, or the rule decides.
+    """
+    impl = _measured(operator, x, sizes) if measurements else None
+    impl = impl or by_rule(operator)
+    if impl == TRITON and not _self_test.passes(operator, x):
+        return TORCH if operator in TORCH_BY_RULE else REFERENCE
+    return impl
+
+
+def by_rule(operator: str) -> str:
+    """Return the implementation that runs where nothing was measured."""
+    return TORCH if operator in TORCH_BY_RULE else TRITON
+
+
+def _measured(operator: str, x: Any, sizes: Mapping[str, int]) -> str | None:
+    """Return the implementation of the nearest row, or None if none is within a factor of two."""
+    dtype, device = str(x.dtype).removeprefix("torch."), _self_test.device_name(x.device)
+    rows = [r for r in measurements if (r.operator, r.dtype, r.device) == (operator, dtype, device)]
+    if torch.compiler.is_compiling():
+        found = {r.impl for r in rows}
+        return found.pop() if len(found) == 1 else None
+    row = min(rows, key=lambda r: r.distance(sizes), default=None)
+    return row.impl if row is not None and row.distance(sizes) <= 1 else None
+
+
+def describe(device: torch.device | None = None) -> Iterator[str]:
+    """List what runs on a device, one line for an operator or a measurement, as `mpcore doctor` prints it."""
+    name = _self_test.device_name(device) if device is not None else None
+    rows = [r for r in measurements if name in (None, r.device)]
+    for operator in _self_test.OPERATORS:
+        own = [r for r in rows if r.operator == operator]
+        if not own:
+            yield f"{operator:<22}{by_rule(operator):<10}by rule, nothing measured"
+        for r in own:
+            sizes = ", ".join(f"{n} {size}" for n, size in r.sizes.items())
+            times = ", ".join(f"{n} {us:g} us" for n, us in r.microseconds.items())
+            about = ", ".join(r.versions.values())
+            yield f"{operator:<22}{r.impl:<10}{r.dtype}, {sizes}: {times} ({r.device}, {about})"

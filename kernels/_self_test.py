@@ -1,0 +1,245 @@
+"""The self-test of the kernels: each Triton kernel beside its reference on a small shape.
+
+A kernel that nobody asked for by name is tested once before its first run on a device, with these versions of torch and
+Triton and these sources. The verdict is a file in Triton's cache, so that the next process doesn't test again. A kernel
+that is wrong, or that fails, is replaced by plain torch, with one warning. `mpcore doctor` runs the same tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch import backward_runs, has_no_values
+
+Inputs = dict[str, Any]
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+
+def _ids(end: int, *shape: int) -> Tensor:
+    return torch.randint(end, shape, generator=torch.Generator().manual_seed(end))
+
+
+def _angles() -> Inputs:
+    angle = _draw(9, 8)
+    return {"cos": angle.cos(), "sin": angle.sin()}
+
+
+def _adamw(param: Tensor, grad: Tensor, impl: str) -> Tensor:
+    kernel, new = import_module("mpcore.kernels.adamw"), param.detach().clone()
+    now = kernel.adamw_now(torch.ones(1, device=param.device), 1e-2, (0.9, 0.95))[0]
+    moments = torch.zeros_like(new), torch.zeros_like(new)
+    kernel.adamw(new, grad, *moments, now, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, impl=impl)
+    return new
+
+
+def _fp8_product(a: Tensor, b: Tensor, impl: str) -> Tensor:
+    quantize = import_module("mpcore.kernels.quantize_fp8").quantize_fp8_reference  # rounds alike for both
+    (a, _), (b, _) = quantize(a), quantize(b, square=True)
+    return import_module("mpcore.kernels.fp8_matmul").fp8_matmul(a, b, torch.float32, impl=impl)
+
+
+def _experts(x: Tensor, weight: Tensor, chosen: Tensor, impl: str) -> Tensor:
+    moe, grouped = (import_module(f"mpcore.kernels.{name}") for name in ("moe_permute", "grouped_linear"))
+    row, counts = moe.moe_rows(chosen, len(weight), impl=impl)
+    rows = grouped.grouped_linear(moe.moe_permute(x, row, row.numel(), impl=impl), weight, counts, impl=impl)
+    return moe.moe_unpermute(rows, row, impl=impl)
+
+
+def _quantize(x: Tensor, impl: str) -> tuple[Tensor, ...]:
+    module = import_module("mpcore.kernels.quantize_fp8")
+    return tuple(module.dequantize_fp8(q, torch.float32) for q in module.quantize_fp8(x, square=True, impl=impl) if q)
+
+
+TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
+    "adamw": (lambda: {"param": _draw(300), "grad": _draw(300)}, _adamw),
+    "attention": (
+        lambda: {"query": _draw(1, 37, 4, 16), "key": _draw(1, 37, 2, 16), "value": _draw(1, 37, 2, 16)}, None
+    ),
+    "cross_replica_hash": (lambda: {"x": _ids(1000, 300)}, None),
+    "dropout_add": (lambda: {"x": _draw(2, 9, 33), "residual": _draw(2, 9, 33), "p": 0.3, "samples": _ids(9, 2)}, None),
+    "fp8_matmul": (lambda: {"a": _draw(64, 256), "b": _draw(128, 256)}, _fp8_product),
+    "geglu": (lambda: {"x": _draw(9, 66)}, None),
+    "gelu": (lambda: {"x": _draw(9, 33)}, None),
+    "layer_norm": (lambda: {"x": _draw(9, 33), "weight": _draw(33), "bias": _draw(33)}, None),
+    "linear_cross_entropy": (
+        lambda: {"x": _draw(9, 16), "weight": _draw(50, 16), "target": _ids(50, 9), "scale": torch.ones(9)}, None
+    ),
+    "moe_permute": (lambda: {"x": _draw(9, 16), "weight": _draw(4, 24, 16), "chosen": _ids(4, 9, 1)}, _experts),
+    "quantize_fp8": (lambda: {"x": _draw(130, 140)}, _quantize),
+    "relu_squared": (lambda: {"x": _draw(9, 33)}, None),
+    "rms_norm": (lambda: {"x": _draw(9, 33), "weight": _draw(33)}, None),
+    "rope": (lambda: {"q": _draw(1, 9, 2, 16), "k": _draw(1, 9, 2, 16), **_angles()}, None),
+    "swiglu": (lambda: {"x": _draw(9, 66)}, None),
+}  # fmt: skip
+"""By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
+IN_FP8 = ("fp8_matmul", "quantize_fp8")
+OPERATORS = {name: name for name in TESTS} | {
+    "cross_entropy": "linear_cross_entropy",
+    "grouped_linear": "moe_permute",
+    "plain_attention": "attention",
+    "sum_of_squares": "adamw",
+}
+"""By operator: the test that covers it."""
+CONSTANT = ("cos", "sin", "scale", "a", "b")  # inputs without a gradient
+
+
+def run_kernel(name: str, impl: str, dtype: torch.dtype, device: str | torch.device) -> list[Tensor]:
+    """Return the outputs and gradients of a test, in float64 on the CPU.
+
+    Args:
+        name: a key of `TESTS`.
+        impl: "triton" or "reference".
+        dtype, device: of the inputs.
+    """
+    make, call = TESTS[name]
+    call = call or getattr(import_module(f"mpcore.kernels.{name}"), name)
+    given: dict[str, Any] = make()
+    for key, x in given.items():
+        if isinstance(x, Tensor):
+            real = x.is_floating_point()
+            given[key] = x.to(device, dtype if real else x.dtype).requires_grad_(real and key not in CONSTANT)
+    outs = call(**given, impl=impl)
+    outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
+    if any(out.requires_grad for out in outs):
+        leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+        weights = [torch.arange(1, out.numel() + 1, device=device).view(out.shape) / out.numel() for out in outs]
+        outs += torch.autograd.grad(outs, leaves, [w.to(out.dtype) for w, out in zip(weights, outs, strict=True)])
+    return [out.detach().double().cpu() for out in outs]
+
+
+def fault(name: str, device: str | torch.device) -> str:
+    """Compare a kernel in float32 with its reference, and say what is wrong; "" if nothing is.
+
+    The kernel's error may be twice the reference's, or four roundings.
+
+    Raises:
+        ValueError: the kernel refuses this device; the message says why.
+    """
+    try:
+        exact = run_kernel(name, "reference", torch.float64, device)
+        plain = run_kernel(name, "reference", torch.float32, device)
+        found = run_kernel(name, "triton", torch.float32, device)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver raises is the finding
+        return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+    for i, (truth, reference, kernel) in enumerate(zip(exact, plain, found, strict=True)):
+        rounding = torch.finfo(torch.float32).eps * truth.abs().max().item()
+        bound = max(2 * (reference - truth).abs().max().item(), 4 * rounding)
+        error = (kernel - truth).abs().max().item()
+        if not error <= bound:
+            return f"result {i} is off by {error:.2g}, more than {bound:.2g}"
+    return ""
+
+
+# --- before the first run -------------------------------------------------------------------------------------------
+
+_verdicts: dict[tuple[str, torch.device], str] = {}
+
+
+def passes(operator: str, x: Any) -> bool:
+    """Return whether the kernel of `operator` passed its self-test on the device of `x`; tests it if need be.
+
+    While torch traces, captures a CUDA graph or runs backward, nothing can be tested: then a kernel without a verdict
+    counts as right. Its forward pass, or the next call, tests it.
+    """
+    key = (OPERATORS[operator], x.device)
+    if torch.compiler.is_compiling() or key in _verdicts:
+        return not _verdicts.get(key)
+    if (isinstance(x, Tensor) and has_no_values(x)) or backward_runs() or _captures(x.device):
+        return True
+    _verdicts[key] = ""  # a kernel that calls another, or another thread, does not wait
+    _verdicts[key] = why = _verdict(*key)
+    if why:
+        warnings.warn(
+            f"mpcore's Triton kernel of {key[0]} failed its self-test on {device_name(x.device)}: {why}. Plain torch "
+            "runs in its place, and is slower. Please report this line with the output of `mpcore doctor`",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return not why
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device as measurements and verdicts have it; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _verdict(name: str, device: torch.device) -> str:
+    """Return the fault that the cache has for a test, or run the test and write what it found."""
+    path = _file(name, device)
+    try:
+        return json.loads(path.read_text())["fault"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = _in_a_thread(name, device)
+    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    try:  # other processes may write the same at the same time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"test": name, "on": _about(device), "fault": found}, indent=1))
+        part.replace(path)
+    except OSError:
+        pass  # a cache that can't be written: the next process tests again
+    return found
+
+
+def _in_a_thread(name: str, device: torch.device) -> str:
+    """Run a test where no mode of the caller holds: a thread has its own autocast, modes and stream."""
+    found = []
+
+    def run() -> None:
+        try:
+            found.append(fault(name, device))
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, name=f"mpcore self-test of {name}")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _file(name: str, device: torch.device) -> Path:
+    digest = hashlib.sha256(json.dumps([name, _about(device)]).encode()).hexdigest()[:16]
+    return triton_cache() / "mpcore_self_test" / f"{name}_{digest}.json"
+
+
+def triton_cache() -> Path:
+    """Return Triton's folder of compiled kernels, which `TRITON_CACHE_DIR` moves."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def _about(device: torch.device) -> dict[str, str]:
+    """Return what a verdict holds for."""
+    return {"device": device_name(device), **_versions()}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:  # built from source, or under another name
+        triton = import_module("triton").__version__
+    sources = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        sources.update(path.read_bytes())
+    return {"torch": torch.__version__, "triton": triton, "kernels": sources.hexdigest()[:16]}
