@@ -143,6 +143,17 @@ def option(trainer: Trainer, since: int = 0, groups: slice = slice(None), **valu
     trainer.run.optimizer_step = then  # type: ignore[method-assign]
 
 
+def stuck_rate(trainer: Trainer) -> None:
+    """The rate is set in the first group alone."""
+    optimizer = trainer.run.optimizer
+
+    def before(*_: Any) -> None:
+        for group in optimizer.param_groups[1:]:
+            group["lr"] = 3e-3
+
+    optimizer.register_step_pre_hook(before)
+
+
 def moments(trainer: Trainer, change: Callable[[dict[str, Tensor]], Any], since: int = LATE) -> None:
     after_step(trainer, lambda: [change(state) for state in trainer.run.optimizer.state.values()], since, once=True)
 
@@ -284,7 +295,7 @@ def make_faults() -> list[tuple[str, str, Fault, int]]:
     plant("the rate is 0.1 % too high", rate, "float32", "float32, muon", "bfloat16, autocast",
           change=lambda lr, step: lr * 1.001)  # fmt: skip
     plant("the rate is that of the next step", rate, change=lambda lr, step: lr * ((step + 2) / (step + 1)))
-    plant("the rate of one group stands still", option, groups=slice(1, None), lr=lambda lr: 3e-3)
+    plant("the rate of one group stands still", stuck_rate)
     plant("nothing is clipped", clip, "float32", "float32, experts", change=lambda bound: 0.0)
     plant("the bound of clipping is 1 % too high", clip, "float32", "float16", change=lambda bound: bound * 1.01)
     plant("all tensors decay", option, groups=slice(1, None), weight_decay=lambda decay: 0.1)
@@ -378,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = verdict.first
         kind = "missed" if first is None else "found" if first.step >= since else "found too early"
         found[kind] += 1
-        told = "" if first is None else f"{first}, {first.times:.3g} times the band"
+        told = f"{verdict.nearest:.2f} of the band" if first is None else f"{first}, {first.times:.3g} times the band"
         tqdm.write(f"{kind}: {config}: {name}: {told}")
     if faults:
         print(f"{found['found']} of {len(faults)} faults found within {STEPS} steps, {dict(found)}")

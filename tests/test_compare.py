@@ -114,9 +114,9 @@ TWINS = [curves(lambda step: 1.0), curves(lambda step: -1.0), curves(lambda step
 @pytest.mark.parametrize(
     ("b", "told"),
     [
-        (curves(lambda step: 15.0), None),
-        (curves(lambda step: -15.0 if step == 4 else 0.0), None),
-        (curves(lambda step: 17.0 if step > 6 else 0.0), "step 7, weight of w: 1 and 1.000017"),
+        (curves(lambda step: 9.0), None),
+        (curves(lambda step: -9.0 if step == 4 else 0.0), None),
+        (curves(lambda step: 11.0 if step > 6 else 0.0), "step 7, weight of w: 1 and 1.000011"),
         (curves(loss=lambda step: 2.0 if step < 9 else 2.0 + 1e-9), "step 9, loss: 2 and 2"),
         (curves(loss=lambda step: None if step == 3 else 2.0), "step 3, loss: 2 and not finite"),
     ],
@@ -127,7 +127,7 @@ def test_the_first_number_outside_of_the_band_is_named(b, told):
     if told is None:
         assert verdict.first is None
         assert "rounding: 20 numbers of 10 steps lie within the band of 3 twins" in str(verdict)
-        assert verdict.nearest == pytest.approx(15 / 16)
+        assert verdict.nearest == pytest.approx(0.9)
     else:
         assert told in str(verdict)
         assert str(verdict).startswith("NOT rounding")

@@ -230,6 +230,21 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     return micro_batches
 
 
+def check_replicate(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Refuse replicas that the data ranks can't hold, as `shard_data_parallel` does later.
+
+    Raises:
+        ValueError: with the sizes that fit.
+    """
+    n, data, edp = args.replicate, mesh.data.size, mesh.edp.size
+    if n != 1 and (n < 1 or args.zero == 0 or data % n or edp % n or n == data):
+        experts = f" and the {edp} of the experts" if edp != data else ""
+        raise ValueError(
+            f"--replicate {n} with --zero {args.zero} on {data} data ranks leaves nothing to shard, or unequal groups: "
+            f"take --zero 1 to 3, and a number below {data} that divides it{experts}"
+        )
+
+
 def merge_options(args: argparse.Namespace) -> dict:
     """Return the arguments of `DiLoCo`.
 

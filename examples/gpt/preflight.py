@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from examples.gpt.arguments import parse
-from examples.gpt.checks import inner_size
+from examples.gpt.checks import check_replicate, inner_size
 from examples.gpt.config import GPTConfig
 from examples.gpt.faults import check_writable
 from examples.gpt.plan import build
@@ -101,6 +101,7 @@ class Preflight:
             mesh = build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner)
             self.model = read_model(args, mesh)
         precision(args)  # refuses what doesn't go together
+        check_replicate(args, mesh)
         self.sizes = {axis: getattr(mesh, axis).size for axis in SIZE_NAMES}
         self.config = self.model["config"]
         folder = Path(self.folder.name)
@@ -260,13 +261,13 @@ class Preflight:
         return f"saved and left after step {max(steps.values())}, and went on as if nothing had been"
 
     def check_nan(self) -> str:
-        """Make the loss of the last rank NaN: every rank must skip the step."""
+        """Make the loss of the last data rank NaN: every rank must skip the step."""
         toy = self.toys[0]
         if toy.args.workers > 1:
             raise Skip("the toy's workers merge after this step, which moves all parameters")
         for number, rank in enumerate(self.train(toy, "nan", poison_at=1, until=2)):
             if not rank.skipped:
-                raise ValueError(f"a NaN in the loss of rank {toy.ranks - 1}: rank {number} took the step")
+                raise ValueError(f"a NaN in the loss of the last data rank: rank {number} took the step")
         return "all ranks skip the step"
 
     def check_dtype(self) -> str:

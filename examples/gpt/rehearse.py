@@ -78,7 +78,7 @@ def rehearse(
         resume: "auto", or another run's folder.
         look: record the tensors of the first step.
         stop_at: in this step the last rank gets a SIGTERM; the run is one of `Trainer.train`.
-        poison_at: in this step a gradient of the last rank is NaN.
+        poison_at: in this step the loss of the last data rank is NaN, on whichever rank of its pipeline it is.
     """
     with quiet(out):
         on = mesh(**toy.sizes)
@@ -100,7 +100,7 @@ def rehearse(
             got.seen = observe(trainer, toy)
         for step in range(trainer.run.step, until):
             before = state_of(trainer) if step == poison_at else {}
-            if step == poison_at and last:
+            if step == poison_at and all(axis.rank == axis.size - 1 for axis in (on.workers, on.dp, on.cp, on.tp)):
                 poison(trainer)
             entry = trainer.step()
             got.losses[step], got.norms[step] = entry["loss"], entry["grad_norm"]

@@ -67,12 +67,11 @@ def reorder(mine: range, step: int, samples: range, twin: int, workers: int = 1)
 
 @torch.no_grad()
 def round_anew(run: Run, twin: int, dtype: torch.dtype) -> None:
-    """Change each first weight by half a unit in the last place of `dtype`, up or down: the same on every layout."""
+    """Change each first weight by up to half a unit in the last place of `dtype`: the same on every layout."""
     with run.parameters() as model:
         for name, p, sharding in declarations(model):
             if not p.requires_grad:  # what routers count
                 continue
-            up = torch.randint(0, 2, sharding.shape, generator=generator(twin, name), dtype=torch.int8)
             part = torch.empty_like(p)
-            copy_part(part, sharding, up)
-            p.mul_(1 + (2 * part - 1) * (torch.finfo(dtype).eps / 2))
+            copy_part(part, sharding, torch.rand(sharding.shape, generator=generator(twin, name)))
+            p.mul_(1 + (part - 0.5) * torch.finfo(dtype).eps)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpcore.command_line import Parser
 
-WIDTH = 8.0
+WIDTH = 5.0
 """Times the spread of the twins that a run may be off. docs/debugging.md has the trial that it comes from."""
 NEAR = 2
 """Recorded steps before and after a step whose spreads count for it."""

@@ -62,6 +62,13 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
         ("--pp 2 --global-batch 1", "flags", "1 micro-batches .* are fewer than the pp size 2"),
         ("--cp-kind alltoall --cp 8", "flags", "can't cut 4 heads over the cp size 8"),
         ("--rampup-batch-size 5 3 9", "flags", "no multiple of the increment 3"),
+        ("--dp 2 --replicate 2", "flags", "--replicate 2 with --zero 1 on 2 data ranks leaves nothing to shard"),
+        ("--dp 4 --replicate 2 --zero 0", "flags", "take --zero 1 to 3, and a number below 4 that divides it"),
+        (
+            "--dp 2 --tp 2 --ep 8 --experts 8 --etp 1 --cp 2 --replicate 2",
+            "flags",
+            "divides it and the 1 of the experts",
+        ),
         ("--autocast", "flags", "autocast is to bfloat16 or float16"),
         ("--data MISSING", "data", "MISSING.*cannot be read"),
         ("--data TORN", "data", "truncated"),
