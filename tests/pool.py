@@ -49,10 +49,17 @@ def strict_memory() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+# What half of the tests need in a rank, and what takes a rank long to import.
+PRELOAD = (
+    "mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool",
+    "pytest", "hypothesis", "matplotlib.pyplot", "torch._functorch.aot_autograd",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+
+
 def start_pool(most: int = 4) -> Pool:
-    """A pool whose ranks import once, not each and after each crash, what half of the tests need: 1.5 s of it."""
-    preload = ("mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool")
-    return RepeatingPool(most, _prepare, preload, grace=1.5)
+    """A pool whose ranks are forked from a process that has imported `PRELOAD`: once, not in each and after a crash."""
+    return RepeatingPool(most, _prepare, PRELOAD, grace=1.5)
 
 
 def _prepare() -> None:

@@ -66,16 +66,13 @@ def page_losses(name: str, **sizes: object) -> list[float]:
 @pytest.mark.parametrize(
     ("page", "layouts"),
     [
-        ("context_parallel.md", [(2, {"cp": 2}), (4, {"cp": 2}), (4, {"cp": 4})]),
-        (
-            "pipelines.md",
-            [(4, {"pp": 2}), (4, {"pp": 4, "schedule": "zbv"}), (4, {"pp": 4, "schedule": "interleaved"})],
-        ),
-        ("from_nanogpt.md", [(2, {"tp": 2}), (4, {"tp": 2})]),
-        ("from_fsdp2.md", [(2, {"zero": 0}), (4, {"zero": 3})]),
-        ("from_deepspeed.md", [(2, {"zero": 1}), (2, {"zero": 3})]),
-        ("zero.md", [(2, {"zero": 1}), (4, {"zero": 0}), (4, {"zero": 2}), (4, {"zero": 3, "replicate": 2})]),
-        ("tensor_parallel.md", [(2, {"tp": 2, "sp": False}), (4, {"tp": 2}), (4, {"tp": 4})]),
+        ("context_parallel.md", [(4, {"cp": 2}), (4, {"cp": 4})]),
+        ("pipelines.md", [(4, {"pp": 2}), (4, {"pp": 4, "schedule": "zbv"})]),
+        ("from_nanogpt.md", [(4, {"tp": 2})]),
+        ("from_fsdp2.md", [(4, {"zero": 3})]),
+        ("from_deepspeed.md", [(2, {"zero": 3})]),
+        ("zero.md", [(2, {"zero": 1}), (4, {"zero": 3, "replicate": 2})]),
+        ("tensor_parallel.md", [(2, {"tp": 2, "sp": False}), (4, {"tp": 2})]),
     ],
 )
 def test_a_page_has_the_losses_of_one_process_on_every_mesh(ranks, page, layouts):
@@ -95,7 +92,7 @@ def finetuning(folder: str, tp: int) -> tuple[list[float], torch.Tensor]:
 def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks, tmp_path):
     ((alone, weight),) = ranks(1, finetuning, str(tmp_path), 1)
     assert alone[-1] < alone[0]
-    for size, tp in ((2, 2), (2, 1), (4, 2)):
+    for size, tp in ((2, 1), (4, 2)):
         for found, merged in ranks(size, finetuning, str(tmp_path), tp):
             assert found == pytest.approx(alone, rel=1e-5)
             torch.testing.assert_close(merged, weight, rtol=1e-4, atol=1e-6)

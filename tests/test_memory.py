@@ -71,7 +71,7 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"dp": 4, "ep": 4}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--dispatch", "all_to_all"]),
 ]
 # gpipe is off where logits are held to backward, zbv where what lies between I and W is, and what a rank hands itself.
-SHORT = [8, 17, 21, 31]
+SHORT = [8, 21, 31]
 
 
 def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:

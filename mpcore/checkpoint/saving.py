@@ -131,7 +131,7 @@ def save(
     """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
 
     Each logical element is written once, by the lowest rank that holds it. Replicas are compared with it: they differ
-    where a layer doesn't declare that it is sharded.
+    where a layer doesn't declare that it is sharded. The optional parameters are entries of the manifest, one each.
 
     Args:
         path: the directory to make. One that is there is replaced when the new one is whole.
@@ -174,7 +174,8 @@ def save_async(
     """As `save`, but copy everything to memory and return; a thread writes.
 
     The files are byte for byte those of `save` at this moment. Pass what it returns to the next call, and `wait` for
-    the last one before the process group is destroyed. The interpreter doesn't exit before it has ended.
+    the last one before the process group is destroyed. The interpreter doesn't exit before it has ended. The
+    parameters are those of `save`.
 
     Args:
         after: the save before this one, which is waited for: one is in flight at most.

@@ -41,12 +41,11 @@ def test_every_mesh_has_the_losses_of_one_process_and_what_is_saved_goes_on(rank
     changed = {n for n, p in again.state_dict().items() if not torch.equal(p, first.state_dict()[n])}
     assert changed == {n for n in first.state_dict() if n.endswith("proj.weight")}
     assert again.config.use_cache
-    for size, tp, zero in ((2, 2, 0), (4, 2, 3)):
-        more = f"--tp {tp} --zero {zero} --micro-batches 2 --recompute selective"
-        for found in ranks(size, run, corpus, f"{base} --lora 4 {more} --out {tmp_path}/{size}"):
-            assert found == pytest.approx(adapter, rel=1e-4)
-        for found in ranks(size, run, corpus, f"--tp {tp} --zero {zero} --out {tmp_path}/whole{size}"):
-            assert found == pytest.approx(whole, rel=1e-4)
+    more = "--tp 2 --zero 3 --micro-batches 2 --recompute selective"
+    for found in ranks(4, run, corpus, f"{base} --lora 4 {more} --out {tmp_path}/4"):
+        assert found == pytest.approx(adapter, rel=1e-4)
+    for found in ranks(2, run, corpus, f"--tp 2 --zero 0 --out {tmp_path}/whole"):
+        assert found == pytest.approx(whole, rel=1e-4)
     (onward,) = ranks(1, run, corpus, f"{base} --adapter {tmp_path}/4/adapter --out {tmp_path}/onward")
     (merged,) = ranks(1, run, corpus, f"--model {tmp_path}/4/model --lora 4 --out {tmp_path}/merged")
     assert onward[0] == pytest.approx(merged[0], rel=1e-5)
