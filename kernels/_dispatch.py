@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choice import REFERENCE, TRITON, chosen, forced
-from ._torch import mutated_arguments
+from ._choice import REFERENCE, TRITON, by_rule, chosen, forced
+from ._torch import has_no_values, is_on_gpu, mutated_arguments
 from ._triton import HAS_TRITON, INTERPRETING
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -17,8 +17,8 @@ REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether `x` is on a device that Triton compiles for."""
-    return x.is_cuda
+    """Return whether `x` is on a device that Triton compiles for, or a fake tensor that stands for one."""
+    return is_on_gpu(x)
 
 
 def runs_triton(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> bool:
@@ -50,6 +50,8 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
     impl = forced() if impl is None else impl
     if impl is None:
         known = HAS_TRITON and on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
+        if known and has_no_values(x) and not x.is_cuda:  # a dry run for a GPU: there is none to measure or test
+            return by_rule(operator)
         return chosen(operator, x, sizes) if known else REFERENCE
     if impl == REFERENCE:
         return REFERENCE

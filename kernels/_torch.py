@@ -23,6 +23,11 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
+def is_on_gpu(x: Tensor) -> bool:
+    """Return whether `x` is on a GPU, or a fake tensor that stands for one on a GPU (its mode's `stands_for_gpu`)."""
+    return x.is_cuda or (isinstance(x, FakeTensor) and getattr(x.fake_mode, "stands_for_gpu", False))
+
+
 def engine_will_execute(node: Any) -> bool:
     """In a backward pass, return whether this pass executes `node` of the graph and accumulates its gradient.
 

@@ -60,6 +60,29 @@ class StorageTracker(TorchDispatchMode):
                 yield storage
 
 
+class PeakTracker(StorageTracker):
+    """Notes the most bytes that are held at once, asked after each operator that makes a storage.
+
+    Attributes:
+        most: since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def begin(self) -> int:
+        """Begin to note anew; the bytes that are held now."""
+        self.most = self.held()
+        return self.most
+
+    def _note(self, where: dict[int, StorageWeakRef], tree: Any) -> None:
+        known = len(where)
+        super()._note(where, tree)
+        if where is self.made and len(where) > known:
+            self.most = max(self.most, self.held())
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors of an operator's arguments or results, of DTensors the local ones, which alone take memory."""
     if isinstance(tree, Tensor):

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -303,6 +304,12 @@ def plan_stages(
             f"--offload parameters with --schedule {args.schedule}: it splits backward, whose second half doesn't say "
             f"which block it is at; 1f1b and interleaved don't"
         )
+    return plan, stage_blocks(config, plan.stages)
+
+
+@lru_cache(maxsize=256)
+def stage_blocks(config: GPTConfig, stages: int) -> list[range]:
+    """Return the blocks of each stage, balanced by cost with the head included."""
     whole = GPT(config, device="meta")
     *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
-    return plan, partition(blocks, plan.stages, last=head)
+    return partition(blocks, stages, last=head)

@@ -7,13 +7,16 @@ mpcore memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from examples.gpt.arguments import flag, parse
-from examples.gpt.checks import check, merge_options, model_config, plan_stages, recompute_kind
+from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
@@ -21,14 +24,53 @@ from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
 from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
-from mpcore.analysis.dry_run import Work
+from mpcore.analysis.work import Choice, Model, Outline, Work
+from mpcore.command_line import Parser
 from mpcore.parallel.local_updates import OUTER_SLOTS
+from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.training import lay_out
 
 
-def build(mesh: Mesh, arguments: list[str]) -> Work:
-    """Build this rank's part of a run with these flags of `examples.gpt.pretrain`. The preset gives the vocabulary."""
-    args = parse(arguments)
+def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+    """Tell what a run with these flags of `examples.gpt.pretrain`, and of `OWN`, would build on a mesh.
+
+    The preset gives the vocabulary, unless --vocab-size does.
+    """
+    own, rest = OWN.parse_known_args(arguments)
+    args = parse(rest)
+    check_mesh(args, mesh)
+    config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
+    config = config if own.vocab_size is None else dataclasses.replace(config, vocab_size=own.vocab_size)
+    if args.workers < 1 or args.global_batch % args.workers:
+        raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")
+    args.global_batch //= args.workers  # the mesh is one worker's
+    micro_batches, pp = check(args, config, mesh), mesh.pp.size
+    V = args.virtual_stages or default_virtual_stages(args.schedule)
+    if args.schedule.endswith(".csv"):
+        V = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages).stages // pp
+    else:
+        check_schedule(args.schedule, pp, micro_batches, V)
+    return Outline(
+        args.schedule, pp, micro_batches, args.virtual_stages,
+        blocks=even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V),
+        kind=config.has_experts,
+        work=partial(work, args, config, mesh, micro_batches),
+        linear=recompute_kind(args.recompute)[1] is None and not (config.tie_embeddings and args.schedule in V_SHAPED),
+        sharded=args.zero > 0,
+        few=max(args.zero, 1) if mesh.data.size > 1 else 1,
+        key=(str(config), *((name, str(value)) for name, value in vars(args).items() if name not in UNSHARED)),
+    )  # fmt: skip
+
+
+build = Model(outline)
+UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a stage don't depend on
+OWN = Parser(prog="examples.gpt.plan:build", add_help=False)
+OWN.add_argument("--vocab-size", type=int, help="tokens of the vocabulary (default: the preset's)")
+OWN.add_argument("--even-stages", action="store_true", help="as many blocks on each stage, whatever the head costs")
+
+
+def check_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Refuse flags that contradict the planner's mesh, or that aren't counted."""
     levels = mesh.cp.levels
     there = {name: getattr(mesh, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
     there["cp_inner"] = None if levels is None else levels[1].size
@@ -42,18 +84,31 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         raise ValueError(f"--offload {' '.join(args.offload)} is not counted here: what fits without it fits with it")
     if args.compile is not None:
         raise ValueError("--compile is not counted here: what it keeps for backward is known once it has run")
-    config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
-    if args.workers < 1 or args.global_batch % args.workers:
-        raise ValueError(f"--global-batch {args.global_batch} is not a multiple of --workers {args.workers}")
-    args.global_batch //= args.workers  # the mesh is one worker's
-    micro_batches = check(args, config, mesh)
-    plan, blocks = plan_stages(args, config, mesh.pp.size, micro_batches)
-    ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
+
+
+def even_blocks(layers: int, stages: int) -> list[range]:
+    """Return as many blocks for each stage."""
+    each, rest = divmod(layers, stages)
+    if rest:
+        raise ValueError(f"--even-stages: {layers} layers are not a multiple of {stages} stages")
+    return [range(i * each, (i + 1) * each) for i in range(stages)]
+
+
+def work(
+    args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_batches: int, plan: Schedule,
+    blocks: Sequence[range], choice: Choice,
+) -> Work:  # fmt: skip
+    """Build stages of this rank with some of their blocks."""
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
     options["residual_dtype"] = residual_dtype(args)
     options["context"] = args.cp_kind
-    stages = build_stages(config, mesh, blocks, ranks, **options)
+    ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
+    built = zip(plan.stages_of(mesh.pp.rank), build_stages(config, mesh, blocks, ranks, **options), strict=True)
+    stages = [stage for index, stage in built if index in choice]
+    for stage, kept in zip(stages, choice.values(), strict=True):
+        for name in set(stage.blocks) - {str(i) for i in kept}:
+            del stage.blocks[name]
     layers = [block for stage in stages for block in stage.blocks.values()]
     told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "local_updates")}
     lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
@@ -67,7 +122,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(parameters, fused=False, foreach=False)
+        made = torch.optim.AdamW(parameters, fused=True)
         slots = OUTER_SLOTS[: 1 + (merge_options(args)["momentum"] > 0)]  # the second with momentum alone
 
         def outer(*_: Any) -> None:

@@ -28,9 +28,16 @@ def device_of(x: FakeTensor) -> torch.device:
     return x.fake_device
 
 
-def fake_tensors() -> FakeTensorMode:
-    """Make every tensor in this context fake. Real tensors may be given to operators too."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def fake_tensors(stands_for_gpu: bool = False) -> FakeTensorMode:
+    """Make every tensor in this context fake. Real tensors may be given to operators too.
+
+    Args:
+        stands_for_gpu: fake tensors on the CPU take the operators of a GPU: `mpcore.kernels` calls its kernels. Fake
+            tensors on "cuda" would raise in autograd where torch is built without CUDA.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.stands_for_gpu = stands_for_gpu  # type: ignore[attr-defined]  # read by `mpcore.kernels`
+    return mode
 
 
 def real_tensors() -> AbstractContextManager[object]:

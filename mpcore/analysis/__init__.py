@@ -1,12 +1,12 @@
 """Count what a run holds, sends and takes before it runs: `mpcore memory`, `mpcore ledger`, `mpcore plan`.
 
-Stands on all that a training step stands on. Open `dry_run.py` first: it runs one rank's step on fake tensors.
+Stands on all that a training step stands on. Open `work.py` first, which says what is counted, then `dry_run.py`, which
+runs one rank's step on fake tensors.
 """
 
 from mpcore.analysis.counts import Ledger, block_bytes, volume
-from mpcore.analysis.dry_run import Work, dry_run, peak
-from mpcore.analysis.plan import Estimate, Machine, estimate, plan
+from mpcore.analysis.dry_run import dry_run
+from mpcore.analysis.peak import peak
+from mpcore.analysis.work import Model, Outline, Work
 
-__all__ = [
-    "Estimate", "Ledger", "Machine", "Work", "block_bytes", "dry_run", "estimate", "peak", "plan", "volume",
-]  # fmt: skip
+__all__ = ["Ledger", "Model", "Outline", "Work", "block_bytes", "dry_run", "peak", "volume"]

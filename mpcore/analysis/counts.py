@@ -15,8 +15,7 @@ Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,6 @@ class Ledger(TorchDispatchMode):
     def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = {}
-        self.weight = 1
         levels = {axis.name: axis for axis in mesh.cp.levels or ()}
         named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
         self.sizes = {name: axis.size for name, axis in named}
@@ -106,17 +104,8 @@ class Ledger(TorchDispatchMode):
     def add(self, axis: str, kind: str, size: int) -> None:
         """Count one call."""
         count = self.counts.setdefault((axis, kind), Count())
-        count.calls += self.weight
-        count.bytes += self.weight * size
-
-    @contextmanager
-    def times(self, weight: int) -> Iterator[None]:
-        """Count each call `weight` times, as planners do that run one micro-batch for many."""
-        before, self.weight = self.weight, weight
-        try:
-            yield
-        finally:
-            self.weight = before
+        count.calls += 1
+        count.bytes += size
 
     def volume(self, *axes: str) -> int:
         """Bytes over some axes, or over all, those of all-reduces twice; messages where they are sent."""

@@ -19,6 +19,7 @@ from mpcore import collectives
 from mpcore._torch.autograd import will_run
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad, will_accumulate
+from mpcore.kernels._torch import is_on_gpu
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.quantize_fp8 import Quantized, quantize_fp8
 from mpcore.layers.module import refuse_second_derivative
@@ -135,7 +136,7 @@ def _weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
         return dy.t() @ x
     if dy.dtype == main.dtype:
         return main.addmm_(dy.t(), x)
-    if dy.is_cuda:
+    if is_on_gpu(dy):
         return main.add_(torch.mm(dy.t(), x, out_dtype=main.dtype))
     return main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
 

@@ -160,7 +160,7 @@ def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
         schedule: a schedule with its messages (`mpcore.pipeline.schedules.with_messages`).
         rank: the sender.
     """
-    place = [{action: i for i, action in enumerate(actions)} for actions in schedule.ranks]
+    place = schedule.places
     mine = place[rank]
     arrivals: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by peer: where it sent, what takes it here
     for action in schedule.ranks[rank]:

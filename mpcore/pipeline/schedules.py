@@ -92,11 +92,21 @@ class Schedule:
         """All actions of all ranks."""
         return frozenset(a for actions in self.ranks for a in actions)
 
+    @cached_property
+    def with_messages(self) -> Schedule:
+        """The schedule with its sends and receives, as `with_messages` orders them."""
+        return with_messages(self)
+
+    @cached_property
+    def places(self) -> tuple[dict[Action, int], ...]:
+        """For each rank the place of each of its actions."""
+        return tuple({action: i for i, action in enumerate(actions)} for actions in self.ranks)
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the gradients of inputs and of weights are computed apart."""
         return any(a.kind == "W" for a in self.actions)
@@ -118,11 +128,9 @@ def build_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: in
     Raises:
         ValueError: if the name is unknown, or the schedule can't be had with these numbers.
     """
-    if name not in NAMES:
-        raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, and no path that ends in .csv")
     V = virtual_stages if virtual_stages is not None else default_virtual_stages(name)
     P, M = ranks, micro_batches
-    _check(name, P, M, V)
+    check_schedule(name, P, M, V)
     if name in pipelining.PLANNERS:
         actions = [[Action(*cell) for cell in row] for row in pipelining.planned(name, P, M, V)]
     else:
@@ -135,7 +143,18 @@ def default_virtual_stages(name: str) -> int:
     return 2 if name in ("interleaved", "bfs", *V_SHAPED) else 1
 
 
-def _check(name: str, P: int, M: int, V: int) -> None:
+def check_schedule(name: str, P: int, M: int, V: int) -> None:
+    """Refuse what `build_schedule` can't build, without building it.
+
+    Args:
+        name: one of `NAMES`.
+        P, M, V: ranks, micro-batches, stages a rank.
+
+    Raises:
+        ValueError: as of `build_schedule`.
+    """
+    if name not in NAMES:
+        raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, and no path that ends in .csv")
     for what, value in (("ranks", P), ("micro-batches", M), ("virtual stages", V)):
         if value < 1:
             raise ValueError(f"{name} over {value} {what}: at least 1 is needed")

@@ -1,0 +1,249 @@
+"""Count a layout in seconds: every counted integer is linear in the blocks of a stage.
+
+A stage of 12 blocks holds, sends and computes what a stage of one block does, and eleven times what a second block
+adds. So each kind of stage (first, middle, last, only) is run with one and with two blocks, and the results are
+remembered: layouts that differ in pipeline ranks or global batch share them. `Counter.rank` equals `dry_run`, integer
+for integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from mpcore.analysis.counts import Ledger
+from mpcore.analysis.dry_run import assemble, call_build, count_stages, on_mesh, rounds_of, run_dry
+from mpcore.analysis.peak import peak
+from mpcore.analysis.work import Build, Found, Held, Kept, Model, Outline, combine
+from mpcore.mesh.axis import Mesh
+from mpcore.pipeline.checks import split_linears
+from mpcore.pipeline.schedules import Schedule
+
+ROUNDS = 4
+"""Micro-batches a pipeline rank of a shortened schedule: time and memory of more follow from it."""
+Enter = Callable[[], AbstractContextManager[tuple[Mesh, Outline]]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the ranks of a layout hold, send and compute.
+
+    Attributes:
+        sizes: of the mesh's axes.
+        arguments: of the build function.
+        micro_batches: those of a step.
+        short, shorter: the schedule of `ROUNDS` micro-batches a rank, and of one less; None where `short` is whole.
+        stages: each stage.
+        blocks: how many blocks each stage has.
+        rounds: of each stage for how many micro-batches each of its rounds stands.
+        held: what each pipeline rank holds between steps, and sends after its last backward.
+        axes: the ranks of each axis that this rank is in.
+    """
+
+    sizes: dict[str, int]
+    arguments: tuple[str, ...]
+    micro_batches: int
+    short: Schedule
+    shorter: Schedule | None
+    stages: tuple[Kept, ...]
+    blocks: tuple[int, ...]
+    rounds: tuple[list[int], ...]
+    held: tuple[Held, ...]
+    axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def fullest(self) -> tuple[int, int]:
+        """The pipeline rank that holds the most, and how many bytes. Of ranks with equal stages two are looked at: of
+        those the first or the last holds the most micro-batches."""
+        alike: dict[Any, list[int]] = {}
+        for rank in range(len(self.held)):
+            mine = self.short.stages_of(rank)
+            alike.setdefault(tuple(self.signature(i) for i in mine), []).append(rank)
+        ranks = {rank for each in alike.values() for rank in (each[0], each[-1])}
+        return max(((rank, self.bytes_of(rank)) for rank in ranks), key=lambda pair: pair[1])
+
+    def signature(self, index: int) -> tuple[bool, bool, int]:
+        """What tells stages apart: whether it is the first, whether it is the last, and its number of blocks."""
+        return index == 0, index == len(self.stages) - 1, self.blocks[index]
+
+    def bytes_of(self, rank: int) -> int:
+        """The most bytes that a pipeline rank holds at any time."""
+        held = self.held[rank]
+        between = held.parameters + held.buffers + held.gradients + held.optimizer
+        return between + peak(self.short, rank, [self.stages[i] for i in self.short.stages_of(rank)])[1]
+
+
+class Counter:
+    """Count layouts of one model, remembering what stages of them have in common.
+
+    Args:
+        build: makes a rank's work; a `Model` is counted from stages of one and two blocks, another whole.
+        stands_for_gpu: take the operators that a GPU runs; otherwise those of a CPU.
+        share: let layouts that differ in the size of dp alone share their counts: what lies in shards is then divided
+            by the other size, which neglects the padding of uneven shards.
+
+    Example:
+        >>> from examples.gpt.plan import build
+        >>> flags = ["--preset", "llama3-8b", "--dtype", "bfloat16", "--global-batch", "64", "--micro-batch", "1"]
+        >>> layout = mpcore.analysis.Counter(build).layout(flags, tp=2, pp=4, dp=2)
+        >>> layout.blocks, round(layout.fullest[1] / 2**30)
+        ((8, 8, 8, 8), 35)
+    """
+
+    def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
+        self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
+        self._memo: dict[Any, tuple[Kept, Held, int]] = {}
+        self._slopes: dict[Any, Any] = {}
+        self._stages: dict[Any, tuple[Kept, Held]] = {}
+
+    def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> Found:
+        """Count one rank as `dry_run` does, integer for integer."""
+        with on_mesh(rank, **sizes) as mesh:
+            if not isinstance(self.build, Model):
+                return run_dry(call_build(self.build, mesh, arguments), mesh, self.stands_for_gpu)
+            outline = self.build.outline(mesh, list(arguments))
+            if not outline.linear:
+                return run_dry(self.build(mesh, list(arguments)), mesh, self.stands_for_gpu)
+            plan, ledger = outline.plan(), Ledger(mesh)
+            mine = plan.stages_of(mesh.pp.rank)
+            counted = [self._stage(outline, sizes, index, lambda: nullcontext((mesh, outline))) for index in mine]
+            times = [[time for _, time in rounds_of(plan, index)] for index in mine]
+            held = combine([(1, held) for _, held in counted])
+            return assemble(plan, mesh.pp.rank, [kept for kept, _ in counted], times, held, ledger)
+
+    def layout(self, arguments: Sequence[str] = (), **sizes: Any) -> Layout:
+        """Count all pipeline ranks of a layout, on the ranks with the last part of sequences.
+
+        With causal masks these see the most keys where cp doesn't balance them.
+        """
+        arguments, pp = list(arguments), sizes.get("pp", 1)
+        tp, cp, dp = (sizes.get(axis, 1) for axis in ("tp", "cp", "dp"))
+        first = [rank * tp * cp * dp + (cp - 1) * tp for rank in range(pp)]
+        if not isinstance(self.build, Model):
+            return self._whole(arguments, sizes, first, None)
+        with on_mesh(first[0], **sizes) as mesh:
+            outline, axes = self.build.outline(mesh, arguments), Ledger(mesh).ranks_of
+        if not outline.linear:
+            return self._whole(arguments, sizes, first, outline)
+        short = outline.short(ROUNDS)
+
+        @contextmanager
+        def enter(rank: int) -> Iterator[tuple[Mesh, Outline]]:
+            assert isinstance(self.build, Model)
+            with on_mesh(first[rank], **sizes) as mesh:
+                yield mesh, self.build.outline(mesh, arguments)
+
+        counted = [
+            self._stage(outline, sizes, index, partial(enter, short.rank_of[index])) for index in range(short.stages)
+        ]
+        held = [combine([(1, counted[index][1]) for index in short.stages_of(rank)]) for rank in range(pp)]
+        stages = tuple(kept for kept, _ in counted)
+        return _layout(outline, sizes, arguments, stages, held, axes)
+
+    def _stage(self, outline: Outline, sizes: dict, index: int, enter: Enter) -> tuple[Kept, Held]:
+        """Count a stage from the few blocks that show how its counts grow."""
+        pattern, by_kind = _pattern(outline, index), dict[Any, list[int]]()
+        for block in outline.blocks[index]:
+            by_kind.setdefault(outline.kind(block), []).append(block)
+        known = sizes.get("dp"), self._key(outline, sizes, index, pattern, list(outline.blocks[index]))
+        if known not in self._stages:
+            self._stages[known] = self._extrapolate(outline, sizes, index, pattern, by_kind, enter)
+        return self._stages[known]
+
+    def _extrapolate(
+        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], by_kind: dict[Any, list[int]],
+        enter: Enter,
+    ) -> tuple[Kept, Held]:  # fmt: skip
+        """Run the stage with few blocks of each kind, and add what the others would add."""
+        few = outline.few
+        base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
+        found = self._run(outline, sizes, index, pattern, base, enter)
+        terms: list[tuple[int, tuple[Kept, Held]]] = [(1, found)]
+        for kind, blocks in by_kind.items():
+            if len(blocks) <= few:
+                continue
+            slope = (self._key(outline, sizes, index, pattern, base, shared=True), kind)
+            if slope not in self._slopes:
+                more = self._run(outline, sizes, index, pattern, sorted([*base, blocks[few]]), enter)
+                self._slopes[slope] = combine([(1, list(more)), (-1, list(found))])
+                # The peak of backward is at its first blocks: more blocks neither raise nor lower it.
+                found[0].backward_more = more[0].backward_more
+                self._slopes[slope][0].backward_more = 0
+            terms.append((len(blocks) - few, self._slopes[slope]))
+        kept, held = combine([(factor, list(counted)) for factor, counted in terms])
+        return kept, held
+
+    def _run(
+        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
+    ) -> tuple[Kept, Held]:
+        """Run a stage with these blocks, or remember that one like it was run."""
+        dp, short = sizes.get("dp", 1), outline.short(ROUNDS)
+        key = self._key(outline, sizes, index, pattern, blocks)
+        if key not in self._memo:
+            with enter() as (mesh, here):
+                work = here.work(short, here.blocks, {index: blocks})
+                split_linears(work.stages, short)
+                (kept,), held, _ = count_stages(work, [(index, pattern)], mesh, self.stands_for_gpu)
+            self._memo[key] = kept, held, dp
+        kept, held, counted_dp = self._memo[key]
+        if counted_dp != dp and outline.sharded:
+            share = {f: getattr(held, f) * counted_dp // dp for f in ("parameters", "gradients", "optimizer")}
+            held = replace(held, **share)
+        return kept, held
+
+    def _key(
+        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
+        shared: bool = False,
+    ) -> Any:  # fmt: skip
+        """What the counts of a stage depend on; `shared`: what another block adds to them."""
+        dp, pp, last = sizes.get("dp", 1), sizes.get("pp", 1), len(outline.blocks) - 1
+        on = outline.short(ROUNDS).rank_of
+        near = [0 <= i <= last and on[i] == on[index] for i in (index - 1, index + 1)]
+        place = () if shared and not any(pattern) else (index == 0, index == last, *near)
+        mesh = tuple(sorted((name, size) for name, size in sizes.items() if name not in ("dp", "pp")))
+        kinds = tuple(outline.kind(block) for block in blocks)
+        return outline.key, mesh, dp > 1 if self.share else dp, pp > 1, place, pattern, kinds
+
+    def _whole(self, arguments: list[str], sizes: dict, ranks: Sequence[int], outline: Outline | None) -> Layout:
+        """Count a layout by running every pipeline rank whole."""
+        found: list[Found] = []
+        for rank in ranks:
+            with on_mesh(rank, **sizes) as mesh:
+                work = call_build(self.build, mesh, arguments)
+                found.append(run_dry(work, mesh, self.stands_for_gpu))
+        plan = found[0].plan
+        stages = {i: kept for r, f in enumerate(found) for i, kept in zip(plan.stages_of(r), f.stages, strict=True)}
+        ordered = tuple(stages[i] for i in range(plan.stages))
+        if outline is None:
+            blocks = [range(1)] * plan.stages
+            outline = Outline("", len(ranks), plan.micro_batches, None, blocks, lambda _: 0, _no_work)
+            outline = replace(outline, given=plan)
+        return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
+
+
+def _no_work(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+def _pattern(outline: Outline, index: int) -> tuple[bool, ...]:
+    """For each micro-batch of a stage that is run, whether its backward is split."""
+    plan = outline.plan() if outline.short(ROUNDS).splits_backward else outline.short(ROUNDS)
+    return tuple(split for split, _ in rounds_of(plan, index))
+
+
+def _layout(
+    outline: Outline, sizes: dict, arguments: Sequence[str], stages: tuple[Kept, ...], held: Sequence[Held], axes: dict
+) -> Layout:
+    short, m = outline.short(ROUNDS), outline.micro_batches
+    shorter = None if short.micro_batches == m else outline.short(ROUNDS - 1)
+    if short.splits_backward:
+        rounds = [[time for _, time in rounds_of(outline.plan(), index)] for index in range(short.stages)]
+    else:
+        rounds = [[1, m - 2, 1] if m > 2 else [1] * m] * short.stages
+    blocks = tuple(len(of) for of in outline.blocks)
+    return Layout(
+        dict(sizes), tuple(arguments), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes)
+    )

@@ -1,0 +1,62 @@
+"""Find how much a pipeline rank holds at once, from what each of its stages keeps of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpcore.analysis.work import Kept
+from mpcore.pipeline.messages import releases
+from mpcore.pipeline.schedules import Schedule
+
+
+def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
+    """Find the most bytes that a pipeline rank holds besides its own parameters, gradients and states, going through
+    its actions in order as `mpcore.pipeline.executor` does.
+
+    Args:
+        plan: the schedule.
+        rank: the rank along pp.
+        stages: what each of its stages keeps.
+
+    Returns:
+        The most at the end of any forward; and at any time, while operators run.
+    """
+    of = dict(zip(plan.stages_of(rank), stages, strict=True))
+    whole = plan.with_messages if len(plan.ranks) > 1 else plan
+    released = releases(whole, rank)
+    local = {stage for stage in of if stage + 1 in of}  # whose outputs are the inputs of the next, until its backward
+    started: set[int] = set()
+    freed: set[int] = set()
+    held = most = ever = 0
+    for action in whole.ranks[rank]:
+        kind, stage, _ = action
+        kept, before = of[stage], stage - 1 in local
+        for send in released.get(action, ()):
+            held -= of[send.stage].output if send.kind == "SEND_F" else of[send.stage].sent_back
+        if kind == "RECV_F":
+            held += kept.received
+        if kind == "RECV_B":
+            held += kept.returned
+        if kind == "F":
+            ever = max(ever, held + kept.forward_more + (0 if stage in started else kept.gathered))
+            held += kept.activations - kept.received + (0 if stage in started else kept.gathered)
+            started.add(stage)
+            most = max(most, held)
+            held -= kept.output if stage == plan.stages - 1 else 0
+        if kind in ("B", "I", "W"):
+            ever = max(ever, held + kept.backward_more)
+        if kind in ("B", "I"):
+            held += kept.sent_back
+        if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's backward is all in W
+            held -= kept.returned
+        if kind == "I":  # of an input that the stage before holds, nothing is freed here
+            held += kept.between - (kept.activations - kept.output)
+            held += kept.received - kept.between_inputs if before else 0
+        if kind in ("B", "W"):
+            held -= kept.activations - kept.output if kind == "B" else kept.between
+            held += (kept.received if kind == "B" else kept.between_inputs) if before else 0
+            held += 0 if stage in freed else kept.unsummed
+            freed.add(stage)
+        if before and kind in ("B", "W"):
+            held -= of[stage - 1].output
+    return most, max(most, ever)

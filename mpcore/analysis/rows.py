@@ -1,0 +1,205 @@
+"""Runs with a known time, as rows of a JSON list or of a CSV file, for `mpcore calibrate`.
+
+A row names the mesh, what the run took, and flags of the target:
+
+    [{"name": "8B", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b", "dtype": "bfloat16", "micro_batch": 1,
+      "batch": 128, "seconds": 12.78}]
+
+    tp, pp, cp, ep, dp, etp, cp_inner   the mesh; dp is what the others leave of `gpus`
+    seconds                             of a step, or "oom" for a run that ran out of memory
+    tflops, flops                       instead: TFLOP/s a GPU, and the operations of a step that were divided by the
+                                        time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 (..), see `flops_of`)
+    name, set, machine                  what it is called, whose errors are averaged together, and a profile's name
+    attention                           "unfused": its scores are in memory
+    target                              `module:function`; default examples.gpt.plan:build
+    layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
+                                        any other column is a flag of the target: true is the flag alone
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+AXES = ("tp", "pp", "cp", "ep", "dp", "etp", "cp_inner")
+TARGET = "examples.gpt.plan:build"
+PUBLISHED = Path(__file__).parent / "rows" / "published.json"
+OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target")
+ALIASES = {
+    "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
+    "stages_per_rank": "virtual_stages", "mb": "micro_batch", "gbs": "global_batch", "mbs": "micro_batch",
+    "num_layers": "layers", "hidden_size": "d_model", "num_heads": "heads", "world": "gpus", "vp": "virtual_stages",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run.
+
+    Attributes:
+        name: what it is called.
+        set: rows whose errors are averaged together.
+        machine: a profile's name, or "".
+        target: the build function.
+        sizes: of the mesh's axes.
+        arguments: flags of the target.
+        seconds: of a step; None: it ran out of memory.
+        unfused: attention is written out.
+    """
+
+    name: str
+    set: str
+    machine: str
+    target: str
+    sizes: dict[str, int]
+    arguments: tuple[str, ...]
+    seconds: float | None
+    unfused: bool = False
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Read rows from a .json or .csv file.
+
+    Raises:
+        ValueError: naming the row and the column that is wrong.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".csv":
+            with open(path, newline="") as file:
+                content: Any = list(csv.DictReader(file))
+        else:
+            content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the rows {path} can't be read: {error}") from error
+    content = content.get("rows", content) if isinstance(content, dict) else content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"the rows {path} are no list of at least one row")
+    return [read_row(row, f"{path}, row {i}") for i, row in enumerate(content, start=1)]
+
+
+def read_row(row: Any, where: str = "the row") -> Row:
+    """Read one row, a dictionary of columns.
+
+    Raises:
+        ValueError: naming the column that is wrong.
+
+    Example:
+        >>> row = read_row({"tp": 2, "gpus": 4, "layers": 2, "batch": 8, "seconds": 1.5})
+        >>> row.sizes["dp"], row.arguments
+        (2, ('--layers', '2', '--global-batch', '8'))
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is a {type(row).__name__}, no mapping of columns to values")
+    values: dict[str, Any] = {}
+    for key, value in row.items():
+        name = str(key).strip().lower().replace("-", "_").replace(" ", "_")
+        name = ALIASES.get(name, name)
+        if value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        if name in values:
+            raise ValueError(f"{where}: the column {key} gives {name} a second time")
+        values[name] = value.strip() if isinstance(value, str) else value
+    where = f"{where} ({values['name']})" if "name" in values else where
+    sizes = _mesh(values, where)
+    unfused = str(values.get("attention", "fused"))
+    if unfused not in ("fused", "unfused"):
+        raise ValueError(f"{where}: attention {unfused!r} is none of fused, unfused")
+    if "virtual_stages" in values and "schedule" not in values and int(values["virtual_stages"]) > 1:
+        values["schedule"] = "interleaved"
+    if values.get("virtual_stages") in (1, "1"):
+        del values["virtual_stages"]
+    arguments = [word for name, value in values.items() if name not in (*OWN, *AXES) for word in _flag(name, value)]
+    return Row(
+        str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
+        str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where),
+        unfused == "unfused",
+    )  # fmt: skip
+
+
+def _mesh(values: Mapping[str, Any], where: str) -> dict[str, int]:
+    sizes = {axis: _integer(values[axis], axis, where) for axis in AXES if axis in values}
+    each = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    if "gpus" in values:
+        gpus = _integer(values["gpus"], "gpus", where)
+        if gpus % each:
+            raise ValueError(f"{where}: {gpus} gpus are not a multiple of tp x pp x cp = {each}")
+        if sizes.setdefault("dp", gpus // each) * each != gpus:
+            raise ValueError(f"{where}: {gpus} gpus are not tp x pp x cp x dp = {each * sizes['dp']}")
+    return {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1} | sizes
+
+
+def _integer(value: Any, name: str, where: str) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or number != number or number != int(number) or number < 1:
+        raise ValueError(f"{where}: {name} is {value!r}, no integer from 1")
+    return int(number)
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise ValueError(f"{where}: {name} is {value!r}, no number above 0")
+    return number
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    text = str(value).lower()
+    if text in ("true", "on"):
+        return [flag]
+    if text in ("false", "off"):
+        return []
+    if isinstance(value, float) and value == int(value):
+        value = int(value)
+    return [flag, *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
+
+
+def _seconds(values: Mapping[str, Any], sizes: Mapping[str, int], where: str) -> float | None:
+    given = [name for name in ("seconds", "tflops") if name in values]
+    if len(given) != 1:
+        raise ValueError(f"{where}: give one of the columns seconds and tflops, not {len(given)} of them")
+    if str(values[given[0]]).lower() == "oom":
+        return None
+    number = _number(values[given[0]], given[0], where)
+    if given == ["seconds"]:
+        return number
+    counted = values.get("flops", "recomputed" if values.get("recompute") == "full" else "plain")
+    flops = flops_of(values, str(counted), where) if counted in FORMULAS else _number(counted, "flops", where)
+    gpus = math.prod(sizes[axis] for axis in ("tp", "pp", "cp", "dp"))
+    return flops / (number * 1e12 * gpus)
+
+
+FORMULAS = {"plain": (72, 12), "recomputed": (96, 16)}
+
+
+def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") -> float:
+    """Floating-point operations of a step by Megatron's formula, F B s L h^2 (1 + s / 6h + V / DLh).
+
+    F and D are 72 and 12 for "plain"; 96 and 16 for "recomputed", which counts the forward of full recomputation too.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix.
+    """
+    names = ("global_batch", "seq_len", "layers", "d_model", "vocab_size")
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise ValueError(f"{where}: tflops need the columns {', '.join(missing)}, or flops, the operations of a step")
+    B, s, L, h, V = (_integer(values[name], name, where) for name in names)
+    factor, divisor = FORMULAS[formula]
+    return factor * B * s * L * h * h * (1 + s / (6 * h) + V / (divisor * L * h))
+
+
+def sets_of(rows: Sequence[Row]) -> list[str]:
+    """The sets of rows, in order."""
+    return list(dict.fromkeys(row.set for row in rows))

@@ -1,0 +1,77 @@
+"""Time a proved schedule quickly, again and again with other times: what waits for what is resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A schedule's actions in an order in which each comes after what it waits for.
+
+    Attributes:
+        ranks: how many ranks there are.
+        steps: of each action its rank, its kind, its stage, and the place here of the action on another rank whose
+            result it needs, or -1.
+    """
+
+    ranks: int
+    steps: tuple[tuple[int, str, int, int], ...]
+
+    def makespan(self, times: Mapping[str, Sequence[float]], message: float = 0.0) -> float:
+        """Seconds from the first start to the last end.
+
+        Args:
+            times: by kind (F, I, W, B) the seconds of an action of each stage.
+            message: seconds between the end of an action and the start of the one that waits for it on another rank.
+        """
+        clock, ends = [0.0] * self.ranks, [0.0] * len(self.steps)
+        for i, (rank, kind, stage, needed) in enumerate(self.steps):
+            start = clock[rank]
+            if needed >= 0 and ends[needed] + message > start:
+                start = ends[needed] + message
+            clock[rank] = ends[i] = start + times[kind][stage]
+        return max(clock)
+
+
+def resolve(schedule: Schedule) -> Resolved:
+    """Order the actions of a schedule of F, B, I and W.
+
+    Raises:
+        ValueError: if it deadlocks; `mpcore.pipeline.prove` says where.
+
+    Example:
+        >>> from mpcore.pipeline.makespan import resolve
+        >>> from mpcore.pipeline.schedules import build_schedule
+        >>> resolve(build_schedule("1f1b", 2, 4)).makespan({"F": [1, 1], "B": [2, 2]})
+        15.0
+    """
+    rows = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.ranks]
+    rank_of, last = schedule.rank_of, schedule.stages - 1
+    whole = {(a.stage, a.micro_batch) for row in rows for a in row if a.kind == "B"}
+    place: dict[Action, int] = {}
+    position, steps, going = [0] * len(rows), list[tuple[int, str, int, int]](), True
+    while going:
+        going = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                kind, stage, m = action
+                needed = None
+                if kind == "F" and stage > 0:
+                    needed = Action("F", stage - 1, m)
+                elif kind in ("B", "I") and stage < last:
+                    needed = Action("B" if (stage + 1, m) in whole else "I", stage + 1, m)
+                if needed is not None and needed not in place:
+                    break
+                remote = needed is not None and rank_of[needed.stage] != rank
+                place[action] = len(steps)
+                steps.append((rank, kind, stage, place[needed] if remote and needed is not None else -1))
+                position[rank] += 1
+                going = True
+    if len(steps) < sum(map(len, rows)):
+        raise ValueError(f"the schedule {schedule.name} deadlocks: prove(schedule) says where")
+    return Resolved(len(rows), tuple(steps))
