@@ -12,6 +12,10 @@ COMMANDS = {
     "verify": ("mpcore.verify.__main__", "compare your model under each layout with itself on one process"),
     "preflight": ("mpcore.preflight", "try on this machine what a large run will do on many GPUs"),
     "plan": ("mpcore.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
+    "calibrate": (
+        "mpcore.analysis.__main__",
+        "fit a machine's rates to runs, and say how wrong it is",
+    ),
     "memory": ("mpcore.analysis.__main__", "print what a rank of a layout holds"),
     "ledger": ("mpcore.analysis.__main__", "print what a rank of a layout sends in a step"),
     "schedule": ("mpcore.pipeline.draw", "prove a pipeline schedule, and draw it"),
@@ -26,7 +30,7 @@ COMMANDS = {
     "doctor": ("mpcore.doctor", "check this machine, and print what an issue needs"),
 }
 """By name: the module whose `main(arguments)` runs it, and what it does."""
-TAKES_NAME = ("plan", "memory", "ledger")
+TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
 
 
 def usage() -> str:

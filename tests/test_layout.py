@@ -1,34 +1,73 @@
 """Counts from stages of one and two blocks against full runs, integer for integer."""
+
 from __future__ import annotations
-import dataclasses, random, time
+
+import random
+
 import pytest
+
 from examples.gpt.plan import build
 from mpcore.analysis.dry_run import dry_run
 from mpcore.analysis.layout import Counter
 
-FLAGS = "--d-model 32 --heads 4 --d-ff 48 --seq-len 16 --global-batch 32 --micro-batch 1".split()
+FLAGS = "--d-model 32 --heads 4 --d-ff 48 --seq-len 16 --global-batch 32 --micro-batch 1".split()  # noqa: SIM905
+SHORT = [("--layers 4 --zero 1 --sequence-parallel --recompute selective --dtype bfloat16", {"tp": 2, "dp": 2})]
+BY_HAND = [
+    ("--layers 8 --zero 2 --sequence-parallel --recompute selective --dtype bfloat16", {"tp": 2, "pp": 2, "dp": 2}),
+    ("--layers 9 --zero 3", {"pp": 2, "dp": 2}),
+    ("--layers 9 --global-batch 30 --schedule zb", {"pp": 3}),
+    ("--layers 8 --preset tiny-moe --moe-every 2 --expert-d-ff 8", {"dp": 2, "ep": 2}),
+    ("--layers 8 --cp-kind ring", {"cp": 2, "pp": 2}),
+    ("--layers 12 --schedule interleaved --tie-embeddings", {"pp": 2, "dp": 2}),
+    ("--layers 6 --recompute budget=0.5", {"tp": 2}),
+]
 
-def same(flags, sizes, gpu=True, ranks=None):
-    counter=Counter(build, gpu)
-    pp=sizes.get("pp",1); world=1
-    for v in sizes.values(): world*=v
-    for rank in ranks or [r*world//pp for r in range(pp)]:
-        a=dry_run(build,[*FLAGS,*flags],rank,gpu,**sizes)
-        b=counter.rank([*FLAGS,*flags],rank,**sizes)
-        for f in ("held","stages","times","peak","work_peak"):
-            x,y=getattr(a,f),getattr(b,f)
-            if x!=y:
-                print("DIFF",flags,sizes,rank,f); show(x,y)
-        if a.ledger.counts!=b.ledger.counts: print("LEDGER", a.ledger.counts, b.ledger.counts)
-def show(x,y,path=""):
-    if dataclasses.is_dataclass(x):
-        for f in dataclasses.fields(x): show(getattr(x,f.name),getattr(y,f.name),path+"."+f.name)
-    elif isinstance(x,list):
-        for i,(u,v) in enumerate(zip(x,y)): show(u,v,path+f"[{i}]")
-    elif isinstance(x,dict):
-        for k in x.keys()|y.keys(): show(x.get(k),y.get(k),path+f"[{k}]")
-    elif x!=y: print("   ",path,x,y)
-if __name__=="__main__":
-    for flags,sizes in [("--layers 9 --zero 3",{"pp":2,"dp":2}),
-("--layers 8 --cp-kind ring",{"cp":2,"pp":2})]:
-        t=time.process_time(); same(flags.split(),sizes); print(flags, sizes, round(time.process_time()-t,2))
+
+def draw_flags(seed: int) -> tuple[str, dict[str, int]]:
+    """A layout of up to 8 ranks."""
+    pick = random.Random(seed)
+    sizes = {axis: pick.choice((1, 2)) for axis in ("tp", "pp", "dp")}
+    schedule = pick.choice(("1f1b", "gpipe", "interleaved", "zb", "zbv", "dualpipev")) if sizes["pp"] > 1 else "1f1b"
+    dropout, recompute = pick.choice((0, 0.1)), pick.choice(("none", "selective", "full"))
+    flags = (
+        f"--layers {pick.randint(8, 11)} --schedule {schedule} --zero {pick.choice((0, 1, 2, 3))} --dropout {dropout}"
+    )
+    flags += f" --recompute {recompute} --dtype {pick.choice(('float32', 'bfloat16'))}"
+    flags += pick.choice(("", " --preset tiny-moe --moe-every 2 --expert-d-ff 8", " --preset tiny-mla"))
+    return flags + pick.choice(("", " --sequence-parallel")), sizes
+
+
+def check_equal(flags: str, sizes: dict[str, int], gpu: bool = True) -> None:
+    counter, pp, world = Counter(build, gpu), sizes.get("pp", 1), 1
+    for size in sizes.values():
+        world *= size
+    for pp_rank in range(pp):
+        rank, arguments = pp_rank * world // pp, [*FLAGS, *flags.split()]
+        full, fast = dry_run(build, arguments, rank, gpu, **sizes), counter.rank(arguments, rank, **sizes)
+        for name in ("held", "stages", "times", "peak", "work_peak", "theory"):
+            assert getattr(full, name) == getattr(fast, name), (name, rank)
+        assert full.ledger.counts == fast.ledger.counts
+
+
+@pytest.mark.parametrize(("flags", "sizes"), SHORT, ids=str)
+def test_few_blocks_count_what_all_blocks_count(flags, sizes):
+    check_equal(flags, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "sizes"), [*BY_HAND, *map(draw_flags, range(24))], ids=str)
+def test_any_flags_count_what_all_blocks_count(flags, sizes):
+    for gpu in (True, False):
+        check_equal(flags, sizes, gpu)
+
+
+def test_layouts_share_counts_and_agree_with_their_fullest_rank():
+    flags = [*FLAGS, "--layers", "8"]
+    shared, exact = Counter(build, share=True), Counter(build)
+    for dp in (2, 4):
+        found, want = (counter.layout(flags, pp=2, dp=dp) for counter in (shared, exact))
+        assert found.fullest[1] == pytest.approx(want.fullest[1], rel=5e-3), "padding of shards"
+    assert len(shared._memo) < len(exact._memo), "the second layout was counted from the first"
+    rank, most = exact.layout(flags, pp=2, dp=2).fullest
+    assert most == max(dry_run(build, flags, r, True, pp=2, dp=2).most for r in range(4))
+    assert most == exact.rank(flags, 2 * rank, pp=2, dp=2).most

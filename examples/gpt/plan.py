@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from examples.gpt.arguments import flag, parse
 from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
 from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
 from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
 from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
@@ -28,6 +27,7 @@ from mpcore.analysis.work import Choice, Model, Outline, Work
 from mpcore.command_line import Parser
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
+from mpcore.sharding.local import is_dtensor
 from mpcore.training import lay_out
 
 
@@ -50,11 +50,12 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         V = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages).stages // pp
     else:
         check_schedule(args.schedule, pp, micro_batches, V)
+    blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
     return Outline(
-        args.schedule, pp, micro_batches, args.virtual_stages,
-        blocks=even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V),
+        args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.has_experts,
-        work=partial(work, args, config, mesh, micro_batches),
+        work=partial(work, args, config, mesh),
+        theory=partial(theory, args, config, mesh, micro_batches, blocks),
         linear=recompute_kind(args.recompute)[1] is None and not (config.tie_embeddings and args.schedule in V_SHAPED),
         sharded=args.zero > 0,
         few=max(args.zero, 1) if mesh.data.size > 1 else 1,
@@ -63,6 +64,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
 
 
 build = Model(outline)
+SPLITTING = ("zb", "zbv", "dualpipev")
 UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a stage don't depend on
 OWN = Parser(prog="examples.gpt.plan:build", add_help=False)
 OWN.add_argument("--vocab-size", type=int, help="tokens of the vocabulary (default: the preset's)")
@@ -95,7 +97,7 @@ def even_blocks(layers: int, stages: int) -> list[range]:
 
 
 def work(
-    args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_batches: int, plan: Schedule,
+    args: argparse.Namespace, config: GPTConfig, mesh: Mesh, plan: Schedule,
     blocks: Sequence[range], choice: Choice,
 ) -> Work:  # fmt: skip
     """Build stages of this rank with some of their blocks."""
@@ -122,7 +124,8 @@ def work(
         return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(parameters, fused=True)
+        alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
+        made = torch.optim.AdamW(parameters, fused=alike, foreach=False)
         slots = OUTER_SLOTS[: 1 + (merge_options(args)["momentum"] > 0)]  # the second with momentum alone
 
         def outer(*_: Any) -> None:
@@ -133,23 +136,18 @@ def work(
             made.register_step_post_hook(outer)
         return made
 
-    unknown = recompute_kind(args.recompute)[1] is not None or (plan.splits_backward and args.recompute == "full")
-    return Work(
-        stages,
-        plan,
-        inputs,
-        loss,
-        optimizer,
-        autocast=precision(args).autocast_dtype,
-        # no formula covers blocks that differ, nor full recomputation with a split backward
-        theory={} if unknown else theory(stages, config, mesh, args, micro_batches),
-    )
+    return Work(stages, plan, inputs, loss, optimizer, autocast=precision(args).autocast_dtype)
 
 
 def theory(
-    stages: list[GPT], config: GPTConfig, mesh: Mesh, args: argparse.Namespace, micro_batches: int
-) -> dict[tuple[str, str], int]:
-    """Return the bytes that a dense model sends over tp: blocks, embedding, the head's input gradient, and loss."""
+    args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_batches: int, blocks: Sequence[range],
+    stages: Sequence[int],
+) -> dict[tuple[str, str], int]:  # fmt: skip
+    """Return the bytes that these stages of a dense model send over tp: blocks, embedding, the head's input gradient,
+    and loss. No formula covers blocks that differ, nor full recomputation with a split backward."""
+    splits = args.schedule in SPLITTING or args.schedule.endswith(".csv")
+    if recompute_kind(args.recompute)[1] is not None or (splits and args.recompute == "full"):
+        return {}
     if mesh.tp.size == 1 or config.moe is not None:
         return {}
     width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
@@ -164,12 +162,13 @@ def theory(
         about["latents"] = tokens * width * (queries + c.kv_lora_rank + c.qk_rope_head_dim)
     total: dict[tuple[str, str], int] = {}
     for stage in stages:
-        each = block_bytes(size, sequence_parallel=stage.sequence_parallel, **about)
-        ends: dict[str, int] = {"all_reduce": size * (stage.first + stage.last)}
-        if stage.sequence_parallel:
-            ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (stage.first + stage.last))
-        ends["all_gather"] = ends.get("all_gather", 0) + stage.last * mesh.tp.size * stats
+        first, last = blocks[stage].start == 0, blocks[stage].stop == config.layers
+        each = block_bytes(size, sequence_parallel=args.sequence_parallel, **about)
+        ends: dict[str, int] = {"all_reduce": size * (first + last)}
+        if args.sequence_parallel:
+            ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (first + last))
+        ends["all_gather"] = ends.get("all_gather", 0) + last * mesh.tp.size * stats
         for name in sorted(each.keys() | ends.keys()):
-            key, blocks = ("tp", name), len(stage.blocks) * each.get(name, 0)
-            total[key] = total.get(key, 0) + micro_batches * (blocks + ends[name])
+            key, inner = ("tp", name), len(blocks[stage]) * each.get(name, 0)
+            total[key] = total.get(key, 0) + micro_batches * (inner + ends[name])
     return total

@@ -6,7 +6,13 @@ runs one rank's step on fake tensors.
 
 from mpcore.analysis.counts import Ledger, block_bytes, volume
 from mpcore.analysis.dry_run import dry_run
+from mpcore.analysis.layout import Counter, Layout
+from mpcore.analysis.machine import Machine, load_machine
 from mpcore.analysis.peak import peak
+from mpcore.analysis.seconds import Seconds, estimate
 from mpcore.analysis.work import Model, Outline, Work
 
-__all__ = ["Ledger", "Model", "Outline", "Work", "block_bytes", "dry_run", "peak", "volume"]
+__all__ = [
+    "Counter", "Layout", "Ledger", "Machine", "Model", "Outline", "Seconds", "Work", "block_bytes", "dry_run",
+    "estimate", "load_machine", "peak", "volume",
+]  # fmt: skip

@@ -1,15 +1,16 @@
-"""`python -m mpcore.analysis {memory,ledger,plan} ...`: one command line for the three."""
+"""`python -m mpcore.analysis {memory,ledger,plan,calibrate} ...`: one command line for the four."""
 
 from __future__ import annotations
 
 import sys
 
-from mpcore.analysis import counts, memory
-from mpcore.analysis.dry_run import dry_run, parse, sizes_of
+from mpcore.analysis import command, counts, memory
+from mpcore.analysis.fit_command import main as calibrate
+from mpcore.analysis.layout import Counter
 from mpcore.analysis.plan import main as plan
 from mpcore.command_line import find_object
 
-COMMANDS = ("memory", "ledger", "plan")
+COMMANDS = ("memory", "ledger", "plan", "calibrate")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,11 +18,12 @@ def main(argv: list[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
-    if name == "plan":
-        return plan(rest)
-    args = parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
+    if name in ("plan", "calibrate"):
+        return plan(rest) if name == "plan" else calibrate(rest)
+    args = command.parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
     try:
-        found = dry_run(find_object(args.target), args.arguments, args.rank, **sizes_of(args))
+        counter = Counter(find_object(args.target), not args.cpu)
+        found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))

@@ -3,8 +3,8 @@
 At most six scalars are fitted, by the logarithm of the error, each with a prior: few runs identify few scalars, and the
 prior keeps the others where they were. The others of a profile are specifications, or were measured.
 
-Source: Gauss-Newton with priors, Tarantola 2005, "Inverse Problem Theory", section 3.2; greedy D-optimal design, Fedorov
-1972, "Theory of Optimal Experiments".
+Source: Gauss-Newton with priors, Tarantola 2005, "Inverse Problem Theory", section 3.2; greedy D-optimal design,
+Fedorov 1972, "Theory of Optimal Experiments".
 """
 
 from __future__ import annotations
@@ -19,31 +19,18 @@ from torch import Tensor
 from mpcore.analysis.layout import Counter, Layout
 from mpcore.analysis.machine import Machine
 from mpcore.analysis.rows import Row
-from mpcore.analysis.seconds import Seconds, estimate
+from mpcore.analysis.seconds import INSIDE, Seconds, estimate
 from mpcore.command_line import find_object
 
 NOISE = 0.03
 """The relative standard deviation of a run's time that the fit expects."""
 
 
-@dataclass(frozen=True)
-class Prior:
-    """What is believed of a scalar before any run: its value within a factor of e^spread, two times out of three."""
-
-    value: float
-    spread: float
-    most: float = math.inf
-
-
-PRIORS: dict[str, Prior] = {
-    "e_gemm": Prior(0.72, 0.15, most=1.0),
-    "e_hbm": Prior(0.7, 0.3, most=1.0),
-    "x_tp": Prior(0.8, 0.5),
-    "x_dp": Prior(0.3, 0.8),
-    "tau": Prior(1e-4, 1.0),
-    "cluster": Prior(1.03, 0.05),
-}
-NAMES = tuple(PRIORS)
+SPREADS = {"e_gemm": 0.15, "e_hbm": 0.3, "x_tp": 0.5, "x_dp": 0.8, "tau": 1.0, "cluster": 0.05}
+"""The scalars, and what is believed of each before any run: the profile's value within a factor of e^spread, two times
+out of three."""
+MOST = {"e_gemm": 1.0, "e_hbm": 1.0}
+NAMES = tuple(SPREADS)
 
 
 @dataclass(frozen=True)
@@ -62,11 +49,22 @@ class Fit:
         machine: the profile with the fitted scalars.
         errors: by scalar the relative standard error, of runs and prior together.
         identified: the scalars about which the runs say more than the prior does.
+        covariance: [6, 6] of the logarithms of the scalars.
     """
 
     machine: Machine
     errors: Mapping[str, float]
     identified: tuple[str, ...]
+    covariance: Tensor
+
+    def predict(self, run: Run) -> Seconds:
+        """Where the seconds of a run's step go."""
+        return predict(run, self.machine)
+
+    def uncertainty(self, run: Run) -> float:
+        """The relative standard error of a run's predicted time: of the scalars, and `NOISE`."""
+        J = jacobian(features(run, self.machine))
+        return math.sqrt(float(J @ self.covariance @ J) + NOISE**2)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,9 @@ class Result:
         return self.left_out / self.seconds - 1
 
 
-def count_rows(rows: Sequence[Row], each: Callable[[int, int], None] = lambda done, of: None) -> list[Run]:
+def count_rows(
+    rows: Sequence[Row], each: Callable[[int, int], None] = lambda done, of: None, stands_for_gpu: bool = True
+) -> list[Run]:
     """Count the layouts of rows.
 
     Raises:
@@ -95,7 +95,7 @@ def count_rows(rows: Sequence[Row], each: Callable[[int, int], None] = lambda do
     for i, row in enumerate(rows, start=1):
         try:
             if row.target not in counters:
-                counters[row.target] = Counter(find_object(row.target), share=True)
+                counters[row.target] = Counter(find_object(row.target), stands_for_gpu, share=True)
             runs.append(Run(row, counters[row.target].layout(row.arguments, **row.sizes)))
         except (ValueError, SystemExit) as error:
             raise ValueError(f"{row.name}: {error}") from error
@@ -115,7 +115,7 @@ def features(run: Run, machine: Machine) -> Tensor:
     """
     found = predict(run, machine)
     busy = found.products + found.attention + found.operators + found.host
-    inside = sum(found.exposed.get(axis, 0.0) for axis in _inside(found))
+    inside = sum(found.exposed.get(axis, 0.0) for axis in INSIDE)
     grown = 1 + found.bubble / max(busy + inside, 1e-30)
     data = sum(found.exposed.values()) - inside
     parts = [
@@ -125,49 +125,50 @@ def features(run: Run, machine: Machine) -> Tensor:
     return torch.tensor([*parts, whole], dtype=torch.float64)
 
 
-def _inside(found: Seconds) -> list[str]:
-    from mpcore.analysis.seconds import INSIDE
-
-    return [axis for axis in found.exposed if axis in INSIDE]
-
-
-def jacobian(run: Run, machine: Machine) -> Tensor:
-    """[6] how the logarithm of a step's seconds changes with the logarithm of each scalar."""
-    parts = features(run, machine)
+def jacobian(parts: Tensor) -> Tensor:
+    """[6] how the logarithm of a step's seconds changes with the logarithm of each scalar, from `features`."""
     signs = torch.tensor([-1.0, -1, 1, 1, 1, 1], dtype=torch.float64)  # of rates that are reached, time falls
     return signs * parts / parts[-1]
 
 
-def fit(runs: Sequence[Run], machine: Machine, priors: Mapping[str, Prior] = PRIORS, steps: int = 12) -> Fit:
+def fit(runs: Sequence[Run], machine: Machine, steps: int = 12) -> Fit:
     """Fit the six scalars to runs: Gauss-Newton on logarithms, with priors.
 
     Args:
-        runs: at least one with a time.
-        machine: gives all that isn't fitted.
-        priors: of each scalar.
+        runs: those with a time are used.
+        machine: gives all that isn't fitted, and the values that the priors are around.
         steps: at most.
     """
     timed = [run for run in runs if run.row.seconds is not None]
-    mean = torch.tensor([math.log(priors[name].value) for name in NAMES], dtype=torch.float64)
-    most = torch.tensor([math.log(priors[name].most) for name in NAMES], dtype=torch.float64)
-    weight = torch.tensor([priors[name].spread ** -2 for name in NAMES], dtype=torch.float64).diag()
+    mean, weight = scalars_of(machine), _weight()
+    most = torch.tensor([math.log(MOST.get(name, math.inf)) for name in NAMES], dtype=torch.float64)
     theta, information = mean.clone(), weight
     for _ in range(steps):
         here = with_scalars(machine, theta)
-        J = torch.stack([jacobian(run, here) for run in timed])
-        r = torch.tensor([math.log(run.row.seconds / predict(run, here).step) for run in timed], dtype=torch.float64)  # type: ignore[operator]
+        found = [features(run, here) for run in timed]
+        J = torch.stack([jacobian(parts) for parts in found]) if found else torch.zeros(0, len(NAMES)).double()
+        logs = [math.log(run.row.seconds / float(parts[-1]) / here.cluster)  # type: ignore[operator]
+                for run, parts in zip(timed, found, strict=True)]  # fmt: skip
+        r = torch.tensor(logs, dtype=torch.float64)
         information = J.T @ J / NOISE**2 + weight
         change = torch.linalg.solve(information, J.T @ r / NOISE**2 + weight @ (mean - theta))
         theta = torch.minimum(theta + change, most)
-        if change.abs().max() < 1e-4:
+        if change.abs().max() < 1e-3:
             break
     covariance = torch.linalg.inv(information)
     errors = {name: float(covariance[i, i].sqrt()) for i, name in enumerate(NAMES)}
-    known = tuple(name for name in NAMES if errors[name] < priors[name].spread / 2)
-    source = f"fitted: {len(timed)} runs"
-    fitted = with_scalars(machine, theta)
-    sources = {**machine.sources, **{name: source for name in NAMES}}
-    return Fit(replace(fitted, sources=sources, errors=errors), errors, known)
+    known = tuple(name for name in NAMES if errors[name] < SPREADS[name] / 2)
+    sources = machine.sources | dict.fromkeys(NAMES, f"fitted: {len(timed)} runs")
+    return Fit(replace(with_scalars(machine, theta), sources=sources, errors=errors), errors, known, covariance)
+
+
+def scalars_of(machine: Machine) -> Tensor:
+    """[6] the logarithms of a machine's scalars."""
+    return torch.tensor([math.log(max(getattr(machine, name), 1e-12)) for name in NAMES], dtype=torch.float64)
+
+
+def _weight() -> Tensor:
+    return torch.tensor([spread**-2 for spread in SPREADS.values()], dtype=torch.float64).diag()
 
 
 def with_scalars(machine: Machine, theta: Tensor) -> Machine:
@@ -178,18 +179,12 @@ def with_scalars(machine: Machine, theta: Tensor) -> Machine:
 def leave_one_out(runs: Sequence[Run], machine: Machine) -> list[Result]:
     """Predict each run from a fit on all others."""
     timed = [run for run in runs if run.row.seconds is not None]
-    whole = fit(timed, machine).machine
-    results = []
+    whole, results = fit(timed, machine).machine, []
     for i, run in enumerate(timed):
-        others = [*timed[:i], *timed[i + 1 :]]
-        left = fit(others, machine).machine if others else with_scalars(machine, _prior_mean())
+        left = fit([*timed[:i], *timed[i + 1 :]], machine).machine
         assert run.row.seconds is not None
         results.append(Result(run.row, run.row.seconds, predict(run, whole).step, predict(run, left).step))
     return results
-
-
-def _prior_mean() -> Tensor:
-    return torch.tensor([math.log(prior.value) for prior in PRIORS.values()], dtype=torch.float64)
 
 
 def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Run] = ()) -> list[Run]:
@@ -201,10 +196,9 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
         n: how many.
         measured: runs that are measured already.
     """
-    weight = torch.tensor([prior.spread**-2 for prior in PRIORS.values()], dtype=torch.float64).diag()
-    rows = [jacobian(run, machine) for run in runs]
+    weight, rows = _weight(), [jacobian(features(run, machine)) for run in runs]
     for run in measured:
-        J = jacobian(run, machine)
+        J = jacobian(features(run, machine))
         weight = weight + torch.outer(J, J) / NOISE**2
     chosen: list[int] = []
     for _ in range(min(n, len(runs))):
@@ -214,3 +208,13 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
         chosen.append(best)
         weight = weight + torch.outer(rows[best], rows[best]) / NOISE**2
     return [runs[i] for i in chosen]
+
+
+def uncertainty(run: Run, machine: Machine) -> float:
+    """The relative standard error of a predicted step, from those of a machine's scalars, as if they were independent.
+
+    A scalar that was never fitted is known as well as its prior says.
+    """
+    J = jacobian(features(run, machine))
+    errors = torch.tensor([machine.errors.get(name, SPREADS[name]) for name in NAMES], dtype=torch.float64)
+    return math.sqrt(float((J * errors).square().sum()) + NOISE**2)

@@ -197,9 +197,7 @@ def _master(p: nn.Parameter) -> nn.Parameter:
     return master
 
 
-def _run_stage(
-    work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: Ledger
-) -> Kept:
+def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: Ledger) -> Kept:
     """Forward and backward of some micro-batches of stage `index`, which is the i-th of the work."""
     stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
     own = list(stage.parameters())

@@ -96,7 +96,7 @@ class Counter:
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
         self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
         self._memo: dict[Any, tuple[Kept, Held, int]] = {}
-        self._slopes: dict[Any, Any] = {}
+        self._slopes: dict[Any, tuple[Kept, Held, int]] = {}
         self._stages: dict[Any, tuple[Kept, Held]] = {}
 
     def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> Found:
@@ -112,7 +112,9 @@ class Counter:
             counted = [self._stage(outline, sizes, index, lambda: nullcontext((mesh, outline))) for index in mine]
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
             held = combine([(1, held) for _, held in counted])
-            return assemble(plan, mesh.pp.rank, [kept for kept, _ in counted], times, held, ledger)
+            return assemble(
+                plan, mesh.pp.rank, [kept for kept, _ in counted], times, held, ledger, outline.theory(mine)
+            )
 
     def layout(self, arguments: Sequence[str] = (), **sizes: Any) -> Layout:
         """Count all pipeline ranks of a layout, on the ranks with the last part of sequences.
@@ -168,13 +170,15 @@ class Counter:
             slope = (self._key(outline, sizes, index, pattern, base, shared=True), kind)
             if slope not in self._slopes:
                 more = self._run(outline, sizes, index, pattern, sorted([*base, blocks[few]]), enter)
-                self._slopes[slope] = combine([(1, list(more)), (-1, list(found))])
+                kept, held = combine([(1, more[0]), (-1, found[0])]), combine([(1, more[1]), (-1, found[1])])
                 # The peak of backward is at its first blocks: more blocks neither raise nor lower it.
-                found[0].backward_more = more[0].backward_more
-                self._slopes[slope][0].backward_more = 0
-            terms.append((len(blocks) - few, self._slopes[slope]))
-        kept, held = combine([(factor, list(counted)) for factor, counted in terms])
-        return kept, held
+                found = replace(found[0], backward_more=more[0].backward_more), found[1]
+                terms[0] = 1, found
+                self._slopes[slope] = replace(kept, backward_more=0), held, sizes.get("dp", 1)
+            kept, held, counted = self._slopes[slope]
+            terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
+        kept = combine([(factor, kept) for factor, (kept, _) in terms])
+        return kept, combine([(factor, held) for factor, (_, held) in terms])
 
     def _run(
         self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
@@ -188,11 +192,8 @@ class Counter:
                 split_linears(work.stages, short)
                 (kept,), held, _ = count_stages(work, [(index, pattern)], mesh, self.stands_for_gpu)
             self._memo[key] = kept, held, dp
-        kept, held, counted_dp = self._memo[key]
-        if counted_dp != dp and outline.sharded:
-            share = {f: getattr(held, f) * counted_dp // dp for f in ("parameters", "gradients", "optimizer")}
-            held = replace(held, **share)
-        return kept, held
+        kept, held, counted = self._memo[key]
+        return kept, _resharded(outline, held, counted, dp)
 
     def _key(
         self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
@@ -222,6 +223,14 @@ class Counter:
             outline = Outline("", len(ranks), plan.micro_batches, None, blocks, lambda _: 0, _no_work)
             outline = replace(outline, given=plan)
         return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
+
+
+def _resharded(outline: Outline, held: Held, counted: int, dp: int) -> Held:
+    """What is held between steps where it was counted on another number of data ranks."""
+    if counted == dp or not outline.sharded:
+        return held
+    parts = {name: getattr(held, name) * counted // dp for name in ("parameters", "gradients", "optimizer")}
+    return replace(held, **parts)
 
 
 def _no_work(*_: Any) -> Any:

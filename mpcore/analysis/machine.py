@@ -130,7 +130,8 @@ def load_machine(name: str | Path, **changes: float) -> Machine:
         ) from error
     _check(path, numbers, sources)
     given = {key: f"given: instead of {numbers.get(key)}" for key in changes}
-    return Machine(str(content.get("name", path.stem)), **numbers | changes, sources=sources | given, errors=errors)
+    rates: dict[str, Any] = numbers | changes
+    return Machine(str(content.get("name", path.stem)), **rates, sources=sources | given, errors=errors)
 
 
 def _check(path: Path, numbers: dict[str, Any], sources: dict[str, str]) -> None:

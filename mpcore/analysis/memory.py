@@ -3,19 +3,19 @@
     python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
 Activations are the bytes that live between a micro-batch's forward and backward, times the micro-batches that the
-schedule holds at once. Temporary tensors of one operator or one block's backward, and the allocator's loss, are extra.
+schedule holds at once; working set is what operators hold besides while they run. The allocator's loss is extra.
 """
 
 from __future__ import annotations
 
-from mpcore.analysis.dry_run import Found
+from mpcore.analysis.work import Found
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def table(found: Found) -> str:
     """Print a line for each kind of memory, in the largest unit of which the total is a tenth at least."""
-    name = next((name for name, unit in UNITS.items() if found.total >= unit / 10), "KiB")
+    name = next((name for name, unit in UNITS.items() if found.most >= unit / 10), "KiB")
     unit = UNITS[name]
     rows = {
         "parameters": found.parameters,
@@ -23,7 +23,8 @@ def table(found: Found) -> str:
         "optimizer": found.optimizer,
         "buffers": found.buffers,
         "activations": found.peak,
-        "total": found.total,
+        "working set": found.work_peak - found.peak,
+        "total": found.most,
     }
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     for i, stage in enumerate(found.stages):

@@ -12,19 +12,19 @@ from mpcore._torch.dispatch import TorchDispatchMode
 from mpcore.memory_footprint import tensors_in
 from mpcore.sharding.local import is_dtensor
 
-_ATEN = torch.ops.aten
+_aten = torch.ops.aten
 _ON_CPU = {  # torch has formulas for the attention of GPUs alone, and of grouped queries not before 2.13
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
         2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])  # q k^T and p v
     ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: (
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: (
         2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])  # q k^T again, dp, dv, dq, dk
     ),
 }
 _NAMES = ("attention", "scaled_dot_product")  # of operators of attention
 _FREE = {  # make a tensor without writing it, or return the one they got
-    _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided, _ATEN._unsafe_view,
-    _ATEN.set_, _ATEN.resize_, _ATEN.lift_fresh,
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
+    _aten.set_, _aten.resize_, _aten.lift_fresh,
 }  # fmt: skip
 _COMMUNICATION = ("c10d", "_c10d_functional", "prim")
 
@@ -103,9 +103,8 @@ def _pairs(name: str, args: tuple) -> tuple[int, int]:
     q, k = (args[2], args[3]) if own and backward else (args[1], args[2]) if backward else (args[0], args[1])
     (B, H), T, S = (q.shape[0], q.shape[2 if own else 1]), q.shape[1 if own else 2], k.shape[1 if own else 2]
     pairs = B * H * T * S
-    rest = args[7:] if own and backward else args[3:] if own else ()
     if own:
-        low, _, causal, *_ = rest
+        low, _, causal = args[7:10] if backward else args[3:6]
         return pairs, pairs // 2 if low is not None else B * H * T * (T + 1) // 2 if causal else pairs
     causal = any(x is True for x in args)
     return pairs, B * H * T * (T + 1) // 2 if causal and T == S else pairs

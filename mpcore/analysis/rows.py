@@ -8,7 +8,7 @@ A row names the mesh, what the run took, and flags of the target:
     tp, pp, cp, ep, dp, etp, cp_inner   the mesh; dp is what the others leave of `gpus`
     seconds                             of a step, or "oom" for a run that ran out of memory
     tflops, flops                       instead: TFLOP/s a GPU, and the operations of a step that were divided by the
-                                        time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 (..), see `flops_of`)
+                                        time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 .., `flops_of`)
     name, set, machine                  what it is called, whose errors are averaged together, and a profile's name
     attention                           "unfused": its scores are in memory
     target                              `module:function`; default examples.gpt.plan:build
@@ -62,8 +62,8 @@ class Row:
     unfused: bool = False
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """Read rows from a .json or .csv file.
+def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
+    """Read rows from a .json or .csv file. Without `need_times` a row may lack its time.
 
     Raises:
         ValueError: naming the row and the column that is wrong.
@@ -80,10 +80,10 @@ def read_rows(path: str | Path) -> list[Row]:
     content = content.get("rows", content) if isinstance(content, dict) else content
     if not isinstance(content, list) or not content:
         raise ValueError(f"the rows {path} are no list of at least one row")
-    return [read_row(row, f"{path}, row {i}") for i, row in enumerate(content, start=1)]
+    return [read_row(row, f"{path}, row {i}", need_times) for i, row in enumerate(content, start=1)]
 
 
-def read_row(row: Any, where: str = "the row") -> Row:
+def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
     """Read one row, a dictionary of columns.
 
     Raises:
@@ -114,10 +114,11 @@ def read_row(row: Any, where: str = "the row") -> Row:
         values["schedule"] = "interleaved"
     if values.get("virtual_stages") in (1, "1"):
         del values["virtual_stages"]
+    timed = need_time or "seconds" in values or "tflops" in values
     arguments = [word for name, value in values.items() if name not in (*OWN, *AXES) for word in _flag(name, value)]
     return Row(
         str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
-        str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where),
+        str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where) if timed else None,
         unfused == "unfused",
     )  # fmt: skip
 

@@ -53,6 +53,10 @@ Choice = Mapping[int, Sequence[int]]
 """The blocks, by their places in the model, that each of some stages shall have."""
 
 
+def _no_theory(stages: Sequence[int]) -> dict[tuple[str, str], int]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Outline:
     """What a planner asks about a layout before any stage is built.
@@ -64,13 +68,14 @@ class Outline:
         virtual_stages: stages a rank; None: as many as the schedule takes.
         blocks: for each stage the blocks, by their places in the model.
         kind: `kind(block)` is equal for blocks that cost the same.
-        work: `work(plan, blocks, choice)` makes the work of the mesh's rank on the stages of `choice` with those blocks.
+        work: `work(plan, blocks, choice)` makes the mesh's rank's work on the stages of `choice` with those blocks.
         linear: whether counts are linear in the blocks of a stage; not where each block decides by what others take,
             as with a budget of recomputation, or where stages share parameters on one rank.
         sharded: whether parameters, gradients and optimizer state lie in equal shards over data ranks.
-        few: how many blocks of each kind a stage needs before another one adds the same to every count: 2 where a block's
-            gradients are reduced while the next block's backward runs.
+        few: how many blocks of each kind a stage needs before another one adds the same to every count: 2 where
+            gradients of a block are reduced while the backward of the next one runs.
         key: all that the counts of a stage depend on, besides the mesh and its blocks; layouts share by it.
+        theory: by (axis, kind) the bytes that the collectives of some stages of a rank should have.
         given: the schedule, where it is built already.
     """
 
@@ -85,6 +90,7 @@ class Outline:
     sharded: bool = False
     few: int = 1
     key: Hashable = None
+    theory: Callable[[Sequence[int]], dict[tuple[str, str], int]] = _no_theory
     given: Schedule | None = None
 
     def plan(self, micro_batches: int | None = None) -> Schedule:
@@ -99,7 +105,12 @@ class Outline:
         A plan in a file, and one that holds every micro-batch at once, is never shortened.
         """
         least = rounds * self.ranks
-        whole = self.given is not None or self.schedule.endswith(".csv") or self.schedule in HOLD_ALL or self.micro_batches <= least
+        whole = (
+            self.given is not None
+            or self.schedule.endswith(".csv")
+            or self.schedule in HOLD_ALL
+            or self.micro_batches <= least
+        )
         return self.plan(None if whole else least)
 
 
@@ -124,7 +135,8 @@ class Model:
         plan = outline.plan()
         prove(plan)
         choice = {stage: outline.blocks[stage] for stage in plan.stages_of(mesh.pp.rank)}
-        return outline.work(plan, outline.blocks, choice)
+        work = outline.work(plan, outline.blocks, choice)
+        return replace(work, theory=outline.theory(list(choice)))
 
 
 @dataclass

@@ -1,0 +1,101 @@
+"""What `mpcore plan` prints and draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpcore.analysis.machine import Machine
+from mpcore.analysis.rows import AXES
+from mpcore.analysis.search import Estimate, frontier
+from mpcore.analysis.seconds import Seconds
+from mpcore.pipeline.draw import matplotlib_part
+
+COMPUTE = ("products", "attention")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
+MARKERS = "osD^vP*X"
+
+
+def why(seconds: Seconds) -> str:
+    """Why a step isn't faster: the largest parts besides products and attention, by name."""
+    parts = [(name, part / seconds.step) for name, part in seconds.parts().items() if name not in COMPUTE]
+    largest = sorted(parts, key=lambda pair: -pair[1])[:3]
+    return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
+
+
+def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str:
+    """The layouts that fit, a line each, the fastest first; then how many don't fit or are refused, and why."""
+    fits = [e for e in estimates if e.fits(machine)]
+    large = [e for e in estimates if not e.fits(machine) and not e.refused]
+    axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
+    wide = {a: max(4, len(a) + 1) for a in axes}
+    lines = []
+    if fits:
+        head = "".join(f"{a:>{wide[a]}}" for a in axes)
+        lines.append(f"row{head} {'GiB':>7} {'step, s':>9} {'+-':>4} {'compute':>8}  {'not compute':<44} flags")
+    for i, e in enumerate(fits[:top], start=1):
+        assert e.seconds is not None
+        compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
+        cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
+        numbers = f"{e.memory / 2**30:>7.1f} {e.step:>9.3f} {e.spread:>4.0%} {compute:>8.1%}"
+        lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
+    if len(fits) > top:
+        lines.append(f".. and {len(fits) - top} slower ones that fit")
+    if large:
+        what = " ".join([*(f"{a} {size}" for a, size in large[0].sizes.items() if a in axes), *large[0].arguments])
+        room = machine.memory - machine.reserve
+        needs = f"{large[0].memory / 2**30:.1f} GiB of {room / 2**30:.1f}"
+        lines.append(f"{len(large)} don't fit; the smallest of them needs {needs}: {what}")
+    reasons = Counter(e.refused for e in estimates if e.refused)
+    lines += [f"{count} refused: {reason}" for reason, count in reasons.most_common(5)]
+    if len(reasons) > 5:
+        lines.append(f"{sum(reasons.values()) - sum(n for _, n in reasons.most_common(5))} refused for other reasons")
+    return "\n".join(lines)
+
+
+def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
+    """Where the seconds and the memory of a layout go, and the flags to paste.
+
+    Raises:
+        ValueError: if it doesn't fit or is refused.
+    """
+    if e.seconds is None:
+        raise ValueError(f"{e.flags or 'the layout'}: {e.refused or 'it does not fit'}")
+    lines = [f"{e.step:.3f} seconds a step (standard error {e.spread:.0%}), {e.memory / 2**30:.1f} GiB"]
+    lines += [f"  {name:<16}{part:>10.3f} s {part / e.step:>7.1%}" for name, part in e.seconds.parts().items() if part]
+    free = machine.memory - machine.reserve - e.memory
+    lines.append(f"  {free / 2**30:.1f} GiB are free, besides {machine.reserve / 2**30:.1f} in reserve")
+    lines.append(f"  flags: {' '.join([e.flags, *given])}")
+    return "\n".join(lines)
+
+
+def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
+    """Draw the layouts that fit, seconds of a step over memory; those of the frontier by name.
+
+    Raises:
+        ValueError: if none fits.
+    """
+    fits = [e for e in estimates if e.fits(machine)]
+    if not fits:
+        raise ValueError("there is nothing to draw: no layout fits")
+    figure = matplotlib_part("figure").Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for i, tp in enumerate(sorted({e.sizes["tp"] for e in fits})):
+        points = [e for e in fits if e.sizes["tp"] == tp]
+        x, y = [e.memory / 2**30 for e in points], [e.step for e in points]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        axes.scatter(x, y, s=22, color=colour, marker=marker, label=f"tp {tp}", alpha=0.7, linewidths=0)
+    best = frontier(estimates, machine)[:8]
+    axes.plot([e.memory / 2**30 for e in best], [e.step for e in best], color="#000000", linewidth=0.8, zorder=0)
+    for i, e in enumerate(best, start=1):
+        place = (e.memory / 2**30, e.step)
+        axes.annotate(str(i), place, xytext=(3, 4), textcoords="offset points", fontsize=9, weight="bold")
+    room = (machine.memory - machine.reserve) / 2**30
+    axes.axvline(room, color="#000000", linestyle="--", linewidth=1)
+    axes.set(xlabel=f"memory of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
+    axes.set_ylim(0, min(max(e.step for e in fits), 4 * fits[0].step) * 1.05)
+    axes.legend(frameon=False, fontsize=8)
+    names = "\n".join(f"{i}  {e.flags}" for i, e in enumerate(best, start=1))
+    axes.set_title(f"no layout is faster in less memory, on {machine.name}:\n{names}", loc="left", fontsize=7)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,176 @@
+"""Find the layouts of a model that fit a machine, and estimate how long a step of each takes there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpcore.analysis.calibrate import Run, uncertainty
+from mpcore.analysis.layout import Counter
+from mpcore.analysis.machine import Machine
+from mpcore.analysis.rows import AXES, Row
+from mpcore.analysis.seconds import Seconds, estimate
+
+Choice = tuple[dict[str, int], tuple[str, ...]]
+WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,3", "schedule=1f1b,interleaved",
+        "sequence-parallel=on")  # fmt: skip
+"""What `--wide` varies: the flags of `examples.gpt`."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout, and what a step of it takes.
+
+    Attributes:
+        sizes: of the mesh's axes.
+        arguments: of the build function, that other layouts don't have.
+        memory: bytes of the fullest rank, without the machine's reserve.
+        seconds: where the seconds of a step go; None where it doesn't fit or is refused.
+        spread: the relative standard error of the step.
+        refused: why the layout is refused, or "".
+    """
+
+    sizes: dict[str, int]
+    arguments: tuple[str, ...]
+    memory: int = 0
+    seconds: Seconds | None = None
+    spread: float = 0.0
+    refused: str = ""
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step; infinite where there is none."""
+        return float("inf") if self.seconds is None else self.seconds.step
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether it can be, in the machine's memory."""
+        return not self.refused and self.memory + machine.reserve <= machine.memory
+
+    @property
+    def flags(self) -> str:
+        """The flags of a run of this layout, to paste."""
+        mesh = [f"--{axis.replace('_', '-')} {size}" for axis, size in self.sizes.items() if size > 1]
+        return " ".join([*mesh, *self.arguments])
+
+
+def meshes(world: int, node: int, **sizes: Sequence[int] | None) -> Iterator[dict[str, int]]:
+    """List every mesh of so many ranks, tp within a node, large tp first.
+
+    Args:
+        world, node: ranks, and ranks of a node.
+        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1, etp that of tp, no `cp_inner`.
+    """
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    tps = sizes.get("tp") or [n for n in divisors if n <= node][::-1]
+    for tp, cp, pp, ep, etp, inner in itertools.product(
+        tps, sizes.get("cp") or (1,), sizes.get("pp") or divisors, sizes.get("ep") or (1,), sizes.get("etp") or (None,),
+        sizes.get("cp_inner") or (None,),
+    ):  # fmt: skip
+        dp, rest = divmod(world, tp * pp * cp)
+        divided = (dp * cp * tp) % (ep * (etp or 1)) == 0 and cp % (inner or 1) == 0
+        if rest == 0 and dp in (sizes.get("dp") or (dp,)) and divided:
+            more = {name: size for name, size in (("etp", etp), ("cp_inner", inner)) if size is not None}
+            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp": dp, **more}
+
+
+def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """The arguments of every combination of `name=value,value,..`; `on` is a flag alone, `off` none.
+
+    Raises:
+        ValueError: if one isn't of that form, or is an axis of the mesh.
+    """
+    options = []
+    for text in vary:
+        name, equals, values = text.partition("=")
+        if not (name and equals and all(values.split(","))):
+            raise ValueError(f"--vary {text} isn't of the form name=value,value: such as zero=1,3")
+        flag = f"--{name.lstrip('-').replace('_', '-')}"
+        if flag[2:].replace("-", "_") in AXES:
+            raise ValueError(f"--vary {text}: the axes of the mesh are the planner's own flags: {flag} {values}")
+        each: dict[str, tuple[str, ...]] = {"on": (flag,), "off": ()}
+        options.append([each.get(value, (flag, value)) for value in values.split(",")])
+    for combination in itertools.product(*options):
+        yield tuple(itertools.chain(*combination))
+
+
+def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: Choice, unfused: bool) -> Estimate:
+    """Estimate one layout: its memory first, and its seconds where it fits."""
+    sizes, own = choice
+    try:
+        layout = counter.layout([*given, *own], **sizes)
+    except ValueError as error:
+        return Estimate(sizes, own, refused=str(error))
+    memory = layout.fullest[1]
+    if memory + machine.reserve > machine.memory:
+        return Estimate(sizes, own, memory)
+    run = Run(Row("", "", "", "", sizes, own, None, unfused), layout)
+    return Estimate(sizes, own, memory, estimate(layout, machine, unfused), uncertainty(run, machine))
+
+
+def search(
+    counter: Counter,
+    machine: Machine,
+    given: Sequence[str],
+    layouts: Sequence[Choice],
+    unfused: bool = False,
+    each: Callable[[int, Sequence[Estimate]], None] = lambda done, found: None,
+) -> list[Estimate]:
+    """Estimate layouts; Ctrl-C stops with what is there.
+
+    A mesh that doesn't fit with a micro-batch isn't tried with a larger one.
+
+    Args:
+        counter: of the model.
+        machine: the machine.
+        given: arguments that all layouts share.
+        layouts: sizes of a mesh and further arguments.
+        unfused: attention is written out.
+        each: called after each layout with the number of layouts that are done, and with what was found.
+
+    Returns:
+        First the layouts that fit, by time; then the too large ones, by memory; then the refused ones.
+    """
+    found: list[Estimate] = []
+    too_large: dict[object, int] = {}
+    try:
+        for done, (sizes, own) in enumerate(layouts, start=1):
+            size, rest = _micro_batch(own)
+            key = tuple(sizes.items()), rest
+            if size < too_large.get(key, size + 1):
+                found.append(consider(counter, machine, given, (sizes, own), unfused))
+                if not found[-1].fits(machine) and not found[-1].refused:
+                    too_large[key] = size
+            each(done, found)
+    except KeyboardInterrupt:
+        pass
+    return ranked(found, machine)
+
+
+def _micro_batch(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """The micro-batch among some arguments, 0 where there is none, and the others."""
+    if "--micro-batch" not in arguments:
+        return 0, arguments
+    i = arguments.index("--micro-batch")
+    return int(arguments[i + 1]), (*arguments[:i], *arguments[i + 2 :])
+
+
+def ranked(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
+    """The layouts that fit, by time; the too large ones, by memory; the refused ones. Of equals the first stands."""
+    unique: Mapping[object, Estimate] = {
+        (tuple(e.sizes.items()), e.memory, e.step, e.refused): e for e in reversed(found)
+    }
+    kept = list(unique.values())[::-1]
+    fits = sorted((e for e in kept if e.fits(machine)), key=lambda e: (round(e.step, 9), e.memory))
+    large = sorted((e for e in kept if not e.fits(machine) and not e.refused), key=lambda e: e.memory)
+    return [*fits, *large, *(e for e in kept if e.refused)]
+
+
+def frontier(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
+    """Those that fit and of which none is as fast in less memory; the fastest first."""
+    best, least = [], float("inf")
+    for e in ranked(found, machine):
+        if e.fits(machine) and e.memory < least:
+            best.append(e)
+            least = e.memory
+    return best

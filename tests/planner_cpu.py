@@ -1,0 +1,183 @@
+"""Measure 12 layouts on 2 CPU ranks, fit the planner to the 4 that it suggests, and predict the other 8.
+
+`python -m tests.planner_cpu --write docs/planner_cpu.json` takes a quarter of an hour on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from mpcore.analysis.calibrate import count_rows, fit, suggest
+from mpcore.analysis.machine import PROFILES, load_machine
+from mpcore.analysis.rows import read_row
+from mpcore.pipeline.draw import matplotlib_part
+
+DOCS = Path(__file__).parent.parent / "docs"
+SHAPES = {"wide": {"layers": 4, "d_model": 512, "heads": 8}, "deep": {"layers": 12, "d_model": 256, "heads": 4}}
+COMMON = {"seq_len": 256, "vocab_size": 257, "gpus": 2, "machine": "this-cpu", "even_stages": True}
+CANDIDATES = [
+    ("wide", {"tp": 2, "micro_batch": 2, "batch": 8}), ("wide", {"dp": 2, "micro_batch": 2, "batch": 8}),
+    ("wide", {"pp": 2, "micro_batch": 1, "batch": 8}), ("wide", {"dp": 2, "micro_batch": 4, "batch": 16, "zero": 3}),
+    ("wide", {"tp": 2, "micro_batch": 4, "batch": 8, "recompute": "full"}),
+    ("wide", {"cp": 2, "micro_batch": 2, "batch": 8}),
+    ("deep", {"tp": 2, "micro_batch": 2, "batch": 8, "sequence_parallel": True}),
+    ("deep", {"dp": 2, "micro_batch": 1, "batch": 8}), ("deep", {"pp": 2, "micro_batch": 2, "batch": 16}),
+    ("deep", {"dp": 2, "micro_batch": 4, "batch": 16, "recompute": "selective"}),
+    ("deep", {"pp": 2, "micro_batch": 1, "batch": 8, "stages_per_rank": 2}),
+    ("deep", {"tp": 2, "micro_batch": 4, "batch": 16}),
+]  # fmt: skip
+SUGGESTED = 4
+
+
+def rows() -> list[dict]:
+    """The candidates, as rows without times."""
+    found = []
+    for shape, layout in CANDIDATES:
+        name = " ".join([shape, *(f"{key} {value}" for key, value in layout.items())])
+        found.append({"name": name, "set": "this CPU", **COMMON, **SHAPES[shape], **layout})
+    return found
+
+
+def measure_step(row: dict, steps: int = 7) -> float:
+    """On a rank: the median seconds of a step, all ranks beginning together."""
+    import torch.distributed as dist
+
+    from examples.gpt.pretrain import Trainer, parse
+    from tests.pool import mesh
+
+    torch.set_num_threads(1)
+    made = read_row(row, need_time=False)
+    arguments = list(made.arguments)
+    for flag, values in (("--vocab-size", 1), ("--even-stages", 0)):
+        if flag in arguments:
+            i = arguments.index(flag)
+            del arguments[i : i + 1 + values]
+    sizes = {axis: size for axis, size in made.sizes.items() if size > 1}
+    trainer = Trainer(parse(arguments), mesh(**sizes))
+    times = []
+    for _ in range(steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        trainer.step()
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+def rates() -> dict[str, float]:
+    """On a rank: what one core does alone and what two exchange: products, copies, all-reduces."""
+    import torch.distributed as dist
+
+    from tests.pool import mesh
+
+    torch.set_num_threads(1)
+    on = mesh(tp=2)
+
+    def best(call, times: int = 7) -> float:
+        found = []
+        for _ in range(times):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - begin)
+        return min(found)
+
+    a, big = torch.randn(1024, 1024), torch.randn(2**24)
+    small, large, to = torch.zeros(16), torch.zeros(2**22), torch.empty(2**24)
+    reduce_small = best(lambda: dist.all_reduce(small, group=on.tp.group))
+    reduce_large = best(lambda: dist.all_reduce(large, group=on.tp.group))
+    return {
+        "peak_32": 2 * 1024**3 / best(lambda: a @ a), "hbm": 2 * big.nbytes / best(lambda: to.copy_(big)),
+        "node_latency": reduce_small / 2, "node_bandwidth": large.nbytes / reduce_large,
+    }  # fmt: skip
+
+
+def write_profile(measured: dict[str, float], when: str) -> None:
+    """The profile this-cpu, from what was measured."""
+    content = json.loads((PROFILES / "this-cpu.json").read_text())
+    source = f"measured: {when}, python -m tests.planner_cpu"
+    for name, value in measured.items():
+        content["values"][name] = {"value": float(f"{value:.4g}"), "source": source}
+    content["values"]["peak"] = content["values"]["peak_32"]
+    for name, like in (("latency", "node_latency"), ("bandwidth", "node_bandwidth")):
+        content["values"][name] = content["values"][like]
+    (PROFILES / "this-cpu.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def predictions(measured: list[dict]) -> tuple[list[str], list[tuple[str, float, float]]]:
+    """The names of the suggested rows, and of each other row its name, seconds and predicted seconds."""
+    machine = load_machine("this-cpu")
+    runs = count_rows([read_row(row) for row in measured], stands_for_gpu=False)
+    chosen = suggest(runs, machine, SUGGESTED)
+    found = fit(chosen, machine)
+    others = [run for run in runs if run not in chosen]
+    return [run.row.name for run in chosen], [
+        (run.row.name, run.row.seconds or 0.0, found.predict(run).step) for run in others
+    ]
+
+
+def draw(results: list[tuple[str, float, float]], path: Path) -> None:
+    """A bar for each predicted row: its error in percent."""
+    figure = matplotlib_part("figure").Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.barh([name for name, *_ in results], [100 * (p / s - 1) for _, s, p in results], color="#0072B2")
+    axes.axvline(0, color="#000000", linewidth=1)
+    axes.set_xlabel(f"error of the predicted step after {SUGGESTED} suggested runs, percent")
+    axes.tick_params(labelsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def section() -> str:
+    """The part of docs/planner.md, from what was measured last; "" if nothing was."""
+    path = DOCS / "planner_cpu.json"
+    if not path.is_file():
+        return ""
+    content = json.loads(path.read_text())
+    chosen, results = predictions(content["rows"])
+    draw(results, DOCS / "planner_cpu.png")
+    errors = [abs(p / s - 1) for _, s, p in results]
+    lines = [f"| {name} | {s:.3f} | {p:.3f} | {p / s - 1:+.1%} |" for name, s, p in results]
+    load = f"Load average before {content['load'][0]:.1f}, after {content['load'][1]:.1f}, on {content['cores']} cores."
+    return "\n".join([
+        "## A worked example: two CPU ranks\n",
+        f"`python -m tests.planner_cpu --write docs/planner_cpu.json` measured {len(content['rows'])} layouts on "
+        f"{content['when']}. {load} The planner suggested {len(chosen)} of them "
+        f"({'; '.join(chosen)}), was "
+        f"fitted to those, and predicted the others: mean absolute error "
+        f"{sum(errors) / len(errors):.1%}, largest {max(errors):.1%}.\n",
+        "| layout | measured, s | predicted, s | error |", "|---|---|---|---|", *lines,
+        "\n![Errors of the predicted layouts](planner_cpu.png)\n",
+    ])  # fmt: skip
+
+
+def main() -> None:
+    """The command."""
+    from tests.pool import Pool
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, required=True)
+    args = parser.parse_args()
+    before, when = os.getloadavg()[0], time.strftime("%Y-%m-%d")
+    pool = Pool()
+    try:
+        measured = pool(2, rates)[0]
+        write_profile(measured, when)
+        timed = []
+        for row in rows():
+            timed.append({**row, "seconds": round(max(pool(2, measure_step, row, timeout=600.0)), 4)})
+            print(timed[-1]["name"], timed[-1]["seconds"], flush=True)
+    finally:
+        pool.stop()
+    content = {"when": when, "cores": os.cpu_count(), "load": [before, os.getloadavg()[0]], "rows": timed}
+    args.write.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

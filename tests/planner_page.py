@@ -1,0 +1,159 @@
+"""Make docs/planner.md: `python -m tests.planner_page --write docs/planner.md`."""
+
+# ruff: noqa: E501  (lines of the page are as long as those of other pages)
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from examples.gpt.plan import build
+from mpcore.analysis.calibrate import Run, count_rows, fit, leave_one_out
+from mpcore.analysis.fit_command import groups_of, mean_and_most, scalars_table
+from mpcore.analysis.layout import Counter
+from mpcore.analysis.machine import load_machine
+from mpcore.analysis.rows import PUBLISHED, read_rows
+from mpcore.analysis.seconds import estimate
+from mpcore.analysis.state import state_table
+from tests.planner_cpu import section as cpu_section
+
+GPT = "--preset megatron-gpt --dtype bfloat16 --sequence-parallel --micro-batch 1 --even-stages"
+LAYOUTS = [
+    ("8B", "--preset llama3-8b --dtype bfloat16 --micro-batch 1 --global-batch 128", {"dp": 8}),
+    ("70B", "--preset llama3-70b --dtype bfloat16 --micro-batch 1 --global-batch 128", {"tp": 4, "pp": 4, "dp": 4}),
+    ("175B", f"{GPT} --layers 96 --d-model 12288 --heads 96 --global-batch 1536", {"tp": 8, "pp": 8, "dp": 16}),
+    ("462B", f"{GPT} --layers 112 --d-model 18432 --heads 144 --global-batch 3072", {"tp": 8, "pp": 16, "dp": 48}),
+    ("1T", f"{GPT} --layers 128 --d-model 25600 --heads 160 --global-batch 3072 --recompute full",
+     {"tp": 8, "pp": 64, "dp": 6}),
+]  # fmt: skip
+HEAD = """# The planner: layouts, seconds, and how wrong they are
+
+Made by `python -m tests.planner_page --write docs/planner.md`, never edited.
+
+```console
+mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
+    --global-batch 1024 --wide --out plan.png
+mpcore plan .. --explain 1                                  where the seconds and the memory of row 1 go
+mpcore plan .. --what-if bandwidth=2x --what-if memory=141e9    the same on another machine
+mpcore calibrate runs.csv --machine h100 --out mine.json    fit a profile; `--machine mine.json` plans with it
+mpcore calibrate candidates.csv --machine h100 --suggest 4  which runs to measure first
+```
+
+The planner counts what a rank of a layout holds, computes and sends, on fake tensors with the operators that a GPU runs. It estimates the
+seconds of a step from the counts and the rates of a *profile*, a JSON file in which each value has its source. The table lists the
+layouts that fit, the fastest first, with the relative standard error of the estimate, and the largest parts that are not products or
+attention. A folder that `examples.gpt.pretrain` wrote is a row for `mpcore calibrate` too.
+
+A target is `module:build` of your own, called as `build(mesh, arguments)`, which returns an `mpcore.analysis.Work`; the presets of
+`examples.gpt.plan:build`; or a Hugging Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the shape from its
+config.json. A `Work` is run whole; an `mpcore.analysis.Model` tells the blocks of each stage first, and is counted in seconds.
+"""
+ROWS = """
+## Rows
+
+A row of a JSON list, or of a CSV file with the same columns, is a run with a known time:
+
+```json
+[{"name": "8B", "set": "mine", "machine": "h100", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b",
+  "dtype": "bfloat16", "micro_batch": 1, "batch": 128, "seconds": 12.78}]
+```
+
+- `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. `dp` is what the others leave of `gpus`.
+- `seconds` of a step; or `tflops` a GPU, with `flops` of a step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
+  (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
+- `attention`: `unfused` where its scores are in memory. `set`: rows that are fitted together. `machine`: a profile.
+- `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
+  `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
+
+Presets for such rows: `megatron-gpt` (GELU, layer norm, learned positions, biases, tied embeddings), `megatron-gpt-rope`, the llamas and
+`nemotron4-15b`. A row that can't be read, or whose layout is refused, is an error that names the row and the column.
+"""
+NOT = """
+## What was not modelled
+
+- The runs are of other runtimes; the counts are of this one. Its memory is this one's too, so rows that ran elsewhere may be planned too large:
+  this runtime sums gradients in float32, and keeps more without recomputation than one with other fused kernels.
+- For Megatron-Core neither micro-batches nor stages a rank were published. Assumed: micro-batch 2 for 7.1B and 1 for the others, 7
+  stages a rank for 462B, 1 for the others. Other assumptions give other errors: with micro-batch 1 for 7.1B the mean is a point higher.
+- Sizes of products: one rate for all. Attention has the rate of its profile, for head dimension 128.
+- Overlap is a share, `x_tp` and `x_dp`, not a simulation: a run whose communication is longer than what hides it takes longer.
+- Windows and packed documents: half of the pairs are counted, as for a causal mask. Offload, `--compile`, and the host's link.
+- Stragglers, failures, the network's topology above a node, evaluation, checkpoints and the input.
+"""
+
+
+def speed() -> str:
+    """A table of cold and warm processor seconds."""
+    lines = ["| model | GPUs | layout | cold, s | warm, s | GiB | step on h100, s |", "|---|---|---|---|---|---|---|"]
+    machine = load_machine("h100")
+    Counter(build).layout([*LAYOUTS[0][1].split(), "--layers", "1"], dp=2)  # what a process imports and does once
+    for name, flags, sizes in LAYOUTS:
+        counter, times = Counter(build), []
+        for _ in range(2):
+            begin = time.process_time()
+            layout = counter.layout(flags.split(), **sizes)
+            step, (_, held) = estimate(layout, machine).step, layout.fullest
+            times.append(time.process_time() - begin)
+        world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+        where = " ".join(f"{axis} {size}" for axis, size in sizes.items())
+        cells = f"{times[0]:.2f} | {times[1]:.2f} | {held / 2**30:.1f} | {step:.2f}"
+        lines.append(f"| {name} | {world:,} | {where} | {cells} |")
+    return "\n".join(lines)
+
+
+def published() -> str:
+    """Each set of rows that comes with the package: the fit, and the errors of rows left out."""
+    parts = []
+    for (name, profile), rows in groups_of(read_rows(PUBLISHED), None).items():
+        runs, machine = count_rows(rows), load_machine(profile)
+        results = leave_one_out(runs, machine)
+        mean, most = mean_and_most(results)
+        parts.append(f"### {name}, from the profile {profile}\n")
+        parts.append(f"Mean absolute error of rows left out: **{mean:.1%}**, largest {most:.1%}.\n")
+        parts.append("| row | seconds | fitted | left out | error | planned GB |\n|---|---|---|---|---|---|")
+        parts += [_line(result.row.name, result, run) for result, run in zip(results, runs, strict=True)]
+        parts.append(f"\n```\n{scalars_table(fit(runs, machine))}\n```\n")
+    return "\n".join(parts)
+
+
+def _line(name: str, result: object, run: Run) -> str:
+    r: object = result
+    seconds, fitted, left, error = (getattr(r, key) for key in ("seconds", "fitted", "left_out", "error"))
+    return f"| {name} | {seconds:.2f} | {fitted:.2f} | {left:.2f} | {error:+.1%} | {run.layout.fullest[1] / 1e9:.0f} |"
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            HEAD,
+            "## How long it takes\n",
+            "Processor seconds of one core, of a layout with nothing remembered, and again. Layouts share counts in a search.\n",
+            speed(),
+            "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks, and `tests/test_layout.py` "
+            "compares all counts with those of full runs, integer for integer.",
+            ROWS,
+            "## Published runs\n",
+            "`mpcore calibrate published`. Six scalars are fitted to each set, with priors around the profile's values; *left out* is the "
+            "prediction of a fit on the set's other rows.\n",
+            published(),
+            cpu_section(),
+            NOT,
+            "## The state of a model of 65 billion parameters\n",
+            f"`mpcore plan --fit 65e9 --dp 64`, from arithmetic:\n\n```\n{state_table(65e9, [64])}\n```",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, required=True)
+    args = parser.parse_args()
+    args.write.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
