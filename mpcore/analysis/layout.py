@@ -109,7 +109,8 @@ class Counter:
                 return run_dry(self.build(mesh, list(arguments)), mesh, self.stands_for_gpu)
             plan, ledger = outline.plan(), Ledger(mesh)
             mine = plan.stages_of(mesh.pp.rank)
-            counted = [self._stage(outline, sizes, index, lambda: nullcontext((mesh, outline))) for index in mine]
+            here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # data ranks have unequal shards
+            counted = [self._stage(outline, here, index, lambda: nullcontext((mesh, outline))) for index in mine]
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
             held = combine([(1, held) for _, held in counted])
             return assemble(
