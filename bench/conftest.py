@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from bench.machine import ROOT, describe
 from mpcore import Mesh, build_mesh
 
 torch.set_num_threads(1)
+
+SUBSET_SECONDS = 240  # after which no further bench begins, so that all are done in five minutes
+BEGAN = pytest.StashKey[float]()
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,48 @@ def tp8() -> Iterator[Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield build_mesh(tp=8, device_type="cpu")
     dist.destroy_process_group()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`: all shapes and passes."""
+    parser.addoption(
+        "--full", action="store_true", help="on a GPU all shapes and passes of each kernel, without a limit"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a GPU, without `--full`: of each kernel the first shape and the longest pass."""
+    if torch.cuda.is_available() and not config.getoption("full", default=False):
+        left_out = [item for item in items if not in_the_subset(getattr(item, "callspec", None))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def in_the_subset(case: Any) -> bool:
+    """Return whether a case runs without `--full`; what is no case of a kernel does."""
+    given = case.params if case is not None else {}
+    if "kernel" not in given or "shape" not in given:
+        return True
+    kernel = given["kernel"]
+    return (given["shape"], given["dtype"], given["which"]) == (kernel.shapes[0], kernel.dtypes[0], kernel.passes[-1])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a GPU, without `--full`: leave out what does not fit into five minutes."""
+    if torch.cuda.is_available() and not item.config.getoption("full", default=False):
+        began = item.config.stash.setdefault(BEGAN, time.monotonic())
+        if time.monotonic() - began > SUBSET_SECONDS:
+            pytest.skip(f"{SUBSET_SECONDS} seconds are over: --full has no limit")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """List the targets and how they were judged."""
+    session = getattr(config, "_benchmarksession", None)
+    benches = session.benchmarks if session is not None else []
+    lines = [f"{line}  [{bench.name}]" for bench in benches for line in bench.extra_info.get("targets", ())]
+    if lines:
+        terminalreporter.section("targets: median (p20-p80) of interleaved rounds; a miss is no failure")
+        terminalreporter.write("\n".join(sorted(lines)) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,6 +43,7 @@ def row(entry: dict[str, Any]) -> str:
     """The line of a bench that has ratios or counts."""
     info = entry["extra_info"]
     numbers = [f"{what}: **{value}**" for what, value in info.get("ratios", {}).items()]
+    numbers += info.get("targets", [])
     numbers += [
         f"{key}: {' + '.join(f'{n} {op}' for op, n in info[key].items())}"
         for key in ("forward", "backward")

@@ -16,7 +16,8 @@ from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from bench import machine
-from bench.conftest import keep
+from bench.conftest import in_the_subset, keep
+from bench.interleave import judge
 from bench.kernels import protocol
 from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongError, always, compare, compiled, imported
 from bench.report import BEGIN, END, main, table
@@ -146,11 +147,12 @@ def kernel(ours, peers=None) -> Kernel:
     )
 
 
-class Refuses:
-    """Stands for pytest's request: nothing may ask for the benchmark where nothing is timed."""
+class Request(SimpleNamespace):
+    """Stands for pytest's request."""
 
-    def getfixturevalue(self, name: str) -> None:
-        raise AssertionError(f"asked for {name}")
+    def __init__(self) -> None:
+        benchmark = SimpleNamespace(extra_info={}, group=None, pedantic=lambda call, **kwargs: call())
+        super().__init__(benchmark=benchmark, getfixturevalue=lambda name: benchmark)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,11 @@ class Refuses:
 def test_what_is_wrong_gets_no_number(monkeypatch, ours, which, wrong):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shape, dtype = {"n": 7}, torch.float32
-    compare(Refuses(), kernel(square), shape, dtype, which)
+    compare(Request(), kernel(square), shape, dtype, which)
     for broken in (kernel(ours), kernel(square, {"peer": always(ours)})):
+        request = Request()
         with pytest.raises(WrongError, match=wrong):
-            compare(Refuses(), broken, shape, dtype, which)
+            compare(request, broken, shape, dtype, which)
 
 
 def test_ours_has_the_dtype_of_the_reference_and_a_peer_the_rounding_of_its_own():
@@ -186,8 +189,37 @@ def test_ours_has_the_dtype_of_the_reference_and_a_peer_the_rounding_of_its_own(
 
 def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    peers = {"nobody": imported("there_is_no_such_module", "f", lambda f: f)}
-    compare(Refuses(), kernel(square, peers), {"n": 7}, torch.float32, FORWARD)
+    request = Request()
+    peers = {"nobody": imported("there_is_no_such_module", "f", lambda f: f), "eager": always(square)}
+    compare(request, kernel(square, peers), {"n": 7}, torch.float32, FORWARD)
+    info = request.benchmark.extra_info
+    assert list(info["providers"]) == ["mpcore", "eager"]  # a CPU has figures too
+    assert info["providers"]["mpcore"]["us"] > 0
+    assert info["skipped"]["nobody"].startswith("ModuleNotFoundError")
+
+
+def test_a_target_is_judged_by_the_spread_of_its_rounds_and_never_fails():
+    info = {}
+    steady, noisy = [1.2, 1.21, 1.19, 1.2, 1.22], [0.9, 1.0, 1.2, 1.3, 1.4]
+    assert judge(info, "time", steady, at_most=1.3) == "met"
+    assert judge(info, "time", steady, at_most=1.1) == "missed"
+    assert judge(info, "time", noisy, at_most=1.1) == "unclear"
+    assert judge(info, "speed", steady, at_least=1.5) == "missed"
+    assert judge(info, "one run", [2.0], at_least=1.5) == "met"
+    assert info["targets"][1] == "missed: time is 1.200 (1.198-1.212), at most 1.1"
+    assert len(info["targets"]) == 5
+
+
+def test_without_full_a_gpu_measures_the_first_shape_of_each_kernel_in_its_longest_pass():
+    one = replace(kernel(square), shapes=[{"n": 1}, {"n": 2}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        cases = [SimpleNamespace(params=dict(zip(("kernel", "shape", "dtype", "which"), c.values, strict=True)))
+                 for c in one.cases()]  # fmt: skip
+    assert [c.params["which"] for c in cases if in_the_subset(c)] == [BOTH]
+    assert len(cases) == 4
+    assert in_the_subset(None)
+    assert in_the_subset(SimpleNamespace(params={"sequence_parallel": True}))
 
 
 def fails_from_the_second_call():
@@ -244,10 +276,10 @@ def straw(monkeypatch):
     monkeypatch.setattr(protocol, "describe", lambda: ABOUT)
 
     def run(kernel: Kernel, shape, which) -> dict:
-        benchmark = SimpleNamespace(extra_info={}, group=None, pedantic=lambda call, **kwargs: call())
+        request = Request()
         with OnCPU():
-            compare(SimpleNamespace(getfixturevalue=lambda name: benchmark), kernel, shape, torch.float32, which)
-        return benchmark.extra_info
+            compare(request, kernel, shape, torch.float32, which)
+        return request.benchmark.extra_info
 
     return run
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.interleave import at_least, interleave
+from bench.interleave import interleave, judge
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS
@@ -111,7 +111,7 @@ def trainer(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]
 def test_gpt_step(benchmark) -> None:
     """Targets: as many tokens a second as plain `torch.nn`, and 1.2 times as many as Hugging Face.
 
-    A target that is missed is shown as an expected failure with its number; falling behind either is a failure.
+    Equal losses are asserted, speed is judged (`bench.interleave.judge`).
     """
     c = CONFIG
     torch.manual_seed(0)
@@ -141,7 +141,5 @@ def test_gpt_step(benchmark) -> None:
         },
     }
     benchmark.pedantic(calls["mpcore"], rounds=5, iterations=1)
-    at_least("tokens/s over torch.nn's", to_plain, 0.97)  # a tie: three runs gave 0.998, 1.029 and 1.004
-    at_least("tokens/s over transformers'", to_theirs, 1.0)
-    if to_plain < 1.0 or to_theirs < 1.2:
-        pytest.xfail(f"targets missed: {to_plain:.3f} of 1.0, {to_theirs:.3f} of 1.2; the matrix products are shared")
+    judge(benchmark.extra_info, "tokens/s over torch.nn's", times.ratios("torch.nn", "mpcore"), at_least=1.0)
+    judge(benchmark.extra_info, "tokens/s over transformers'", times.ratios("transformers", "mpcore"), at_least=1.2)

@@ -4,11 +4,13 @@ First every function is checked; what is wrong gets no number. Then all of them,
 product as the yardstick, run in turn, round by round, each after a read of more memory than the L2 cache holds. Events
 on the device take the time, while the stream is held until the host has launched everything.
 
-Without CUDA a bench runs at toy size: what can run is checked, nothing is timed and nothing is written.
+Without CUDA a bench runs at toy size: what can run is checked, and the reference is timed beside the peers that run on
+a CPU, in processor time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import math
@@ -22,7 +24,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.interleave import interleave, spread
 from bench.machine import describe
+from mpcore.kernels import use_kernels
 
 FORWARD, BOTH = "forward", "forward+backward"
 OURS = "mpcore"
@@ -30,6 +34,8 @@ ROUNDS, HOST_CALLS = 50, 20
 PEER_SLACK = 16  # times the error of the plain reference in the same dtype; a peer may round inside
 EVICT = 2**26  # int32 in 256 MiB, more than any L2 cache holds
 YARDSTICK = 2**28, 8192  # int32 in a copy's 1 GiB, rows and columns of a product's matrices
+YARDSTICK_OF_CPU = 2**22, 256
+ROUNDS_OF_CPU, CALLS_OF_CPU = 15, 3
 Shape = Mapping[str, int]
 Inputs = dict[str, Tensor]
 Function = Callable[..., Any]
@@ -139,7 +145,25 @@ def begin() -> None:
 
 
 def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> None:
-    """Check the kernel and its peers; on CUDA time them, and hand the row to pytest-benchmark."""
+    """Check the kernel and its peers, time them, and hand the row to pytest-benchmark."""
+    with use_kernels("triton") if torch.cuda.is_available() else contextlib.nullcontext():
+        row, replay = measure(kernel, shape, dtype, which)
+        _report(request, kernel, which, row, replay)
+
+
+def _report(
+    request: pytest.FixtureRequest, kernel: Kernel, which: str, row: dict[str, Any], replay: Callable[[], object]
+) -> None:
+    benchmark = request.getfixturevalue("benchmark")
+    benchmark.group = f"{kernel.name} {which}"
+    benchmark.extra_info.update(describe() | row)
+    benchmark.pedantic(replay, rounds=10, iterations=1, warmup_rounds=1)
+
+
+def measure(
+    kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str
+) -> tuple[dict[str, Any], Callable[[], object]]:
+    """Check the kernel and its peers, time them, and return the row and a call of ours that waits for the device."""
     begin()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -158,15 +182,10 @@ def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype:
                 raise
             skipped[name] = _why(error)
     del inputs, bound
-    if not cuda:
-        return
-    benchmark = request.getfixturevalue("benchmark")
-    row, replay = _measure(kernel, functions, shape, dtype, which)
+    row, replay = _measure(kernel, functions, shape, dtype, which, device)
     for name, provider in row["providers"].items():
         provider["error"] = errors[name]
-    benchmark.group = f"{kernel.name} {which}"
-    benchmark.extra_info.update(describe() | row | {"skipped": skipped | row["skipped"]})
-    benchmark.pedantic(replay, rounds=10, iterations=1, warmup_rounds=1)
+    return row | {"skipped": skipped | row["skipped"]}, replay
 
 
 def _why(error: Exception) -> str:
@@ -270,30 +289,40 @@ def _check(kernel: Kernel, name: str, function: Function, inputs: Inputs, which:
     return round(worst, 3)
 
 
-def _yardstick(unit: str) -> tuple[Callable[[], object], float]:
-    """A copy of 1 GiB, or a product of 8192^3 in bfloat16 of random numbers, and its bytes or operations."""
+def yardstick(unit: str, device: torch.device) -> tuple[Callable[[], object], float]:
+    """A copy of 1 GiB, or a product of 8192^3 in bfloat16 of random numbers, and its bytes or operations.
+
+    A CPU copies 16 MiB, and multiplies 256^3 in float32.
+    """
+    elements, n = YARDSTICK if device.type == "cuda" else YARDSTICK_OF_CPU
     if unit == "GB/s":
-        source = torch.randint(2**31 - 1, (YARDSTICK[0],), dtype=torch.int32, device="cuda")
+        source = torch.randint(2**31 - 1, (elements,), dtype=torch.int32, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source), 2.0 * source.nbytes
-    n = YARDSTICK[1]
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out), 2.0 * n**3
 
 
 def _measure(
-    kernel: Kernel, functions: Mapping[str, Function], shape: Shape, dtype: torch.dtype, which: str
+    kernel: Kernel,
+    functions: Mapping[str, Function],
+    shape: Shape,
+    dtype: torch.dtype,
+    which: str,
+    device: torch.device,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """The row of one shape, and a call of ours that waits for the device."""
-    yardstick, yardstick_cost = _yardstick(kernel.unit)
-    inputs = kernel.inputs(shape, dtype, torch.device("cuda"))
+    copy, yardstick_cost = yardstick(kernel.unit, device)
+    inputs = kernel.inputs(shape, dtype, device)
+    cuda = device.type == "cuda"
     calls: dict[str, Callable[[], object]] = {}
     host, skipped = {}, {}
     for name, function in functions.items():
         try:
             call = _call(function, _leaves(kernel, inputs, which), which)
-            host[name] = _host_seconds(call)
+            host[name] = _host_seconds(call) if cuda else 0.0
             calls[name] = call
         except Exception as error:  # such as out of memory, at the full size
             if name == OURS:
@@ -301,15 +330,19 @@ def _measure(
             skipped[name] = _why(error)
         call = None  # who is left out leaves its memory to the next
     del inputs
-    memory = {name: _peak_bytes(call) for name, call in calls.items()}
-    times = device_times({**calls, "yardstick": yardstick}, max(host.values()))
+    memory = {name: _peak_bytes(call) if cuda else 0 for name, call in calls.items()}
+    timed = {**calls, "yardstick": copy}
+    if cuda:
+        times = device_times(timed, max(host.values()))
+    else:
+        times = interleave(timed, rounds=ROUNDS_OF_CPU, iterations=CALLS_OF_CPU)
 
     cost = kernel.cost(shape, dtype.itemsize)[which == BOTH]
     scale = 1e9 if kernel.unit == "GB/s" else 1e12
     best = yardstick_cost / statistics.median(times["yardstick"]) / scale
     providers = {}
     for name in calls:
-        low, middle, high = _quantiles(times[name])
+        low, middle, high = spread(times[name])
         providers[name] = {
             "us": round(1e6 * middle, 2),
             "us_p20": round(1e6 * low, 2),
@@ -338,7 +371,8 @@ def _measure(
 
     def replay() -> None:
         calls[OURS]()
-        torch.cuda.synchronize()
+        if cuda:
+            torch.cuda.synchronize()
 
     return row, replay
 
@@ -390,8 +424,3 @@ def _peak_bytes(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    fifths = statistics.quantiles(seconds, n=5)
-    return fifths[0], statistics.median(seconds), fifths[3]

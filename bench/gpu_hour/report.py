@@ -1,0 +1,170 @@
+"""The report of `bench.gpu_hour`: tables, a plot, and the measured table, from the lines of the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+BOTH = "forward+backward"
+GOALS: dict[tuple[str, str], dict[str, float]] = {
+    ("rms_norm", "forward"): {"percent": 88, "eager": 1.4, "torch.compile": 1.03, "Liger": 1.03, "quack": 0.98},
+    ("add_rms_norm", BOTH): {"percent": 85, "eager": 3.5, "torch.compile": 1.15, "Liger": 1.5, "quack": 1.0},
+    ("layer_norm", BOTH): {"percent": 82, "eager": 1.8, "torch.compile": 1.1, "Liger": 1.8},
+    ("gelu", BOTH): {"percent": 88, "eager": 3, "torch.compile": 1.05, "Megatron": 1.5},
+    ("swiglu", BOTH): {"percent": 90, "eager": 2.3, "torch.compile": 1.05, "Liger": 1.2, "Megatron": 2.3},
+    ("rope", "forward"): {"percent": 88, "eager": 4, "torch.compile": 1.1, "Liger": 2},
+    ("cross_entropy", "forward"): {"percent": 90, "eager": 5, "torch.compile": 1.8, "Liger": 3.5, "Megatron": 10},
+    ("cross_entropy", BOTH): {"percent": 88, "eager": 5, "torch.compile": 1.8, "Liger": 3.2, "Megatron": 7},
+    ("linear_cross_entropy", BOTH): {"percent": 90, "eager": 1.0, "torch.compile": 1.05, "Liger": 3, "quack": 1.03},
+    ("attention", "forward"): {"FlexAttention": 1.1, "SDPA flash": 1.2, "SDPA cuDNN": 0.75},
+    ("attention", BOTH): {"FlexAttention": 1.1, "SDPA flash": 1.8, "SDPA cuDNN": 0.65},
+    ("moe_permute", "forward"): {"percent": 80, "eager": 3, "torch.compile": 1.5},
+    ("grouped_linear", "forward"): {"percent": 75, "eager": 3, "torch._grouped_mm": 1.05},
+    ("grouped_linear", BOTH): {"percent": 75, "eager": 3, "torch._grouped_mm": 1.2},
+    ("quantize_fp8", "forward"): {"percent": 88, "eager": 5, "torch.compile": 1.3, "torchao": 1.1},
+    ("adamw", "forward"): {"percent": 93, "foreach": 2, "torch.compile": 1.05, "torch fused": 1.1},
+}
+"""By kernel and pass: percent of the yardstick, and the time of each peer over ours."""
+IMPLEMENTATION_OF = {  # by kernel: the operator of the measured table, and the provider that is not Triton
+    "attention": ("plain_attention", "torch", "SDPA"),
+    "adamw": ("adamw", "reference", "foreach"),
+}
+OPERATORS = (  # others have a reference of the same name, timed as "eager"
+    "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "relu_squared", "rope", "cross_entropy", "dropout_add",
+    "moe_permute", "grouped_linear", "quantize_fp8", "cross_replica_hash",
+)  # fmt: skip
+
+
+def write(lines: Sequence[Line], folder: Path) -> None:
+    """Write `report.md`, `report.png` where matplotlib is there, and `measured.json`."""
+    picture = _draw(lines, folder / "report.png")
+    (folder / "report.md").write_text("\n".join(text(lines)) + (f"\n![]({picture})\n" if picture else "\n"))
+    (folder / "measured.json").write_text(json.dumps(measured(lines), indent=1) + "\n")
+
+
+def _draw(lines: Sequence[Line], file: Path) -> str:
+    try:
+        plot = import_module("bench.plots").plot  # of matplotlib, which a bare machine may lack
+    except ImportError:
+        return ""
+    about = _about(lines)
+    entries = [{"fullname": row["kernel"], "extra_info": about | row} for row in _rows(lines, "measure")]
+    return file.name if plot(entries, file) else ""
+
+
+def _about(lines: Sequence[Line]) -> dict[str, Any]:
+    found = next(_rows(lines, "environment"), {})
+    return {"device": "unknown", "date": "", "commit": "", "torch": "", "versions": {}} | found
+
+
+def _rows(lines: Sequence[Line], job: str) -> Iterator[dict[str, Any]]:
+    return (row for line in lines if line["job"] == job for row in line["rows"])
+
+
+def text(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    about = _about(lines)
+    yield f"# {about['device']}, {about['date']}, {about['commit']}\n"
+    if not about.get("cuda"):
+        yield "**A rehearsal on a CPU, of toy shapes: no figure of a GPU is below, and no goal is judged.**\n"
+    versions = {"torch": about["torch"], **about["versions"]}
+    yield ", ".join(f"{name} {version}" for name, version in versions.items()) + "\n"
+    bad = [line for line in lines if line["state"] != "ok"]
+    yield f"{len(lines)} jobs, {len(bad)} of them not ok; {sum(line['seconds'] for line in lines):.0f} s in all\n"
+    yield "## What went wrong\n"
+    if not bad:
+        yield "Nothing.\n"
+    for line in bad:
+        yield f"- **{line['state']}** {line['job']} `{line['name']}`: {line['why']}"
+    yield "\n## Ceilings\n"
+    for row in _rows(lines, "ceilings"):
+        yield f"- {row['rate']:.4g} {row['unit']} ({row['low']:.4g}-{row['high']:.4g})"
+    yield "\n## Correct, and the same bits twice\n"
+    yield "| kernel | pass | error over plain torch's | same bits |\n|---|---|---|---|"
+    for line in lines:
+        if line["job"] == "check":
+            for row in line["rows"]:
+                yield f"| {line['name']} | {row['pass']} | {row['error']} | {'yes' if row['repeats'] else 'NO'} |"
+            if line["state"] != "ok":
+                yield f"| {line['name']} | - | **{line['state']}** | - |"
+    yield "\n## Speed\n"
+    yield "Time of peers over ours; the goal in brackets, bold where it is missed.\n"
+    yield "| kernel | shape | pass | us (p20-p80) | rate | of a copy or product | peers |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in _rows(lines, "measure"):
+        yield speed(row, GOALS if about.get("cuda") else {})
+    for line in lines:
+        if line["job"] == "measure" and line["state"] != "ok":
+            yield f"| {line['name']} | - | - | **{line['state']}** | - | - | - |"
+    skipped = sorted({f"{n}: {why}" for row in _rows(lines, "measure") for n, why in row["skipped"].items()})
+    yield "\n" + "\n".join(f"- not compared: {why}" for why in skipped)
+    yield "\n## Stages of the loops\n"
+    yield "| kernel | us with 2 | us with 3 | 2 over 3 |\n|---|---|---|---|"
+    yield from stages(lines)
+    yield "\n## Tests and the example\n"
+    for line in lines:
+        if line["job"] in ("tests", "example"):
+            log = line.get("log", [])
+            told = [one for one in log if "MFU" in one or " passed" in one or " failed" in one][-3:] or log[-1:]
+            yield f"- {line['job']}, {line['state']}, {line['seconds']} s: {'; '.join(told)}"
+
+
+def speed(row: Mapping[str, Any], every_goal: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
+    """Return a row of the table of speed."""
+    ours, goals = row["providers"]["mpcore"], every_goal.get((row["kernel"], row["pass"]), {})
+
+    def beside(name: str, value: float, unit: str = "") -> str:
+        goal = goals.get(name)
+        told = f"{value:g}{unit}" if goal is None else f"{value:g}{unit} ({goal:g})"
+        return f"**{told}**" if goal is not None and value < goal else told
+
+    peers = ", ".join(f"{name} {beside(name, ratio)}" for name, ratio in row["peer_ratios"].items())
+    cells = [row["kernel"], f"{row['shape']} {row['dtype']}", row["pass"]]
+    cells += [f"{ours['us']} ({ours['us_p20']}-{ours['us_p80']})", f"{ours['rate']} {row['unit']}"]
+    return f"| {' | '.join([*cells, beside('percent', ours['percent'], ' %'), peers or '-'])} |"
+
+
+def stages(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the rows of two stages against three."""
+    times: dict[str, dict[str, str | float]] = {}
+    for line in lines:
+        if line["job"] == "stages":
+            name, _, count = line["name"].rpartition(", ")
+            ran = [row["providers"]["mpcore"]["us"] for row in line["rows"]]
+            times.setdefault(name, {})[count] = ran[0] if ran and line["state"] == "ok" else f"**{line['state']}**"
+    for name, of in times.items():
+        two, three = of.get("2", "-"), of.get("3", "-")
+        ratio = "-" if isinstance(two, str) or isinstance(three, str) else f"{two / three:.3f}"
+        yield f"| {name} | {two} | {three} | {ratio} |"
+
+
+def measured(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return rows for `kernels/measured.json`: of each operator that was right, Triton or what is faster.
+
+    A kernel that hangs, crashes or is wrong has no row: the self-test and the rule decide there.
+    """
+    about = _about(lines)
+    if not about.get("cuda"):
+        return []
+    versions = {"torch": about["torch"], "triton": about["versions"].get("triton", "")}
+    versions |= {"date": about["date"], "commit": about["commit"]}
+    right = {line["name"] for line in lines if line["job"] == "check" and line["state"] == "ok"}
+    last: dict[str, dict[str, Any]] = {}
+    for row in _rows(lines, "measure"):
+        last[row["kernel"]] = row  # the longest pass is the last
+    found = []
+    for kernel, row in last.items():
+        default = (kernel, "reference", "eager") if kernel in OPERATORS else None
+        operator = IMPLEMENTATION_OF.get(kernel, default)
+        if operator is None or kernel not in right or operator[2] not in row["providers"]:
+            continue
+        name, other, provider = operator
+        us = {"triton": row["providers"]["mpcore"]["us"], other: row["providers"][provider]["us"]}
+        sizes = {part.split()[0]: int(part.split()[1]) for part in row["shape"].split(", ")}
+        fields = {"device": about["device"], "operator": name, "dtype": row["dtype"], "sizes": sizes}
+        found.append({**fields, "impl": min(us, key=lambda n: us[n]), "microseconds": us, "versions": versions})
+    return found
