@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         sync_gradients,
     )
     from mpcore.pipeline import Pipeline
+    from mpcore.pipeline.cut import pipeline_stages
     from mpcore.pipeline.partition import partition
     from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
     from mpcore.simulation import simulate
@@ -157,6 +158,7 @@ __all__ = [
     "parallelize",
     "parallelize_summary",
     "partition",
+    "pipeline_stages",
     "prepare",
     "recompute",
     "reduce_gradients",
@@ -201,6 +203,7 @@ _HOMES = {
         "recompute shard_data_parallel sync_gradients "
     ),
     "pipeline": "Pipeline",
+    "pipeline.cut": "pipeline_stages",
     "pipeline.partition": "partition",
     "simulation": "simulate",
     "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",

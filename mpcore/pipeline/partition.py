@@ -148,6 +148,8 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
     for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_children()):
         children = [child for stage in stages if (child := stage._modules.get(name)) is not None]
         children = list({id(child): child for child in children}.values())
+        full = [child for child in children if any(True for _ in (*child.parameters(), *child.buffers()))]
+        children = full or children[:1]  # what stands for a module of another stage is empty
         hold = [child for child in children if child._parameters or child._buffers]
         if len(children) > 1 and hold:
             raise ValueError(f"{len(children)} stages hold a {type(hold[0]).__name__} {name} each, with tensors in it")

@@ -1,0 +1,385 @@
+"""Cut a model that is written as one module, such as a causal model of Hugging Face, into pipeline stages.
+
+A stage is a copy of the model that shares its parameters and keeps their names. It has some of the layers. A layer of
+an earlier stage hands its input through, and the last of them returns what the stage received; the first layer of a
+later stage ends the forward. So the model's own forward makes masks, positions and rotary tables on every stage. The
+stages in a row must give what the model gives, bit for bit, or the model is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpcore._torch import fsdp
+from mpcore._torch.pytree import leaves
+from mpcore.mesh.agreement import raising_together
+from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.pipeline.partition import parameter_costs, partition
+from mpcore.pipeline.schedules import Schedule, find_schedule
+from mpcore.sharding.declarations import add_partial
+
+TRIED = (2, 7)  # samples and tokens of the trial
+BATCH, TOKENS = -1, -2  # in a shape: as many as there are samples, and tokens
+
+
+class Stages(NamedTuple):
+    """What `pipeline_stages` returns, for `prepare`.
+
+    Attributes:
+        stages: this rank's stages, lowest first.
+        blocks: their layers by number in the whole model.
+        schedule: the schedule, found by its name.
+    """
+
+    stages: list[nn.Module]
+    blocks: dict[int, nn.Module]
+    schedule: Schedule
+
+
+def pipeline_stages(
+    model: nn.Module, mesh: Mesh, *, micro_batches: int, schedule: str = "1f1b", example: Tensor | None = None
+) -> Stages:
+    """Cut a model into this rank's pipeline stages, with its values. Call it after `parallelize` and `add_lora`.
+
+    The layers are the largest `nn.ModuleList` or `nn.Sequential` of the model. What the forward calls before them, such
+    as embeddings, goes to the first stage; what it calls after them, such as the norm and the head, to the last one. A
+    table that is tied to the head is on both, and their gradients are summed over `mesh.ends`.
+
+    Before it returns, it runs the model and then all stages in a row on a few tokens. Both must be equal, bit for bit.
+
+    Args:
+        model: the whole model, the same on every pipeline rank. It takes ids [B, T] as its first argument. It isn't
+            changed; delete it afterwards, to free the layers of other ranks.
+        mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage the model itself is returned.
+        micro_batches: how many a step has.
+        schedule: a name of `mpcore.pipeline.schedules.NAMES`.
+        example: ids [B, T] to try; None: random ones.
+
+    Returns:
+        `(stages, blocks, schedule)`, the arguments of `prepare`.
+
+    Raises:
+        ValueError: on every pipeline rank, if no layers are found, they aren't called once each in their order, there
+            are fewer than stages, a parameter is used in two stages, or the stages don't compute what the model does.
+
+    Note:
+        - Pass what all stages need as keyword arguments of `forward_backward`, such as `attention_mask`.
+        - The last stage returns what the model returns, and `loss` takes it; don't pass `labels`.
+
+    Example:
+        >>> mesh = mpcore.build_mesh(device_type="cpu")
+        >>> layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> model = nn.Sequential(nn.Embedding(10, 8), layers, nn.Linear(8, 10))
+        >>> stages, blocks, schedule = mpcore.pipeline_stages(model, mesh, micro_batches=1)
+        >>> len(stages), list(blocks)
+        (1, [0, 1])
+    """
+    check_mesh(mesh)
+    with raising_together():
+        plan, (where, layers) = find_schedule(schedule, mesh.pp.size, micro_batches), _layers(model)
+        if plan.stages == 1:
+            return Stages([model], dict(enumerate(layers.children())), plan)
+        _check_whole(model)
+        ids = _ids(model) if example is None else example
+        trace, want = _traced(model, layers, ids)
+        cut = partition(
+            parameter_costs(layers.children()), plan.stages, last=sum(parameter_costs(trace.after.values()))
+        )
+        tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
+        chain = [_stage(model, where, held, len(layers._modules), trace) for held in cut]
+        for stage, first in ((chain[-1], chain[0]),) if tied else ():
+            _put(stage, tied, first.get_submodule(tied))
+        _compare(model, chain, ids, want)
+        if tied and plan.rank_of[0] != plan.rank_of[plan.stages - 1]:
+            add_partial(chain[0].get_submodule(tied), "weight", mesh.ends)  # the last stage has the same module
+        mine = plan.stages_of(mesh.pp.rank)
+        blocks = {i: chain[at].get_submodule(f"{where}.{i}") for at in mine for i in cut[at]}
+        return Stages([chain[at] for at in mine], blocks, plan)
+
+
+# --- what stands in for modules of other stages ----------------------------------------------------------------------
+
+
+class _HandedOnError(Exception):
+    """Ends the forward of a stage behind its last layer."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__("the forward of a pipeline stage has ended")
+        self.x = x
+
+
+class _Inlet:
+    """What a stage received, while its forward runs."""
+
+    x: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict) -> _Inlet:
+        return self
+
+
+class _Passed(nn.Module):
+    """In the place of a layer of another stage; has its plain attributes, such as the kind of its attention."""
+
+    def __init__(self, layer: nn.Module, returned: int) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float | None) and k[0] != "_"}
+        vars(self).update({**plain, "training": layer.training})
+        self.inlet: _Inlet | None = None
+        self.ends, self.returned = False, returned
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = _first_float((args, kwargs))
+        if self.ends:
+            raise _HandedOnError(x)
+        x = x if self.inlet is None or self.inlet.x is None else self.inlet.x
+        return (x, *(None,) * (self.returned - 1)) if self.returned else x
+
+
+class _Blank(nn.Module):
+    """In the place of a module before the layers: zeros of the right shape, which no layer sees."""
+
+    def __init__(self, shape: tuple[int, ...], inlet: _Inlet) -> None:
+        super().__init__()
+        self.shape, self.inlet = shape, inlet
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.inlet.x is not None
+        sizes = {BATCH: self.inlet.x.shape[0], TOKENS: self.inlet.x.shape[1]}
+        return self.inlet.x.new_zeros([sizes.get(size, size) for size in self.shape])
+
+
+class _Elsewhere(nn.Module):
+    """In the place of a module behind the layers, which the forward of this stage doesn't reach."""
+
+
+class _Stage(nn.Module):
+    """Stands before a model's class: its forward takes ids, or what the stage before handed on."""
+
+    inlet: _Inlet | None
+    options: dict[str, Any]
+
+    def forward(self, x: Tensor, **arguments: Any) -> Any:
+        ids = x
+        if self.inlet is not None:
+            self.inlet.x, ids = x, torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+        try:
+            return super().forward(ids, **{**self.options, **arguments})
+        except _HandedOnError as handed:
+            return handed.x
+        finally:
+            if self.inlet is not None:
+                self.inlet.x = None
+
+
+def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace) -> nn.Module:
+    """A copy of the model with the layers `held`, which shares all parameters, buffers and modules without them."""
+    shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
+    stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
+    inlet = _Inlet() if held.start else None
+    layers = stage.get_submodule(where)
+    for i in (i for i in range(count) if i not in held):
+        passed = _Passed(layers.get_submodule(str(i)), trace.returned[i])
+        passed.ends, passed.inlet = i == held.stop, inlet if i == held.start - 1 else None
+        layers.register_module(str(i), passed)
+    if inlet is not None:
+        for name in trace.before:
+            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet))
+    for name in trace.after if held.stop < count else ():
+        _put(stage, name, _Elsewhere())
+    stage.__class__ = type(f"PipelineStage{type(model).__name__}", (_Stage, type(model)), {})
+    stage.inlet, stage.options = inlet, trace.options  # type: ignore[assignment]
+    return stage
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent).register_module(child, module)
+
+
+# --- what the forward calls, and when --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Trace:
+    """One forward of the model.
+
+    Attributes:
+        before, after: modules with parameters that it calls before and behind all layers, or never, by name.
+        shapes: of what the modules before the layers return.
+        returned: for each layer the length of the tuple that it returns; 0: a tensor.
+        options: arguments of each forward.
+    """
+
+    before: dict[str, nn.Module] = field(default_factory=dict)
+    after: dict[str, nn.Module] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _layers(model: nn.Module) -> tuple[str, nn.Module]:
+    """The list of layers, and its name."""
+    lists = {
+        n: m for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
+    }
+    outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+    if not outer:
+        raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers to cut: write its stages yourself")
+    return max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
+
+
+def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
+    """Run the model; say what it calls, and what it returns."""
+    numbers, calls = {layer: i for i, layer in enumerate(layers.children())}, []
+    units = dict(_units(model, layers))
+    names = {module: name for name, module in units.items()}
+    trace = _Trace()
+    takes = inspect.signature(model.forward).parameters
+    trace.options = {"use_cache": False} if "use_cache" in takes else {}
+
+    def returned(layer: nn.Module, given: Any, out: Any) -> None:
+        trace.returned.append(len(out) if isinstance(out, tuple | list) else 0)
+
+    def made(unit: nn.Module, given: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            *outer, width = out.shape
+            sizes = dict(zip(ids.shape[::-1], (TOKENS, BATCH), strict=False))
+            trace.shapes[names[unit]] = (*(sizes.get(size, size) for size in outer), width)
+
+    handles = [m.register_forward_pre_hook(lambda m, given: calls.append(m)) for m in (*numbers, *units.values())]
+    handles += [layer.register_forward_hook(returned) for layer in numbers]
+    handles += [unit.register_forward_hook(made) for unit in units.values()]
+    try:
+        want = list(_run(model, [model], ids, trace.options))
+    finally:
+        for handle in handles:
+            handle.remove()
+    of_layers = [numbers[m] for m in calls if m in numbers]
+    if of_layers[: len(numbers)] != list(range(len(numbers))) or len(of_layers) % len(numbers):
+        raise ValueError(f"the layers of {type(model).__name__} are called in the order {of_layers}, not once each")
+    calls = calls[: len(calls) * len(numbers) // len(of_layers)]  # of the first forward
+    first, last = (
+        next(i for i, m in order if m in numbers) for order in (list(enumerate(calls)), list(enumerate(calls))[::-1])
+    )
+    for module, name in names.items():
+        places = [i for i, m in enumerate(calls) if m is module]
+        if not places or max(places) < first:
+            trace.before[name] = module
+        elif min(places) > last:
+            trace.after[name] = module
+        else:
+            raise ValueError(
+                f"{name} is called between the layers, and each stage would need it: write stages yourself"
+            )
+    return trace, want
+
+
+def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with parameters, besides the layers."""
+    for name, module in model.named_children():
+        if module is layers or next(module.parameters(), None) is None:
+            continue
+        if any(inner is layers for inner in module.modules()):
+            own = next((leaf for leaf, _ in module.named_parameters(recurse=False)), None)
+            if own is not None:
+                raise ValueError(f"{prefix}{name}.{own} is a parameter beside the layers: no stage is known to need it")
+            yield from _units(module, layers, f"{prefix}{name}.")
+        else:
+            yield prefix + name, module
+
+
+def _check_whole(model: nn.Module) -> None:
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"{meta} has no values: cut a model that has, such as one of from_pretrained, to try its stages"
+        )
+    if fsdp.units(model):
+        raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")
+
+
+def _check_shared(
+    model: nn.Module, where: str, layers: nn.Module, cut: list[range], trace: _Trace, plan: Schedule, mesh: Mesh
+) -> str:
+    """Refuse parameters that two stages need, but for one table of the first stage tied to the last: its name."""
+    holders: dict[nn.Parameter, set[int]] = {}
+    parts = [[layers.get_submodule(str(i)) for i in held] for held in cut]
+    parts[0] += trace.before.values()
+    parts[-1] += trace.after.values()
+    for at, modules in enumerate(parts):
+        for p in (p for module in modules for p in module.parameters()):
+            holders.setdefault(p, set()).add(at)
+    before = {f"{name}.{n}".rstrip("."): m for name, unit in trace.before.items() for n, m in unit.named_modules()}
+    tables = {m._parameters["weight"]: name for name, m in before.items() if "weight" in m._parameters}
+    shared = [p for p, stages in holders.items() if len(stages) > 1]
+    names = {p: name for name, p in model.named_parameters()}
+    for p in shared:
+        ends = (plan.rank_of[0], plan.rank_of[plan.stages - 1])
+        if holders[p] != {0, len(cut) - 1} or p not in tables or len(shared) > 1:
+            raise ValueError(
+                f"{names[p]} is used in the stages {sorted(holders[p])}: only a table and the head may be tied"
+            )
+        if ends[0] != ends[1] and ends != (0, mesh.pp.size - 1):
+            raise ValueError(
+                f"{names[p]} is tied between the pipeline ranks {ends}: only 0 and {mesh.pp.size - 1} sum it"
+            )
+    return tables[shared[0]] if shared else ""
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------
+
+
+def _ids(model: nn.Module) -> Tensor:
+    """Ids that the model's tables have."""
+    table = next((m for m in model.modules() if isinstance(getattr(m, "num_embeddings", None), int)), None)
+    if table is None:
+        raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")
+    words: Any = getattr(getattr(model, "config", None), "vocab_size", None) or table.num_embeddings
+    device = next(model.parameters()).device
+    return torch.randint(2, words, TRIED, generator=torch.Generator().manual_seed(6)).to(device)
+
+
+def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
+    """The floating tensors that stages in a row return, in evaluation; then those of padded samples."""
+    masks: list[dict[str, Any]] = [{}]
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        masks.append(
+            {"attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([ids.shape[1] - 1]).to(ids), 0)}
+        )
+    training = [(m, m.training) for stage in stages for m in stage.modules()]
+    try:
+        for mask in masks:
+            x: Any = ids
+            with torch.no_grad():
+                for stage in stages:
+                    x = stage.eval()(x, **{**options, **mask})
+            yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
+    finally:
+        for module, was in training:
+            module.training = was
+
+
+def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[list[Tensor]]) -> None:
+    said = f"{type(model).__name__} can't be cut into {len(chain)} stages"
+    try:
+        got = list(_run(model, chain, ids, {}))
+    except Exception as error:
+        raise ValueError(f"{said}: in a row they fail: {type(error).__name__}: {error}") from error
+    pairs = list(zip(want, got, strict=True))
+    same = [
+        len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
+        for a, b in pairs
+    ]
+    if not all(same) or not any(want):
+        raise ValueError(f"{said}: in a row they return other values than the model. Write its stages yourself")
+
+
+def _first_float(tree: Any) -> Tensor:
+    return next(x for x in leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())

@@ -1,0 +1,176 @@
+"""Models of Hugging Face in pipeline stages: losses and checkpoints are those of one process, or the cut is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpcore as mp
+from mpcore.checkpoint import latest
+from mpcore.pipeline.schedules import find_schedule
+from tests.pool import mesh
+
+hf = pytest.importorskip("transformers")
+
+V, T, B, LAYERS = 40, 9, 8, 4
+SMALL = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+WIDE = {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4}
+GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": LAYERS, "n_head": 4, "n_positions": 16}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **WIDE)),
+    "gpt2, tied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+    "gemma2, tied, two kinds of attention": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SMALL, **WIDE, sliding_window=6)
+    ),
+    "bert, tied, with a second name of a bias": lambda: hf.BertForMaskedLM(
+        hf.BertConfig(**SMALL, intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    ),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[name]().double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, targets, and a mask of padding at the end."""
+    ids = torch.randint(V, (B, T + 1), generator=torch.Generator().manual_seed(step))
+    kept = (torch.arange(T) < torch.tensor([T, 5, 7, T, T, 6, 8, T])[:, None]).long()
+    return ids[:, :-1], ids[:, 1:].masked_fill(kept == 0, -100), kept
+
+
+def train(name: str, schedule: str = "1f1b", folder: str = "", resume: bool = False, **layout) -> list[float]:
+    """Three steps with a mask; saves after the second, or goes on from there."""
+    zero, lora, recompute = (layout.pop(key, value) for key, value in (("zero", 0), ("lora", 0), ("recompute", "none")))
+    on = mesh(**layout)
+    model = mp.parallelize(build(name), tp=on.tp, check=False) if on.tp.size > 1 else build(name)
+    if lora:
+        mp.add_lora(model, rank=2)
+    each = 4 // on.dp.size
+    stages, blocks, plan = mp.pipeline_stages(model, on, micro_batches=each, schedule=schedule)
+    del model
+    run = mp.prepare(
+        stages, on, blocks=blocks, schedule=plan, micro_batches=each, initialize=False, data=mp.Zero(zero),
+        recompute=recompute, optimizer=lambda model: mp.AdamW(model, lr=1e-2),
+        loss=lambda out, target: F.cross_entropy(out.logits.flatten(0, 1), target.flatten(), reduction="sum"),
+    )  # fmt: skip
+    if resume:
+        run.load(latest(folder, on) or folder)
+    losses = []
+    for step in range(run.step, 3):
+        share = run.share(B)
+        ids, target, kept = (x[share.start : share.stop] for x in batch(step))
+        run.forward_backward(ids, target, attention_mask=kept)
+        run.clip_gradients(1.0)
+        losses.append(run.optimizer_step().loss)
+        if folder and not resume and run.step == 2:
+            run.save(folder)
+    return losses
+
+
+def same(found: list[list[float]], want: list[float]) -> None:
+    for losses in found:
+        assert losses == pytest.approx(want, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_train_as_one_process_and_each_resumes_the_others_checkpoint(ranks, tmp_path, name):
+    (want,) = ranks(1, train, name, folder=f"{tmp_path}/one")
+    assert len(set(want)) == 3
+    same(ranks(2, train, name, pp=2, folder=f"{tmp_path}/two"), want)
+    same(ranks(2, train, name, pp=2, folder=f"{tmp_path}/one", resume=True), want[2:])
+    same(ranks(1, train, name, folder=f"{tmp_path}/two", resume=True), want[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2, tied", "gemma2, tied, two kinds of attention"])
+def test_every_layout_trains_as_one_process(ranks, name):
+    (want,) = ranks(1, train, name)
+    for size, layout in (
+        (4, {"pp": 2, "tp": 2}),
+        (4, {"pp": 2, "dp": 2, "zero": 1}),
+        (4, {"pp": 4, "recompute": "full"}),
+        (2, {"pp": 2, "schedule": "interleaved"}),
+        (2, {"pp": 2, "schedule": "zbv"}),
+    ):
+        same(ranks(size, train, name, **layout), want)
+
+
+@pytest.mark.slow
+def test_an_adapter_trains_in_stages(ranks):
+    (want,) = ranks(1, train, "llama", lora=True)
+    same(ranks(4, train, "llama", pp=2, tp=2, lora=True), want)
+
+
+def alone(model: nn.Module, pp: int = 2, **options) -> list[nn.Module]:
+    """All stages, cut in this process."""
+    on = [dataclasses.replace(mp.Mesh(), pp=mp.Axis(pp, rank, name="pp", role="pp")) for rank in range(pp)]
+    return [stage for at in on for stage in mp.pipeline_stages(model, at, micro_batches=8, **options)[0]]
+
+
+def test_a_stage_has_its_layers_alone_under_the_models_names():
+    model = build("llama")
+    first, last = alone(model)
+    names = {name for name, _ in model.named_parameters()}
+    held = [dict(stage.named_parameters()) for stage in (first, last)]
+    assert held[0].keys() | held[1].keys() == names
+    assert not held[0].keys() & held[1].keys()
+    assert all(dict(model.named_parameters())[name] is p for part in held for name, p in part.items())
+    assert {n.split(".")[2] for n in held[0] if "layers" in n} == {"0", "1"}
+    assert type(model) is hf.LlamaForCausalLM
+    assert len(find_schedule("1f1b", 2, 4).ranks) == 2
+
+
+class Words(nn.Module):
+    """A table, layers, and a head, which `change` spoils."""
+
+    def __init__(self, change: str = ""):
+        super().__init__()
+        self.change = change
+        self.table, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        if change == "shared":
+            self.layers[3] = self.layers[0]
+        if change == "both tied":
+            self.head, self.layers[3].bias = nn.Linear(8, V, bias=False), self.layers[0].bias
+            self.head.weight = self.table.weight
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = first = self.table(ids)
+        for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
+            x = layer(x) + (first if self.change == "long residual" else 0)
+            x = self.between(x) if i == 1 and self.change == "between" else x
+            x = x * 2 if self.change == "between in words" else x
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Words("shared"), r"the layers of Words are called in the order \[.*\], not once each"),
+        (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
+        (lambda: Words("between"), "between is called between the layers"),
+        (lambda: Words("both tied"), "is used in the stages .*: only a table and the head may be tied"),
+        (lambda: Words("long residual"), "in a row they return other values than the model"),
+        (lambda: nn.Linear(4, 4), "Linear has no nn.ModuleList of layers"),
+        (lambda: Words().to("meta"), "table.weight has no values"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        alone(model())
+
+
+def test_a_scaled_stream_between_layers_and_too_many_stages():
+    """What the forward does to each layer's output is done on the layer's stage, or the cut is refused."""
+    with pytest.raises(ValueError, match="in a row they return other values than the model"):
+        alone(Words("between in words"))
+    with pytest.raises(ValueError, match="4 blocks are fewer than the 5 stages"):
+        alone(Words(), pp=5)
+    assert len(alone(Words(), pp=4)) == 4
