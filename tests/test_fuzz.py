@@ -1,0 +1,60 @@
+"""Flags drawn at random: what `python -m tests.fuzz` tries by the hundred, a few of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import fuzz
+from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil
+
+SMALL = [*COMMON, "--layers", "1", "--d-model", "16", "--seq-len", "12"]
+
+
+def test_a_legal_case_is_equal_and_an_illegal_one_refused_in_words(capsys):
+    assert judge(2, [*SMALL, "--tp", "2"]) == ("equal", "")
+    kind, why = judge(2, [*SMALL, "--tp", "2", "--heads", "1"])
+    assert (kind, why) == ("refused", "--heads 1 is smaller than the tp size 2")
+    kind, why = judge(1, [*SMALL, "--layers", "two"])
+    assert kind == "refused"
+    assert "--layers: invalid int value: 'two'" in why
+    assert main(["--illegal", "--cases", "3", "--seed", "3"]) == 0
+    assert " 0 failed" in capsys.readouterr().out
+
+
+def test_a_rank_that_computes_something_else_fails_and_the_command_is_shrunk(monkeypatch):
+    words = [*SMALL, "--tp", "2", "--kv-heads", "2"]
+    real = fuzz.train
+    monkeypatch.setattr(
+        fuzz, "train", lambda words, alone=False: {**(found := real(words, alone)), "numbers": [
+            x * (1 if alone or "--kv-heads" not in words else 1 + 1e-6) for x in found["numbers"]]},
+    )  # fmt: skip
+    kind, why = judge(2, words)
+    assert kind == "failed"
+    assert "number 0 is" in why
+    monkeypatch.setattr(
+        fuzz, "judge", lambda world, words: ("failed" if {"--tp", "--kv-heads"} <= {*words} else "equal", "")
+    )
+    assert shrink(2, words) == ["--tp", "2", "--kv-heads", "2"]
+
+
+def test_other_errors_than_refusals_are_failures(monkeypatch):
+    def broken(*_: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(fuzz, "train", broken)
+    assert judge(1, []) == ("failed", "IndexError: list index out of range")
+
+
+def test_cases_depend_on_their_seed_alone():
+    assert draw(5) == draw(5) != draw(6)
+    world, words = draw(5)
+    assert 1 <= world <= 8
+    assert spoil(5, words) == spoil(5, words) != words
+    assert [word for flag in commands(words) for word in flag] == words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--illegal"]], ids=["legal", "illegal"])
+@pytest.mark.timeout(1800)
+def test_two_hundred_cases(more):
+    assert main(["--cases", "200", "--seed", "20000", *more]) == 0
