@@ -28,7 +28,7 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         ValueError: if `x` needs a gradient, at size 1 too: `reduce` has one.
     """
     if not _alone(axis):
+        if axis.virtual and op == "sum":
+            return tree_sum(wait(start_all_gather(x.unsqueeze(0), axis)).unbind())
         return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
     if x.requires_grad:
         _refuse_gradient(_ops.all_reduce.default)
@@ -137,6 +139,24 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
     return _call(_ops.all_to_all_single.default, message, list(receive), sizes, group)
 
 
+def tree_sum(parts: Iterable[Tensor]) -> Tensor:
+    """Sum tensors by the binary tree of neighbours: of 2^n terms, each aligned run of 2^m is a sum of its own."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def gather_shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Gather equal shards of `dim`, without autograd."""
+    return x if _alone(axis) else _gather(x, axis, dim, None)
+
+
+def reduce_scatter_shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sum over the axis and keep this rank's shard of `dim`, without autograd."""
+    return x if _alone(axis) else _reduce_scatter(x, axis, dim)
+
+
 def _alone(axis: Axis) -> bool:
     check_axis(axis)
     return axis.size == 1
@@ -166,6 +186,10 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     sizes = shard_sizes(x.shape[dim], axis.size)
     longest = sizes[0]
     front = x.movedim(dim, 0)
+    if axis.virtual:
+        receive = [sizes[axis.rank]] * axis.size
+        terms = _call(_ops.all_to_all_single.default, front.contiguous(), receive, sizes, _group(axis), wait=True)
+        return tree_sum(terms.split(receive)).movedim(0, dim).contiguous()
     if sizes[-1] != longest:
         front = torch.cat([F.pad(part.movedim(0, -1), (0, longest - part.shape[0])).movedim(-1, 0)
                            for part in front.split(sizes)])  # fmt: skip

@@ -54,6 +54,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
     add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where each process has a GPU")
+    add("--bitwise", type=int, default=0, metavar="V",
+        help="bit for bit the same run on every mesh whose tp and dp divide V, a power of two; replaces --micro-batch "
+        "(docs/bitwise.md; default 0: off)")  # fmt: skip
     add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
     add = parser.add_argument_group("local updates").add_argument
     add("--workers", type=int, default=1, help="train so many models, each on a mesh as above, and merge them (DiLoCo)")

@@ -215,6 +215,13 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         near = max(config.seq_len // unit, 1) * unit
         raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
     merge_options(args)
+    if args.bitwise:  # a forward is of one leaf of the batch
+        if args.global_batch % args.bitwise:
+            raise ValueError(
+                f"--global-batch {args.global_batch} is not a multiple of --bitwise {args.bitwise}: "
+                f"{-(-args.global_batch // args.bitwise) * args.bitwise} is"
+            )
+        args.micro_batch = args.global_batch // args.bitwise
     each = mesh.workers.size * mesh.dp.size * args.micro_batch
     if args.global_batch % each:
         workers, times = ("workers x ", f"{mesh.workers.size} x ") if mesh.workers.size > 1 else ("", "")

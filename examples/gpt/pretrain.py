@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
             on = {"device_type": args.device, "workers": args.workers}
-            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
+            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit, virtual=args.bitwise)
             with (
                 leave_together(mesh, folder=out / "errors"),
                 Watchdog(mesh, timeout=args.timeout, folder=out / "hang") as watchdog,

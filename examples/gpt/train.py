@@ -50,7 +50,7 @@ class Trainer:
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
             loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
-            **policies(args, self.stages),
+            numerics="invariant" if args.bitwise else "default", **policies(args, self.stages),
         )  # fmt: skip
         self.model = self.run.model
         self.console = Console(mesh, self.out)

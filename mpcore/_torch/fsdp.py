@@ -101,6 +101,34 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
                     whole.grad = None
 
 
+def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
+    """Yield each sharded parameter with torch's record of it, of units whose forward ran."""
+    for context in _contexts(units):
+        for group in _groups_of(context):
+            for p in group.fsdp_params:
+                yield p.sharded_param, p
+
+
+def whole_parameter(record: Any) -> nn.Parameter:
+    """Return the parameter that is computed with, whose memory may be freed now."""
+    return record.unsharded_param
+
+
+def take_gradient(record: Any) -> Tensor | None:
+    """Return the gradient that is not reduced over data yet, and forget it."""
+    whole, grad = _whole(record), record.unsharded_accumulated_grad
+    if whole is not None:
+        grad = whole.grad if grad is None else grad
+        whole.grad = None
+    record.unsharded_accumulated_grad = None
+    return grad
+
+
+def give_gradient(record: Any, grad: Tensor) -> None:
+    """Set the gradient that is to be reduced over data."""
+    record.unsharded_accumulated_grad = grad
+
+
 def end_backward(root: FSDPModule) -> None:
     """Do what `fully_shard` does after a backward, where its hooks did not run: reduce gradients, shard again.
 

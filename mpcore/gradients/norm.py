@@ -16,7 +16,7 @@ from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import ModelTree, declarations, tree_of
-from mpcore.sharding.declare import check_lies_on
+from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
@@ -49,7 +49,7 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
-    norms = [_norm(x, p) for _, x in _owned(model, mesh, of) if x.numel()]
+    norms = [_norm(x, p) for *_, x in owned_gradients(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
@@ -95,16 +95,23 @@ class TensorNorms:
             self.names = sorted({name for names in every for name in names})
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
         place = {name: i for i, name in enumerate(self.names)}
-        for name, x in _owned(self.tree, self.mesh, of):
+        for name, *_, x in owned_gradients(self.tree, self.mesh, of):
             squares[place[name]] += _norm(x, 2.0).square()
         norms = all_reduce(squares, self.mesh.world).sqrt().tolist()
         return dict(zip(self.names, norms, strict=True))
 
 
-def _owned(
+def owned_gradients(
     model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
-) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors by name, without the elements that a lower rank holds as well."""
+) -> Iterator[tuple[str, Sharding, Tensor, Tensor]]:
+    """Yield this rank's tensors without the elements that a lower rank holds as well.
+
+    Args:
+        model, mesh, of: as of `norm_of`.
+
+    Yields:
+        The parameter's name and declaration, what `of` gave, and the local tensor of that.
+    """
     for name, parameter, sharding in declarations(model):
         check_lies_on(name, parameter, sharding, mesh)
         found = of(parameter)
@@ -120,7 +127,7 @@ def _owned(
                 begin = data_run(found)[0] if is_dtensor(found) and shard.dim == 0 else 0
                 runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
                 grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
-        yield name, grad
+        yield name, sharding, found, grad
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
+from mpcore.layers.invariant import check_pieces, column_linear, row_linear
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
@@ -141,6 +142,8 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError(
                 f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
             )
+        check_pieces("out_features", self.output_blocks() or (out_features,), self.tp, unit)
+        self.local_blocks = tuple(end - start for start, end in shard.mine)
         rows = {"shard": shard, "blocks": self.output_blocks()}
         self.declare_linear(bias, rows, rows)
 
@@ -163,6 +166,8 @@ class ColumnParallelLinear(ParallelLinear):
     def project(self, x: Tensor) -> Tensor:
         """Compute this rank's output features."""
         held, how = (self.matrix(), self.bias, self.tp), self.mode
+        if self.tp.virtual:
+            return column_linear(x, *held, self.sequence_dim if self.sequence_parallel else None, self.local_blocks)
         if self.sequence_parallel:
             return all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
         return copy_linear(x, *held, *how)
@@ -200,11 +205,12 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         check_size("in_features", in_features, self.tp, unit)
+        check_pieces("in_features", (in_features,), self.tp, unit)
         self.input_is_parallel = input_is_parallel
         shard = cut(in_features, self.tp, 1, unit)
         self.local_in_features = shard.size(self.tp.rank)
         self.local_in_features_name = f"this rank's share of in_features {in_features}"
-        partial = (self.tp,) if self.sequence_parallel else ()
+        partial = (self.tp,) if self.sequence_parallel and not self.tp.virtual else ()
         self.declare_linear(bias, {"shard": shard}, {"partial": partial})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,6 +221,8 @@ class RowParallelLinear(ParallelLinear):
             check_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
+        if self.tp.virtual:
+            return row_linear(x, self.matrix(), self.bias, self.tp, self.sequence_dim, self.sequence_parallel)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
             return self.project(x, self.bias)
         y = self.project(x, None)

@@ -36,6 +36,7 @@ from mpcore.kernels.cross_entropy import (
     loss_of_stats,
 )
 from mpcore.layers.embedding import check_ids
+from mpcore.layers.invariant import check_pieces, cut_pieces
 from mpcore.layers.linear import check_size
 from mpcore.layers.module import check_names, refuse_second_derivative
 from mpcore.mesh.axis import Axis, check_axis
@@ -88,7 +89,7 @@ def vocab_parallel_cross_entropy(
     _check_loss(target, reduction, label_smoothing, token_weight)
     terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
-    if runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
+    if tp.virtual or runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
         loss = _FusedCrossEntropy.apply(logits, target, how, False)
     else:
         if softcap:
@@ -235,6 +236,8 @@ def _head(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Rows of the whole sequence, weight and targets for the kernels, and their options."""
     check_axis(tp)
+    if tp.virtual:
+        raise ValueError(f"{what} has no virtual degree: take vocab_parallel_cross_entropy of the head's logits")
     check_names(columns, HeadLossOptions)
     if is_dtensor(weight):
         raise ValueError(
@@ -319,6 +322,7 @@ def _loss_of(
         )
     size = columns if vocab_size is None else vocab_size
     check_size("the vocabulary", size, tp)
+    check_pieces("the vocabulary", (size,), tp)
     start, end = shard_range(size, tp)
     if columns != end - start:
         raise ValueError(
@@ -339,7 +343,7 @@ def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> 
 
 
 def _gather_stats(stats: Tensor, tp: Axis) -> Tensor:
-    return stats.unsqueeze(0) if tp.size == 1 else wait(start_all_gather(stats.unsqueeze(0), tp))
+    return stats if tp.size == 1 else wait(start_all_gather(stats, tp))
 
 
 class _CrossEntropy(Function):
@@ -362,7 +366,7 @@ class _CrossEntropy(Function):
             masked = largest == -torch.inf  # from end to end of this shard
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
-            stats = _gather_stats(stats, tp)
+            stats = _gather_stats(stats.unsqueeze(0), tp)
             largest = stats[:, 0].amax(0)
             totals = stats[:, 1] * (stats[:, 0] - largest).exp()
             total = totals.sum(0)
@@ -410,8 +414,9 @@ class _FusedCrossEntropy(Function):
     def forward(ctx, logits: Tensor, target: Tensor, how: _Loss, log_prob: bool):
         ctx.how, ctx.log_prob = how, log_prob
         wanted = {"sum_logits": how.label_smoothing > 0, "entropy": log_prob}
-        stats = cross_entropy_stats(logits, target, **wanted, **how.columns)
-        stats = combine_stats(_gather_stats(stats, how.tp))
+        pieces = _pieces(logits, how)
+        stats = [cross_entropy_stats(z, target, **wanted, **{**how.columns, "start": i}) for z, i in pieces]
+        stats = combine_stats(_gather_stats(torch.stack(stats), how.tp))
         ctx.save_for_backward(logits, target, stats)
         if log_prob:
             return log_prob_of_stats(stats, target, ignore_index=how.ignore_index)
@@ -422,7 +427,22 @@ class _FusedCrossEntropy(Function):
         refuse_second_derivative("vocab_parallel_log_prob" if ctx.log_prob else "vocab_parallel_cross_entropy")
         names = ("dlog_prob", "dentropy") if ctx.log_prob else ("dloss",)
         rows = {"dloss": None, **dict(zip(names, gradients, strict=True))}
-        return cross_entropy_backward(*ctx.saved_tensors, **rows, **ctx.how.columns, **ctx.how.terms), *[None] * 3
+        logits, target, stats = ctx.saved_tensors
+        how = ctx.how
+        found = [
+            cross_entropy_backward(z, target, stats, **rows, **{**how.columns, "start": i}, **how.terms)
+            for z, i in _pieces(logits, how)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, -1), *[None] * 3
+
+
+def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
+    """The columns of each virtual shard of the vocabulary and the id of the first; without a virtual degree all."""
+    if not how.tp.virtual:
+        return [(logits, how.start)]
+    width = how.size // how.tp.virtual
+    pieces = cut_pieces(logits, logits.dim() - 1, how.tp.pieces)
+    return [(piece, how.start + i * width) for i, piece in enumerate(pieces)]
 
 
 class VocabParallelCrossEntropy(nn.Module):

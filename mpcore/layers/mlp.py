@@ -19,8 +19,10 @@ from mpcore.kernels.geglu import geglu
 from mpcore.kernels.gelu import gelu
 from mpcore.kernels.relu_squared import relu_squared
 from mpcore.kernels.swiglu import swiglu
+from mpcore.layers.invariant import in_pieces
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, pick
+from mpcore.mesh.axis import Axis
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,13 +77,16 @@ class ParallelMLP(torch.nn.Module):
         super().__init__()
         check_names(options, LayerOptions)
         self.activation, gated = find_activation(activation)
+        self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up = up(dim, hidden_dim, bias, **options)
+        self.tp = options.get("tp", Axis(name="tp"))
         self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D], the hidden [..., F/tp] between."""
-        return self.down(self.activation(self.up(x)))
+        h = self.up(x)
+        return self.down(in_pieces(self.activation, self.tp, h.dim() - 1, h, blocks=self.parts))
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:

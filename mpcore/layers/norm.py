@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial as bind
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
+from mpcore.layers.invariant import on_tokens
 from mpcore.layers.module import LayerOptions, ParallelModule, constant
 from mpcore.mesh.axis import Axis
 
@@ -27,12 +30,17 @@ class _Norm(ParallelModule):
     ) -> None:
         super().__init__(**options)
         self.dim, self.eps = dim, eps
-        partial = (self.tp, *partial) if self.sequence_parallel else partial
+        partial = (self.tp, *partial) if self.sequence_parallel and not self.tp.virtual else partial
         self.declare("weight", (dim,), self._init or constant(1.0), partial=partial)
         if bias:
             self.declare("bias", (dim,), constant(0.0), partial=partial)
         else:
             self.register_parameter("bias", None)
+
+    def _compute(self, norm: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> Tensor:
+        if self.tp.virtual:
+            return on_tokens(bind(norm, eps=self.eps), self.tp, self.sequence_dim, self.sequence_parallel, x, *weights)
+        return norm(x, *weights, self.eps)
 
     def _narrowed(self, y: Tensor) -> Tensor:
         return y.to(self.weight.dtype) if self.weight.dtype in (torch.bfloat16, torch.float16) else y
@@ -64,7 +72,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self._narrowed(rms_norm(x, self.weight, self.eps))
+        return self._narrowed(self._compute(rms_norm, x, self.weight))
 
 
 class LayerNorm(_Norm):
@@ -87,4 +95,4 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self._narrowed(layer_norm(x, self.weight, self.bias, self.eps))
+        return self._narrowed(self._compute(layer_norm, x, self.weight, self.bias))

@@ -24,6 +24,8 @@ class Axis:
         name: how messages call the axis; it says nothing about which axis it is. "": the role, or "axis".
         role: which axis of a `Mesh` this is, such as "ep"; "" for an axis of your own, which its group identifies.
         levels: the axis as outer x inner, its ranks numbered with inner fastest: cp with `build_mesh(cp_inner=...)`.
+        virtual: sums over the axis are one binary tree over so many virtual shards, whatever the size (`build_mesh`);
+            0: in the order that is fastest.
 
     Raises:
         ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
@@ -39,6 +41,7 @@ class Axis:
     name: str = field(default="", compare=False)
     levels: tuple[Axis, Axis] | None = None
     role: str = ""
+    virtual: int = 0
     group_name: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -55,6 +58,11 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size})"
+
+    @property
+    def pieces(self) -> int:
+        """How many virtual shards this rank holds; 0 without a virtual degree."""
+        return self.virtual // self.size
 
     @property
     def key(self) -> tuple[object, ...]:

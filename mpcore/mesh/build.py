@@ -33,6 +33,7 @@ def build_mesh(
     etp: int | None = None,
     workers: int = 1,
     timeout: float | None = None,
+    virtual: int | tuple[int, int] = 0,
 ) -> Mesh:
     """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
 
@@ -50,6 +51,9 @@ def build_mesh(
             `mpcore.parallel.local_updates.DiLoCo`.
         timeout: seconds that ranks may take to arrive, and a collective of the default process group made here; None:
             torch's default.
+        virtual: the virtual degrees of tp and of the data ranks, each a power of two that its axis divides; one number
+            for both. Layers and `prepare(numerics="invariant")` then compute the same bits on every such mesh
+            (docs/bitwise.md). 0: none.
 
     Returns:
         The mesh as this rank sees it.
@@ -82,22 +86,27 @@ def build_mesh(
         # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
         start_world(launch, "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    problem, shape, ranks = None, None, {}
+    problem, shape, ranks, degrees = None, None, {}, {}
     try:
         shape = mesh_shape(worker_size(world_size, workers), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
         ranks = mesh_ranks(**shape)
         ranks |= {} if cp_inner is None else level_ranks(ranks["cp"], cp_inner)
         ranks = for_workers(ranks, world_size, workers)
+        degrees = virtual_degrees(virtual, {**shape, "workers": workers}) if dist.is_initialized() else {}
     except ValueError as error:
         if not dist.is_initialized():
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun or srun") from None
         problem = str(error)
     if not dist.is_initialized():
-        return Mesh(device_type=device_type)
+        sizes = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "workers": 1}
+        degrees = virtual_degrees(virtual, sizes)
+        return Mesh(device_type=device_type, **{name: Axis(role=name, virtual=n) for name, n in degrees.items()})
 
     if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
         torch.cuda.set_device(launch.local_rank % gpus)
-    plan = problem or f"{device_type} {shape} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
+    plan = (
+        problem or f"{device_type} {shape} {degrees} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
+    )
     check_same("mesh", plan)
     check_same("process groups made before", str(group_count()))
     if problem:
@@ -121,9 +130,34 @@ def build_mesh(
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
+    axes |= {name: replace(axes[name], virtual=n) for name, n in degrees.items()}
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
     world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
     return Mesh(**axes, world=world, job=job, device_type=device_type, device_mesh=device_mesh).hold()
+
+
+def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the virtual degree of each axis that has one: a pure function.
+
+    Args:
+        virtual: as of `build_mesh`.
+        sizes: of the axes.
+
+    Raises:
+        ValueError: if a degree is no power of two, an axis doesn't divide it, or an axis can't go with it.
+    """
+    tp, data = (virtual, virtual) if isinstance(virtual, int) else virtual
+    if (tp, data) == (0, 0):
+        return {}
+    for name, size, degree in (("tp", sizes["tp"], tp), ("dp", sizes["dp"], data)):
+        if degree < 1 or degree & (degree - 1) or degree % size:
+            raise ValueError(
+                f"virtual degree {degree} of {name}, of size {size}: take a power of two that is a multiple of the size"
+            )
+    for name in ("cp", "ep", "workers"):
+        if sizes[name] > 1:
+            raise ValueError(f"virtual degrees don't go with {name} {sizes[name]}: take {name} 1")
+    return {"tp": tp, **dict.fromkeys(("dp", "data", "edp"), data)}
 
 
 def choose_device(

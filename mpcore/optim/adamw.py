@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         if min(*betas, eps, float(lr), weight_decay) < 0 or max(betas) >= 1:
             raise ValueError(f"lr {lr}, betas {betas}, eps {eps} or weight_decay {weight_decay} is out of range")
         self.model, self.state_dtype, self.masters, self.seed = model, state_dtype, masters, seed
-        self._whole_model = groups is None
+        self._whole_model, self.fused = groups is None, True
         groups = decay_groups(model, weight_decay) if groups is None else list(groups)
         # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
@@ -126,6 +126,10 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
             self._step(group, scale)
         return loss
 
+    def set_fused(self, fused: bool) -> None:
+        """Choose the step of float32 parameters: torch's fused one, or the one that rounds alike on every layout."""
+        self.fused = fused
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all of the model's parameters, with `groups` of theirs: they are None afterwards.
 
@@ -169,7 +173,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
             state = self._state(p, "exp_avg", "exp_avg_sq")
             if local_tensor(p).numel() == 0:
                 state["step"] += 1  # as on the ranks that hold some of it
-            elif "master" not in state and p.dtype not in _HALF and state["exp_avg"].dtype == p.dtype:
+            elif self.fused and "master" not in state and p.dtype not in _HALF and state["exp_avg"].dtype == p.dtype:
                 held = (p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
                 plain.append(tuple(map(local_tensor, held)))
             else:

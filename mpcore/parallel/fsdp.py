@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
 from mpcore._torch.distributed import reserve_groups, share_group
+from mpcore.collectives import tree_sum
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declare import Sharding
@@ -28,6 +30,23 @@ class ShardPolicy:
     replicate: int
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype
+
+
+class TreeReduceScatter:
+    """The reduce-scatter of `fully_shard` as the binary tree over ranks."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or an output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """Sum the ranks' inputs, and keep this rank's part of the sum."""
+        terms = torch.empty_like(input_tensor)
+        dist.all_to_all_single(terms, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(terms.chunk(group.size())))
 
 
 class UnitWrapper:
@@ -60,6 +79,8 @@ class UnitWrapper:
             vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if self.mesh.data.virtual:
+            unit.set_custom_reduce_scatter(TreeReduceScatter())
         fsdp.reduce_unused(unit)  # ranks may use different parameters
 
     def _placed(self, parameter: nn.Parameter) -> Any:

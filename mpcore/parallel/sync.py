@@ -32,6 +32,9 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
         ...     model(torch.ones(1, 4)).sum().backward()
     """
     state = state_of(model)
+    if state.leaves:
+        hold_gradients(model)
+        return
     # replicas of shards are summed once a step
     _set_backward(state, reduce=last or state.zero > 1, all_reduce=last, reshard=last or state.zero == 3)
 
@@ -154,7 +157,7 @@ def hold_gradients(model: nn.Module) -> None:
     state = state_of(model)
     if state.root is not None:
         state.root.set_is_last_backward(False)
-    _set_backward(state, reduce=False, all_reduce=False, reshard=False)
+    _set_backward(state, reduce=False, all_reduce=False, reshard=state.leaves and state.zero == 3)
 
 
 def reduce_held(model: nn.Module, last: bool) -> None:
@@ -172,7 +175,19 @@ def reduce_held(model: nn.Module, last: bool) -> None:
 def reduce_once(model: nn.Module) -> None:
     """After a pipeline's last backward: sum gradients that aren't summed each micro-batch."""
     state = state_of(model)
-    if state.root is not None and not reduces_each_micro_batch(model):
+    if not state.leaves and not reduces_each_micro_batch(model):
+        _reduce_now(state)
+
+
+def reduce_leaves(model: nn.Module) -> None:
+    """After a step's last backward, on meshes with virtual degrees: sum the gradients of the ranks' leaves."""
+    state = state_of(model)
+    if state.leaves:
+        _reduce_now(state)
+
+
+def _reduce_now(state: DataParallel) -> None:
+    if state.root is not None:
         state.root.set_is_last_backward(True)
         _set_backward(state, reduce=True, all_reduce=True, reshard=True)
         fsdp.end_backward(state.root)
@@ -180,4 +195,5 @@ def reduce_once(model: nn.Module) -> None:
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:
     """Whether gradients are sharded."""
-    return state_of(model).zero > 1
+    state = state_of(model)
+    return state.zero > 1 and not state.leaves

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Pipeline:
             divided here.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
         trace: note when each action runs, for `recorded`. On a GPU that waits for the device around each action.
+        after_backward: called with the stage after each backward of a micro-batch that is not split.
 
     Attributes:
         plan: the schedule that runs.
@@ -74,10 +76,11 @@ class Pipeline:
         schedule: str | os.PathLike[str] | Schedule = "1f1b",
         *,
         trace: bool = False,
+        after_backward: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.stages = [model] if isinstance(model, nn.Module) else list(model)
         self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
-        self.device = mesh.device
+        self.device, self.after_backward = mesh.device, after_backward
         schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan = agree_on_schedule(schedule, mesh.pp, micro_batches, len(self.stages))
         check_pending(self.stages, mesh)
@@ -91,6 +94,7 @@ class Pipeline:
     def _make_executor(self) -> None:
         idle = nullcontext()
         noted = self._noted if self.spans is not None else lambda *_: idle
+        noted = noted if self.after_backward is None else partial(self._followed, noted)
         self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 
     def set_micro_batches(self, micro_batches: int) -> None:
@@ -263,6 +267,13 @@ class Pipeline:
         spans = sorted((span for spans in every for span in spans), key=lambda span: (span.rank, span.start))
         begin = min((span.start for span in spans), default=0.0)
         return [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
+
+    @contextmanager
+    def _followed(self, noted: Callable[..., Any], kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        with noted(kind, stage, micro_batch):
+            yield
+        if kind == "B" and self.after_backward is not None:
+            self.after_backward(self.mine[stage])
 
     @contextmanager
     def _noted(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:

@@ -41,6 +41,7 @@ from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.training.loss_check import Loss
+from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
@@ -63,6 +64,7 @@ def prepare(
     compile: Compile | None = None,
     local_updates: LocalUpdates | None = None,
     trace: bool = False,
+    numerics: str = "default",
 ) -> Run:
     """Lay a model out on a mesh, make its optimizer, and return what a training loop calls.
 
@@ -84,6 +86,8 @@ def prepare(
         precision, recompute, offload, compile, local_updates: policies; or the dtype of `Precision` alone, and the kind
             of `Recompute`.
         trace: record when each action of the pipeline runs.
+        numerics: "invariant": losses, norms and weights have the same bits on every mesh of one `virtual` degree
+            (docs/bitwise.md). Each forward is then of one leaf of the batch, whatever `micro_batches`.
 
     Returns:
         The run.
@@ -114,11 +118,23 @@ def prepare(
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile, "local_updates": local_updates}
     told = (recompute.kind, recompute.every, recompute.budget)
-    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
+    asked = {
+        "precision": precision,
+        "recompute": told,
+        "micro_batches": micro_batches,
+        "seed": seed,
+        "numerics": numerics,
+        **policies,
+    }
+    if numerics == "invariant":
+        asked["number of threads, by which kernels choose how to sum"] = torch.get_num_threads()
     check_same("arguments of prepare", asked)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     with raising_together():
         check_policies(mesh, splits, **policies)
+        leaves = leaves_of_rank(numerics, mesh, micro_batches)
+        if numerics == "invariant":
+            check_invariant(stages, precision, policies, splits)
         _check_optimizer(optimizer)
         _check_values(stages, initialize)
         modules = {module for stage in stages for module in stage.modules()}
@@ -167,7 +183,12 @@ def prepare(
     if local_updates is not None:
         made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
-    run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(loss), schedule, trace=trace)
+    summed = run.scaled(loss)
+    if numerics == "invariant":
+        run.invariant = InvariantStep(stages, mesh, made)
+        summed = run.invariant.watch_loss(summed)
+    after = None if run.invariant is None else run.invariant.gradients.take
+    run.pipeline = Pipeline(stages, mesh, leaves, summed, schedule, trace=trace, after_backward=after)
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)
     return run

@@ -27,6 +27,7 @@ from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.loss_check import LossCheck
+from mpcore.training.numerics import InvariantStep
 from mpcore.training.policies import Offload, Precision
 
 
@@ -69,6 +70,7 @@ class Run:
         optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
         scaler: the loss scale of float16; else None.
+        invariant: what `numerics="invariant"` changes in a step; else None.
         bounds: sizes of the buffers through which tokens reach experts on other ranks.
         step: the number of optimizer steps that are done, skipped ones included.
 
@@ -93,6 +95,7 @@ class Run:
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
+        self.invariant: InvariantStep | None = None
         self._tree = ModelTree(model)
         self.bounds = DispatchBounds(self._tree, mesh)
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
@@ -163,7 +166,8 @@ class Run:
                 self._check.begin(tokens, self.pipeline.micro_batches)
             moved = offload_activations() if self.offload.activations else nullcontext()
             with self._autocast(), moved:
-                return self.pipeline.forward_backward(x, target, **arguments)
+                total = self.pipeline.forward_backward(x, target, **arguments)
+                return total if self.invariant is None else self.pipeline.from_last(self.invariant.finish(total))
 
         total = self.bounds.exact(compute, self._forget)
         if self._check:
@@ -182,6 +186,11 @@ class Run:
         """
         self._may("forward_backward")
         if micro_batches != self.pipeline.micro_batches:
+            if self.invariant is not None:
+                raise ValueError(
+                    f'{micro_batches} micro-batches: numerics "invariant" has {self.pipeline.micro_batches} leaves a '
+                    f"rank in every step"
+                )
             self.pipeline.set_micro_batches(micro_batches)
 
     def finish_gradients(self) -> Tensor:
@@ -196,7 +205,7 @@ class Run:
             reduce_gradients(self._tree)
             if self.scaler:
                 self.scaler.unscale(self._tree)
-            self._norm = grad_norm(self._tree, self.mesh)
+            self._norm = self.invariant.gradients.norm() if self.invariant else grad_norm(self._tree, self.mesh)
             self._next = "optimizer_step"
         self._may("optimizer_step")
         return self._norm
@@ -259,6 +268,8 @@ class Run:
         self._next = "forward_backward"
 
     def _forget(self) -> None:
+        if self.invariant is not None:
+            self.invariant.drop()
         for module in (*self.stages, self.model):
             drop_gradients(module)
 

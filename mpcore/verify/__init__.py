@@ -49,6 +49,7 @@ def verify(
     timeout: float = 120.0,
     pool: Pool | None = None,
     report: Callable[[Verdict], None] | None = None,
+    virtual: int = 0,
 ) -> list[Verdict]:
     """Compare a model under each layout with itself on one process.
 
@@ -69,6 +70,8 @@ def verify(
         timeout: seconds that a run under one layout may take; after them its verdict says where each rank stood.
         pool: the processes; None: as many as are needed, ended again.
         report: called with each verdict as soon as it is there.
+        virtual: the virtual degree of `build_mesh`: each layout is compared with one process that holds all virtual
+            shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
 
     Returns:
         A verdict for each layout.
@@ -93,9 +96,11 @@ def verify(
             raise ValueError(
                 f"{what} can't be sent to other processes: make it a function of a module ({error})"
             ) from None
+    if virtual and dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"virtual degree {virtual} with {dtype}: take float32 or float64")
     plans = [parse_layout(name) for name in layouts]
     most = max((plan.size for plan in plans), default=1)
-    task = Task(build, batch, loss, torch.float64, seed)
+    task = Task(build, batch, loss, dtype if virtual else torch.float64, seed, virtual=virtual)
     ours = pool is None
     pool = Pool(most) if pool is None else pool
     dense = parse_layout("tp1")
@@ -103,11 +108,11 @@ def verify(
         try:
             (truth,) = pool(1, _run, task, dense, timeout=timeout)
             task = replace(task, dtype=dtype)
-            samples = range(SAMPLES if dtype != torch.float64 else 0)
+            samples = range(SAMPLES if dtype != torch.float64 and not virtual else 0)
             rounded = [pool(1, _run, replace(task, nudge=i), dense, timeout=timeout)[0] for i in samples]
         except RankError as error:
             raise ValueError(f"the dense model doesn't run:\n{error}") from None
-        judge = Judge(truth, dtype, rounded)
+        judge = Judge(truth, dtype, rounded, exact=virtual > 0)
         verdicts = []
         for plan in plans:
             try:
@@ -126,7 +131,7 @@ def verify(
 
 def _run(task: Task, layout: Layout) -> Seen:
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
-    return run_step(task, mesh(**sizes), layout)
+    return run_step(task, mesh(**sizes, **({"virtual": task.virtual} if task.virtual else {})), layout)
 
 
 def what_happened(text: str, timeout: float = 0.0) -> str:

@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
     parser.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
+    text = "virtual degree: no bit may differ, see docs/bitwise.md (take --dtype float32 too)"
+    parser.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
     parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
     try:
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdicts = verify(
             build, batch, layouts,
             loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, timeout=args.timeout, report=_tell,
+            virtual=args.bitwise,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

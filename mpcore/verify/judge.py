@@ -68,10 +68,13 @@ class Judge:
         truth: of the dense model in float64.
         dtype: of the layouts' runs.
         rounded: the dense model in that dtype, if it is not float64, some times: twice its largest error is allowed.
+        exact: allow no difference at all.
     """
 
-    def __init__(self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Sequence[Seen] = ()) -> None:
-        self.truth, self.dtype, self.rounded = truth, dtype, rounded
+    def __init__(
+        self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Sequence[Seen] = (), exact: bool = False
+    ) -> None:
+        self.truth, self.dtype, self.rounded, self.exact = truth, dtype, rounded, exact
         self.eps = torch.finfo(dtype).eps
 
     def __call__(self, layout: Layout, ranks: Sequence[Seen]) -> Verdict:
@@ -111,7 +114,7 @@ class Judge:
         scale = max(want.double().nan_to_num(0, 0, 0).abs().max().item(), floor) or 1.0
         error = _farthest(got, want)
         allowed = 2 * own + self.eps * scale if self.rounded else TOLERANCE * scale
-        allowed = 0.0 if exact else allowed
+        allowed = 0.0 if exact or self.exact else allowed
         return error / (self.eps * scale), not error <= allowed  # a NaN is more
 
     # --- parameters and their gradients -------------------------------------------------------------------------------

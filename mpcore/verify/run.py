@@ -17,6 +17,7 @@ from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
+from mpcore.optim.adamw import AdamW
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
@@ -38,6 +39,7 @@ class Task:
         loss: `loss(output, target, mesh)`: summed over what it is given, never averaged; None: half the square.
         dtype: of the parameters and of floating inputs.
         seed: of the first values.
+        virtual: not 0: the virtual degree of the meshes, on which the run is bitwise the same.
         nudge: not 0: the seed of half a rounding by which each parameter is moved.
     """
 
@@ -47,6 +49,7 @@ class Task:
     dtype: torch.dtype = torch.float64
     seed: int = 0
     nudge: int = 0
+    virtual: int = 0
 
 
 @dataclass
@@ -135,9 +138,10 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     declared = shardings(model)
     seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
     seen.rows = len(task.batch["x"])
-    each = mesh.dp.size * layout.micro_batches
+    each = task.virtual or mesh.dp.size * layout.micro_batches
     if seen.rows % each:
-        raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of dp x micro-batches = {each}")
+        what = "the virtual degree" if task.virtual else "dp x micro-batches ="
+        raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of {what} {each}")
     forwards = listen(model, seen)
     returned: list[dict[str, Tensor]] = []
 
@@ -154,9 +158,11 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         batch = _cut_sequence(batch, model, mesh, seen)
     batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
     target = batch.pop("target", batch["x"])
+    invariant: dict[str, Any] = {"numerics": "invariant", "micro_batches": layout.mb or 1, "optimizer": AdamW}
+    plain = {"micro_batches": layout.micro_batches, "optimizer": lambda model: torch.optim.SGD(model.parameters())}
     run = prepare(
-        model, mesh, blocks=(), loss=loss, optimizer=lambda model: torch.optim.SGD(model.parameters()), seed=task.seed,
-        initialize=False, micro_batches=layout.micro_batches, data=Zero(layout.zero),
+        model, mesh, blocks=(), loss=loss, seed=task.seed, initialize=False, data=Zero(layout.zero),
+        **(invariant if task.virtual else plain),
     )  # fmt: skip
     x = batch.pop("x")
     with eagerly():  # or what listens to modules is compiled with them, anew for each call
@@ -174,8 +180,10 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     seen.updated = full_tensors(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
     with eagerly(), run.evaluating():
-        (output,) = run.pipeline.forward([x], **batch)
-    seen.evaluated = _leaves(output) if returned else None
+        parts = run.pipeline.micro_batches if task.virtual else 1  # of the shapes of training
+        rest: dict[str, Any] = {name: t.chunk(parts) for name, t in batch.items()}
+        evaluated = [_leaves(output) for output in run.pipeline.forward(x.chunk(parts), **rest)]
+    seen.evaluated = joined(evaluated) if returned else None
     return seen
 
 

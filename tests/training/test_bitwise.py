@@ -1,0 +1,241 @@
+"""`numerics="invariant"`: losses, norms, weights and masters are the same to the last bit on every layout."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpcore as mp
+from examples.gpt.config import GPTConfig
+from examples.gpt.model import GPT
+from mpcore import AdamW, Mesh, collectives, prepare, simulate
+from mpcore.gradients import grad_norm, leaves
+from mpcore.layers import invariant, loss, mlp
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import is_dtensor
+from mpcore.sharding.state_dict import full_tensor
+from mpcore.verify.layout import parse_layout
+from tests.pool import mesh as pool_mesh
+
+V = 4  # the virtual degree; sizes are odd multiples of it, and no multiple of a vector's length
+CONFIG = GPTConfig(
+    vocab_size=36, seq_len=12, layers=2, d_model=20, heads=4, head_dim=6, d_ff=28, bias=True, dropout=0.1,
+    tie_embeddings=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and how they are run; the layout is no part of it."""
+
+    config: GPTConfig = CONFIG
+    virtual: int | tuple[int, int] = V
+    samples: int = 12  # three in a leaf
+    dtype: str = "float32"
+    steps: int = 3
+
+
+def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp.Run:
+    plan = parse_layout(layout)
+    model = GPT(case.config, mesh, sequence_parallel=plan.sequence_parallel, device="meta")
+    return prepare(
+        model, mesh, blocks={int(i): block for i, block in model.blocks.items()}, loss=model.loss, seed=3,
+        optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1), data=mp.Zero(plan.zero), recompute=recompute,
+        precision=case.dtype, micro_batches=plan.mb or 1, numerics="invariant",
+    )  # fmt: skip
+
+
+def train(run: mp.Run, case: Case, steps: int) -> list[tuple[float, float]]:
+    found = []
+    for _ in range(steps):
+        g = torch.Generator().manual_seed(run.step)
+        tokens = torch.randint(case.config.vocab_size, (case.samples, case.config.seq_len + 1), generator=g)
+        targets = tokens[:, 1:].masked_fill(torch.rand(tokens[:, 1:].shape, generator=g) < 0.1, -100)
+        mine = run.share(case.samples)
+        part = slice(mine.start, mine.stop)
+        run.forward_backward(tokens[part, :-1], targets[part], samples=torch.arange(mine.start, mine.stop))
+        run.clip_gradients(0.5)
+        result = run.optimizer_step()
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.detach().double().contiguous().numpy().tobytes()).hexdigest()
+
+
+def seen(run: mp.Run, record: list[tuple[float, float]]) -> dict[str, str]:
+    """By name the SHA-256 of the losses and norms, and of each weight and master of this rank's stage."""
+    found = {"losses and norms": hashlib.sha256(repr(record).encode()).hexdigest()}
+    half = run.precision.param_dtype
+    with run.parameters() as model:
+        for name, p, sharding in declarations(model):
+            master = run.optimizer.state[p].get("master", p)
+            found[f"master of {name}"] = digest(full_tensor(master, sharding))
+            found[name] = digest(full_tensor(p, sharding).to(half or p.dtype))
+            assert half is None or is_dtensor(p) or p.dtype == half
+    return found
+
+
+def trained(mesh: Mesh, case: Case, layout: str, recompute: str = "none", resume: str = "", save: str = "") -> dict:
+    run = prepared(mesh, case, layout, recompute)
+    record = []
+    if resume:
+        record = run.load(resume).extra["record"]
+    record = [tuple(entry) for entry in record] + train(run, case, case.steps - run.step)
+    found = seen(run, record)
+    if save:
+        run.save(save, extra={"record": record})
+    return found
+
+
+def sizes(layout: str) -> dict[str, int]:
+    plan = parse_layout(layout)
+    return {"tp": plan.tp, "pp": plan.pp, "dp": plan.dp}
+
+
+def on(layout: str, case: Case = Case(), **options: str) -> dict[str, str]:
+    """What `trained` finds under a layout whose ranks are threads of this process, checked to be alike on all ranks."""
+    work = functools.partial(_trained, options=options)
+    return merged(simulate(work, case, layout, **sizes(layout), mesh={"virtual": case.virtual}))
+
+
+def _trained(mesh: Mesh, case: Case, layout: str, options: dict[str, str]) -> dict[str, str]:
+    return trained(mesh, case, layout, **options)
+
+
+def merged(every: list[dict[str, str]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in every:
+        for name, value in each.items():
+            assert found.setdefault(name, value) == value, f"two ranks have another {name}"
+    return found
+
+
+def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name] != b[name]]
+
+
+@functools.cache
+def alone(case: Case) -> dict[str, str]:
+    """The truth: the same run on one rank, which holds all virtual shards."""
+    return on("tp1", case)
+
+
+QUICK = ("tp2", "tp4spdp2zero3", "pp2dp2zero1", "dp4zero2", "tp2pp2mb2")
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_every_layout_has_the_same_bits(layout: str) -> None:
+    assert not differing(alone(Case()), on(layout))
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [("tp2spdp2zero3", "selective"), ("tp2pp2dp2zero1", "full")])
+def test_every_layout_has_the_same_bits_in_bfloat16(layout: str, recompute: str) -> None:
+    case = Case(dtype="bfloat16", steps=2)
+    assert not differing(alone(case), on(layout, case, recompute=recompute))
+
+
+def test_a_run_that_resumes_on_another_layout_has_the_same_bits(tmp_path: Path) -> None:
+    case = Case(steps=3)
+    on("dp2zero1", replace(case, steps=2), save=str(tmp_path))
+    assert not differing(alone(case), on("tp2sp", case, resume=str(mp.latest(tmp_path))))
+
+
+def test_processes_have_the_bits_of_threads(ranks) -> None:
+    found = ranks(4, on_processes, "tp2spdp2zero1", Case(steps=2))
+    assert not differing(alone(Case(steps=2)), merged(found))
+
+
+def on_processes(layout: str, case: Case) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return trained(pool_mesh(**sizes(layout), virtual=case.virtual), case, layout)
+
+
+# --- a change of the order of any sum is seen -----------------------------------------------------------------------
+
+
+def in_turn(parts):
+    return functools.reduce(operator.add, parts)
+
+
+def largest_first(parts):
+    return in_turn(sorted(parts, key=lambda x: -float(x.double().abs().sum())))
+
+
+def whole_sum(x, axis, op="sum"):
+    return x if axis.size == 1 else collectives._call(
+        collectives._ops.all_reduce.default, x, op, axis.group_name, wait=True
+    )  # fmt: skip
+
+
+def taken_in_turn(self, stage):
+    for _, p, _ in self.trees[stage].declared:
+        grad, held = self._take(p), self.nodes.setdefault(p, [(0, None)])
+        held[:] = [(0, grad if held[0][1] is None else held[0][1] + grad)]
+
+
+def at_once(function, axis, dim, *xs, blocks=1):
+    return function(*xs)
+
+
+PLANTS = {  # where what is planted, and a layout on which it must be seen
+    "the products' tree": (invariant, "tree_sum", in_turn, "tp2"),
+    "the order of leaves": (leaves.LeafGradients, "take", taken_in_turn, "dp2"),
+    "the norm of a rank's shard": (
+        leaves.LeafGradients, "norm", lambda self: grad_norm(next(iter(self.trees)), self.mesh), "tp2"),
+    "the tree over ranks": (collectives, "tree_sum", in_turn, "tp4"),
+    "an order that values decide": (invariant, "tree_sum", largest_first, "tp4"),
+    "the ring's sum": (invariant, "all_reduce", whole_sum, "tp4"),
+    "torch's fused step": (AdamW, "set_fused", lambda self, fused: None, "dp4zero1"),
+    "the loss over all columns at once": (loss, "_pieces", lambda logits, how: [(logits, how.start)], "tp2"),
+    "activations of all features at once": (mlp, "in_pieces", at_once, "tp2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "plant", [pytest.param(name, marks=[pytest.mark.slow] if i > 2 else []) for i, name in enumerate(PLANTS)]
+)
+def test_a_planted_change_of_order_is_seen(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, planted, layout = PLANTS[plant]
+    monkeypatch.setattr(where, name, planted)
+    case = Case(config=replace(CONFIG, layers=1, activation="silu"), steps=2)
+    assert differing(on("tp1", case), on(layout, case))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def attempt(virtual: Any = V, config: GPTConfig = CONFIG, **options: Any) -> None:
+    model = GPT(config, mp.build_mesh(virtual=virtual), device="meta")
+    prepare(
+        model, mp.build_mesh(virtual=virtual), blocks=model.blocks.values(),
+        loss=model.loss, **{"optimizer": AdamW, "numerics": "invariant", **options},
+    )  # fmt: skip
+
+
+def refused(message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        attempt(**options)
+
+
+def test_what_has_no_invariant_form_is_refused() -> None:
+    refused("virtual degree 3 of tp, of size 1", virtual=3)
+    refused("virtual=8", virtual=0)
+    refused("numerics=.invariant", numerics="default")
+    refused("none of default, invariant", numerics="exact")
+    refused("30 is not a multiple of the virtual degree 4", config=replace(CONFIG, d_ff=30))
+    refused("2 is not a multiple of the virtual degree 4", config=replace(CONFIG, kv_heads=2))
+    refused("a ParallelAttention with these options", config=replace(CONFIG, qk_norm=True))
+    refused("micro_batches 3 does not divide the 4 leaves", micro_batches=3)
+    refused("autocast", precision=mp.Precision("bfloat16", autocast=True))
+    refused("mpcore.AdamW", optimizer=mp.Muon)
+    refused("splits backward", schedule="zb")
