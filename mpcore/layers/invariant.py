@@ -20,6 +20,7 @@ from mpcore.collectives import all_reduce, gather_shards, reduce_scatter_shards,
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 64  # bytes: where torch's allocator begins a tensor
 
 
@@ -159,8 +160,8 @@ class _Join(Function):
     @staticmethod
     def forward(ctx, dim: int, *pieces: Tensor) -> Tensor:
         ctx.dim, ctx.n = dim, len(pieces)
-        joined = _join(pieces, dim)
-        return joined.view_as(joined)
+        # no view, whose hook `fully_shard` would lose
+        return _join(pieces, dim) if ctx.n > 1 else next(iter(pieces)).clone()
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
@@ -172,12 +173,12 @@ class _FanOut(Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor, n: int, axis: Axis) -> tuple[Tensor, ...]:
-        ctx.axis = axis
+        ctx.axis, ctx.dtype = axis, weight.dtype
         return tuple(weight.view_as(weight) for _ in range(n))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[override]
-        return all_reduce(tree_sum(map(_wide, grads)), ctx.axis).to(grads[0].dtype), None, None
+        return all_reduce(tree_sum(map(_wide, grads)), ctx.axis).to(ctx.dtype), None, None
 
 
 # --- products -----------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class _Column(Function):
         n, flat = tp.pieces, _flat(whole)
         biases = [None] * n if bias is None else _cut(bias, 0, n, blocks)
         ys = [F.linear(flat, w, b) for w, b in zip(_cut(weight, 0, n, blocks), biases, strict=True)]
-        return _join(ys, 1, blocks).view(*whole.shape[:-1], len(weight))
+        return _unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(weight)))  # as above
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,8 @@ def build_mesh(
     if not dist.is_initialized():
         sizes = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "workers": 1}
         degrees = virtual_degrees(virtual, sizes)
-        return Mesh(device_type=device_type, **{name: Axis(role=name, virtual=n) for name, n in degrees.items()})
+        alike: dict[str, Any] = {name: Axis(role=name, virtual=n) for name, n in degrees.items()}
+        return Mesh(device_type=device_type, **alike)
 
     if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
         torch.cuda.set_device(launch.local_rank % gpus)

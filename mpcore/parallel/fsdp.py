@@ -80,7 +80,7 @@ class UnitWrapper:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if self.mesh.data.virtual:
-            unit.set_custom_reduce_scatter(TreeReduceScatter())
+            unit.set_custom_reduce_scatter(TreeReduceScatter())  # pyright: ignore[reportArgumentType]
         fsdp.reduce_unused(unit)  # ranks may use different parameters
 
     def _placed(self, parameter: nn.Parameter) -> Any:

@@ -130,15 +130,22 @@ def alone(case: Case) -> dict[str, str]:
     return on("tp1", case)
 
 
-QUICK = ("tp2", "tp4spdp2zero3", "pp2dp2zero1", "dp4zero2", "tp2pp2mb2")
+QUICK = ("tp2", "pp2dp2zero1", "tp2sp", "dp2zero2", "tp2pp2mb2")
+LONG = ("tp4spdp2zero3", "dp4zero3", "tp4sp", "tp2sppp2dp2zero2")
 
 
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)])
 def test_every_layout_has_the_same_bits(layout: str) -> None:
     assert not differing(alone(Case()), on(layout))
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("tp2spdp2zero3", "selective"), ("tp2pp2dp2zero1", "full")])
+SHORT = (("tp2sp", "selective"), ("dp2zero3", "full"))
+OTHERS = (("tp2spdp2zero3", "selective"), ("tp2pp2dp2zero1", "full"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_every_layout_has_the_same_bits_in_bfloat16(layout: str, recompute: str) -> None:
     case = Case(dtype="bfloat16", steps=2)
     assert not differing(alone(case), on(layout, case, recompute=recompute))
