@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 import mpcore as mp
-from tests.training.test_bitwise import Case, on
+from tests.training.test_bitwise import CONFIG, Case, on
 
 STEPS = 50
 LAYOUTS = (
@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    case, truth, equal = Case(dtype=args.dtype, steps=args.steps, samples=4), None, 0
+    config = replace(CONFIG, vocab_size=36)
+    case, truth, equal = Case(config, dtype=args.dtype, steps=args.steps, samples=4), None, 0
     print(f"| {args.dtype}, {args.steps} steps on | losses and norms | weights | masters | equal |")
     print("| --- | --- | --- | --- | --- |")
     every = [(layout, "none", "") for layout in LAYOUTS] + list(OTHERS)

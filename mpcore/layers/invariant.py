@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from mpcore.collectives import all_reduce, gather_shards, reduce_scatter_shards, tree_sum
+from mpcore.collectives import all_reduce, gather_shards, reduce_scatter_shards, shard_sizes, tree_sum
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
@@ -24,10 +24,13 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 64  # bytes: where torch's allocator begins a tensor
 
 
-def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1) -> None:
-    """Refuse a dimension whose blocks of whole units the virtual degree of an axis does not divide."""
+def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, rest: int = 0) -> None:
+    """Refuse a dimension whose blocks of whole units the virtual degree of an axis does not divide, but for a `rest`.
+
+    With a rest of 1, as of 257 tokens, the first virtual shard and so the first rank has one more, at every size.
+    """
     for size in sizes if axis.virtual else ():
-        if size // unit % axis.virtual:
+        if size // unit % axis.virtual > rest:
             units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"
             raise ValueError(
                 f"{name} {units} is not a multiple of the virtual degree {axis.virtual} of {axis.name}: take a size "
@@ -130,7 +133,7 @@ def _own(x: Tensor) -> Tensor:
 
 def _cut(x: Tensor, dim: int, n: int, blocks: Sequence[int]) -> list[Tensor]:
     """The n virtual shards of a dimension that is made of blocks, each in memory of its own."""
-    parts = [part.chunk(n, dim) for part in x.split(list(blocks), dim)]
+    parts = [part.split(shard_sizes(part.shape[dim], n), dim) for part in x.split(list(blocks), dim)]
     return [_own(each[0] if len(each) == 1 else torch.cat(each, dim)) for each in zip(*parts, strict=True)]
 
 

@@ -142,7 +142,8 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError(
                 f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
             )
-        check_pieces("out_features", self.output_blocks() or (out_features,), self.tp, unit)
+        rest = 0 if self.output_blocks() or unit > 1 else 1
+        check_pieces("out_features", self.output_blocks() or (out_features,), self.tp, unit, rest)
         self.local_blocks = tuple(end - start for start, end in shard.mine)
         rows = {"shard": shard, "blocks": self.output_blocks()}
         self.declare_linear(bias, rows, rows)

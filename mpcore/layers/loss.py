@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -322,7 +323,7 @@ def _loss_of(
         )
     size = columns if vocab_size is None else vocab_size
     check_size("the vocabulary", size, tp)
-    check_pieces("the vocabulary", (size,), tp)
+    check_pieces("the vocabulary", (size,), tp, rest=1)
     start, end = shard_range(size, tp)
     if columns != end - start:
         raise ValueError(
@@ -440,9 +441,9 @@ def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
     """The columns of each virtual shard of the vocabulary and the id of the first; without a virtual degree all."""
     if not how.tp.virtual:
         return [(logits, how.start)]
-    width = how.size // how.tp.virtual
     pieces = cut_pieces(logits, logits.dim() - 1, how.tp.pieces)
-    return [(piece, how.start + i * width) for i, piece in enumerate(pieces)]
+    starts = accumulate((piece.shape[-1] for piece in pieces[:-1]), initial=how.start)
+    return list(zip(pieces, starts, strict=True))
 
 
 class VocabParallelCrossEntropy(nn.Module):

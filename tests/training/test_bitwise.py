@@ -26,7 +26,7 @@ from tests.pool import mesh as pool_mesh
 
 V = 4  # the virtual degree; sizes are odd multiples of it, and no multiple of a vector's length
 CONFIG = GPTConfig(
-    vocab_size=36, seq_len=12, layers=2, d_model=20, heads=4, head_dim=6, d_ff=28, bias=True, dropout=0.1,
+    vocab_size=37, seq_len=12, layers=2, d_model=20, heads=4, head_dim=6, d_ff=28, bias=True, dropout=0.1,
     tie_embeddings=True,
 )  # fmt: skip
 
