@@ -64,6 +64,9 @@ def build_mesh(
             different meshes, ranks don't arrive in time, the launcher's variables contradict each other, or "cuda"
             leaves a rank without a GPU.
 
+    Note:
+        - Eleven parameters: the sizes of the axes, the device, and how ranks meet and sum.
+
     Example:
         >>> mesh = mpcore.build_mesh(tp=1)
         >>> mesh.tp.size, mesh.dp.size

@@ -21,6 +21,7 @@ from mpcore.layers import invariant, loss, mlp
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.verify import verify
 from mpcore.verify.layout import parse_layout
 from tests.pool import mesh as pool_mesh
 
@@ -246,3 +247,35 @@ def test_what_has_no_invariant_form_is_refused() -> None:
     refused("autocast", precision=mp.Precision("bfloat16", autocast=True))
     refused("mpcore.AdamW", optimizer=mp.Muon)
     refused("splits backward", schedule="zb")
+
+
+# --- mpcore verify --bitwise ----------------------------------------------------------------------------------------
+
+PLAIN = replace(CONFIG, dropout=0.0, tie_embeddings=False)
+
+
+def whole(mesh: Mesh, sequence_parallel: bool = False) -> GPT:
+    return GPT(PLAIN, mesh, sequence_parallel=sequence_parallel)
+
+
+def off_by_one_place(mesh: Mesh) -> GPT:
+    """A model whose second block adds one unit in the last place on tp 2."""
+    model = GPT(PLAIN, mesh)
+    if mesh.tp.size > 1:
+        model.blocks["1"].mlp.down.register_forward_hook(lambda module, args, y: y * (1 + 2**-23))
+    return model
+
+
+def sum_of_losses(output: torch.Tensor, target: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    V = PLAIN.vocab_size
+    return mp.vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=V, reduction="sum")
+
+
+def test_verify_names_the_first_tensor_that_has_another_bit(ranks) -> None:
+    x, target = torch.randint(PLAIN.vocab_size, (2, 4, PLAIN.seq_len))
+    how: dict[str, Any] = {"loss": sum_of_losses, "dtype": torch.float32, "virtual": V, "pool": ranks}
+    verdicts = verify(whole, {"x": x, "target": target}, ["tp2sp", "dp2zero1"], **how)
+    assert not [str(v.departure or v.error) for v in verdicts if not v.equal]
+    (verdict,) = verify(off_by_one_place, {"x": x, "target": target}, ["tp2"], **how)
+    assert verdict.departure is not None
+    assert (verdict.departure.stage, verdict.departure.name) == ("forward", "blocks.1.mlp.down")
