@@ -63,13 +63,13 @@ def check_norm(kind, sequence_parallel, sequence):
 
     def build(**axes):
         norm = KINDS[kind](D, sequence_parallel=sequence_parallel, **axes)
-        norm.tp = axes.get("tp")
+        norm.cut = sequence_parallel and "tp" in axes
         return norm
 
     def run(norm):
         shape = (B, T, D) if sequence == 1 else (T, B, D)
         x = draw(1, *shape).requires_grad_()
-        cut = sequence_parallel and norm.tp is not None
+        cut = norm.cut
         y = norm(c.split(x, tp, sequence) if cut else x)
         y = c.gather(y, tp, sequence) if cut else y
         (y * draw(2, *shape)).sum().backward()
