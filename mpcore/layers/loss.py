@@ -344,6 +344,10 @@ def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> 
 
 
 def _gather_stats(stats: Tensor, tp: Axis) -> Tensor:
+    return _gather_pieces(stats.unsqueeze(0), tp)
+
+
+def _gather_pieces(stats: Tensor, tp: Axis) -> Tensor:
     return stats if tp.size == 1 else wait(start_all_gather(stats, tp))
 
 
@@ -367,7 +371,7 @@ class _CrossEntropy(Function):
             masked = largest == -torch.inf  # from end to end of this shard
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
-            stats = _gather_stats(stats.unsqueeze(0), tp)
+            stats = _gather_stats(stats, tp)
             largest = stats[:, 0].amax(0)
             totals = stats[:, 1] * (stats[:, 0] - largest).exp()
             total = totals.sum(0)
@@ -417,7 +421,7 @@ class _FusedCrossEntropy(Function):
         wanted = {"sum_logits": how.label_smoothing > 0, "entropy": log_prob}
         pieces = _pieces(logits, how)
         stats = [cross_entropy_stats(z, target, **wanted, **{**how.columns, "start": i}) for z, i in pieces]
-        stats = combine_stats(_gather_stats(torch.stack(stats), how.tp))
+        stats = combine_stats(_gather_pieces(torch.stack(stats), how.tp))
         ctx.save_for_backward(logits, target, stats)
         if log_prob:
             return log_prob_of_stats(stats, target, ignore_index=how.ignore_index)
