@@ -24,9 +24,8 @@ def run(sizes: dict, out: str, *flags: str) -> list[float]:
     return [entry[key] for entry in entries for key in ("loss", "grad_norm", "val_loss") if key in entry]
 
 
-@pytest.mark.parametrize(
-    "tied", [pytest.param([], marks=pytest.mark.slow), ["--tie-embeddings"]], ids=["untied", "tied"]
-)
+@pytest.mark.slow  # tests/recorded_runs.py has a run of each kind
+@pytest.mark.parametrize("tied", [[], ["--tie-embeddings"]], ids=["untied", "tied"])
 def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks, tied, tmp_path):
     (want,) = ranks(1, run, {}, str(tmp_path / "one"), *tied)
     assert len(want) == 7
