@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from mpcore.command_line import Parser, find_object
 from mpcore.verify import verify
+from mpcore.verify.hugging_face import HuggingFaceModel, token_loss
 from mpcore.verify.judge import Verdict
 from mpcore.verify.page import page, table
 
@@ -24,9 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval(), loss, gradients, and parameters and persistent buffers after a step. The module also has batch(), a "
         'dict with "x" and "target", and if needed loss(output, target, mesh), a sum. For pp build(mesh) returns the '
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
-        examples=["mpcore verify package.module:build --layouts tp2,pp2,dp2zero3 --html verify.html"],
+        examples=[
+            "mpcore verify package.module:build --layouts tp2,pp2,dp2zero3 --html verify.html",
+            "mpcore verify --hf path/to/model --layouts tp2,tp3,pp2,tp2pp2,dp2zero3 --set hidden_size=96",
+        ],
     )
-    parser.add_argument("model", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)")
+    parser.add_argument(
+        "model", nargs="?", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)"
+    )
+    parser.add_argument("--hf", metavar="PATH", help="in its place: the folder or config.json of a Hugging Face model")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of that config")
     parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
     parser.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
@@ -36,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
     try:
-        build, batch, loss = find(args.model)
+        if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
+            raise ValueError("give either package.module:build, or --hf PATH, and --set with --hf alone")
+        build, batch, loss = find(args.model) if args.hf is None else _hugging_face(args.hf, args.set)
         layouts = [name for name in args.layouts.split(",") if name]
         verdicts = verify(
             build, batch, layouts,
@@ -48,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(table(verdicts))
     if args.html:
-        Path(args.html).write_text(page(f"{args.model} under {len(verdicts)} layouts", verdicts))
+        Path(args.html).write_text(page(f"{args.model or args.hf} under {len(verdicts)} layouts", verdicts))
     return int(not all(v.equal for v in verdicts))
 
 
@@ -61,6 +72,19 @@ def find(name: str) -> tuple:
     module_name, _, function = name.partition(":")
     build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
     return build, batch(), getattr(sys.modules[module_name], "loss", None)
+
+
+def _hugging_face(path: str, changes: list[str]) -> tuple:
+    """The builder, the batch and the loss of a model of Hugging Face."""
+    fields = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    build = HuggingFaceModel(path, tuple(fields.items()))
+    return build, build.batch(), token_loss
 
 
 def _tell(verdict: Verdict) -> None:

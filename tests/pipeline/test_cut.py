@@ -144,6 +144,7 @@ class Words(nn.Module):
     def forward(self, ids):
         x = first = self.table(ids)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
+            assert layer.in_features == 8  # a plain attribute, which stands on every stage
             x = layer(x) + (first if self.change == "long residual" else 0)
             x = self.between(x) if i == 1 and self.change == "between" else x
             x = x * 2 if self.change == "between in words" else x
