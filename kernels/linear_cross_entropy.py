@@ -261,14 +261,34 @@ class _Head:
             if dx is not None:
                 dx[rows] = dz @ narrow
             if wanted[1]:
-                term = dz.t() @ part
-                several = x.shape[0] > self.chunk_rows  # their sum is float32
-                term = term.to(torch.promote_types(term.dtype, torch.float32)) if several else term
-                dweight = term if dweight is None else dweight.add_(term)
+                if x.shape[0] <= self.chunk_rows:
+                    dweight = dz.t() @ part
+                else:
+                    if dweight is None:
+                        exact = torch.promote_types(dz.dtype, torch.float32)
+                        dweight = torch.zeros_like(weight, dtype=exact, memory_format=torch.contiguous_format)
+                    _add_product(dweight, dz.t(), part)
             del dz  # before the next chunk's logits exist
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
         return dx, dweight
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x y to `total` in its dtype: no product is rounded to a narrower one, or makes a second trip to memory."""
+    if x.dtype == total.dtype:
+        torch.addmm(total, x, y, out=total)
+    elif x.is_cuda and torch.version.hip is None:
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+    else:  # elsewhere there is no such product, so some rows at a time are widened
+        y = y.to(total.dtype)
+        for part, rows in zip(total.split(4096), x.split(4096), strict=True):
+            torch.addmm(part, rows.to(total.dtype), y, out=part)
+
+
+def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `factor` d, rounded once to `dtype`, in one pass."""
+    return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -289,7 +309,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dtotal):
         refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.cross_entropy of the logits")
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *((None if d is None else (d * dtotal).to(dtype)) for d, dtype in gradients), *[None] * 4
+        scaled = (None if d is None else _scaled(d, dtotal, dtype) for d, dtype in gradients)
+        return *scaled, *[None] * 4
 
 
 class _LinearRows(torch.autograd.Function):

@@ -312,3 +312,16 @@ def test_bad_input(arguments, message):
     for function in (linear_cross_entropy_rows, linear_log_prob) if "scale" not in arguments else ():
         with pytest.raises(ValueError, match=message):
             function(**{"x": X, "weight": WEIGHT, "target": TARGET} | arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_weight_gradient_of_chunks_is_summed_in_float32(dtype):
+    torch.manual_seed(5)
+    dz, x = torch.randn(64, 301).to(dtype), torch.randn(64, 32).to(dtype)
+    total = torch.zeros(301, 32)
+    for rows in range(0, 64, 4):
+        module._add_product(total, dz[rows : rows + 4].t(), x[rows : rows + 4])
+    exact = dz.double().t() @ x.double()
+    assert (total.double() - exact).abs().max() < 2e-6 * exact.abs().max()
+    scaled = module._scaled(total, torch.tensor(0.3), dtype)
+    assert torch.equal(scaled, (total * 0.3).to(dtype))
