@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import operator, refuse_second_derivative, runs_triton
+from ._math import exp
 from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, sum_partials
 from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
@@ -94,7 +95,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool)
     groups, stages, num_warps, partials = ceil_div(M, block_m), 1, 4, None  # one block of rows per program
     if bias is not None:  # many blocks a program; the sums double the registers
         groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partial sums: under 3 % of the traffic
-        stages, num_warps, partials = 2, 8, x.new_empty((1, groups, width), dtype=torch.float32)
+        stages, num_warps, partials = 3, 8, x.new_empty((1, groups, width), dtype=torch.float32)
     constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
     tensors = (dy, x, *contiguous(bias), dx, partials)
     launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M,), constants, num_warps)
@@ -112,7 +113,7 @@ def _tiles(F: int) -> tuple[int, int, int]:
 @triton.jit
 def _sigmoids(v):
     """Return s(v) and s(-v) = 1 - s(v) without a difference and without an exponential that may overflow."""
-    e = tl.exp(-tl.abs(v))
+    e = exp(-tl.abs(v))
     large = 1.0 / (1.0 + e)
     small = e * large
     return tl.where(v < 0.0, small, large), tl.where(v < 0.0, large, small)
@@ -134,7 +135,7 @@ def gelu_tanh(z):
 @triton.jit
 def gelu_erf(z):
     cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-    return z * cumulative, cumulative + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return z * cumulative, cumulative + z * 0.3989422804014327 * exp(-0.5 * z * z)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ are split over programs where there are few of them.
 
 from __future__ import annotations
 
-from ._softcap import tanh_and_slope
+from ._math import exp, tanh_and_slope
 from ._triton import tl, triton
 
 
@@ -78,9 +78,9 @@ def stats_kernel(
             z = tl.where(in_row, _cap(z, SOFTCAP, x_ptr.dtype.element_ty)[0], float("-inf"))
         before = largest
         largest = tl.maximum(before, tl.max(z, 1))
-        scale = tl.exp(before - largest)
+        scale = exp(before - largest)
         shifted = z - largest[:, None]
-        e = tl.exp(shifted)
+        e = exp(shifted)
         if ENTROPY:
             weighted = tl.where(scale > 0.0, scale * (weighted + (before - largest) * total), 0.0)
             weighted += tl.sum(e * tl.maximum(shifted, LOWEST), 1)  # -inf contributes 0, not NaN
@@ -89,7 +89,7 @@ def stats_kernel(
             linear += tl.sum(tl.where(in_row, z, 0.0), 1)
 
     row_largest = tl.max(largest, 0)
-    scale = tl.exp(largest - row_largest)
+    scale = exp(largest - row_largest)
     row_total = tl.sum(total * scale, 0)
     column = (target - start).to(tl.int64)
     here = live & (column >= 0) & (column < V) & (part == 0)
@@ -119,7 +119,7 @@ def merge_kernel(
     shift = tl.load(part_ptr, mask=there, other=float("-inf"))
     largest = tl.max(shift, 0)
     shift -= tl.where(live, largest, 0.0)[None, :]
-    scale, total = tl.exp(shift), tl.load(part_ptr + N, mask=there, other=0.0)
+    scale, total = exp(shift), tl.load(part_ptr + N, mask=there, other=0.0)
     tl.store(stats_ptr + rows, largest, mask=live)
     tl.store(stats_ptr + N + rows, tl.sum(scale * total, 0), mask=live)
     for i in tl.static_range(2, 4):
@@ -160,7 +160,7 @@ def backward_kernel(
         slope -= dlog_prob
         at_target += dlog_prob
     shifted = z - largest
-    e = tl.exp(shifted)
+    e = exp(shifted)
     dz = e * (slope / total)
     if dentropy_ptr is not None:
         LOWEST: tl.constexpr = -3.4028234663852886e38

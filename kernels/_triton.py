@@ -108,19 +108,44 @@ def launch(
             return launch(kernel, grid, tensors, scalars, constants, num_warps)
     pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
     numbers = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in scalars]
-    # Modules hold their kernels for ever, so an id is never reused.
     key = (id(kernel), device.index, num_warps, constants, *pointers, *numbers)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](*tensors, *scalars, *constants)
+    known = _compiled.get(key)
+    if known is not None:
+        known[1][grid](*tensors, *scalars, *constants)
         return None
-    if any(type(held) is LazyKernel for held in (kernel, *constants)):
+    held = kernel, *constants
+    if any(type(value) is LazyKernel for value in held):
         decorate_all()
         kernel, constants = decorated(kernel), tuple(map(decorated, constants))
     compiled = kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # the interpreter returns None
-        _compiled[key] = compiled
+        _compiled[key] = held, compiled  # what is held keeps its id
     return None
+
+
+def stages(elements: int, *tensors: torch.Tensor | None) -> int:
+    """Return how many stages a loop gets that loads `elements` of each tensor in one iteration.
+
+    Three, if two buffers of each fit into shared memory: with two stages, which take one buffer, the copies stand at
+    the end of an iteration, and the next one begins by waiting for them.
+    """
+    given = [t for t in tensors if t is not None]
+    buffers = 2 * elements * sum(t.element_size() for t in given)
+    if INTERPRETING:
+        return 3
+    device = given[0].device
+    index = device.index if device.type == "cuda" else _driver().get_current_device()
+    return 3 if buffers + 1024 <= _shared_memory(index) else 2
+
+
+def _driver() -> Any:
+    return importlib.import_module("triton.runtime").driver.active
+
+
+@functools.cache
+def _shared_memory(device: Any) -> int:
+    """Return the bytes of shared memory that a program may have on a device, as the driver names it."""
+    return _driver().utils.get_device_properties(device)["max_shared_mem"]
 
 
 @functools.cache

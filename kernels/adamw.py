@@ -285,7 +285,7 @@ def _adamw_kernel(
 @triton.jit
 def _squares_kernel(x_ptr, partials_ptr, N, BLOCK: tl.constexpr):
     squares = tl.zeros((BLOCK,), tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0), num_stages=2):
+    for block in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0), num_stages=3):
         at = block * tl.full((1,), BLOCK, tl.int64) + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         squares += x * x

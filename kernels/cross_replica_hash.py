@@ -99,7 +99,7 @@ def _partials_kernel(words_ptr, bytes_ptr, partials_ptr, PAIRS, SIZE, BLOCK: tl.
     program = tl.program_id(0)
     W = tl.cast(PAIRS, tl.int64) * 2  # an even number, so that a load takes two words at once
     total = tl.zeros((BLOCK,), tl.int64)
-    for start in tl.range(program.to(tl.int64) * BLOCK, W, tl.num_programs(0).to(tl.int64) * BLOCK, num_stages=2):
+    for start in tl.range(program.to(tl.int64) * BLOCK, W, tl.num_programs(0).to(tl.int64) * BLOCK, num_stages=3):
         place = start + tl.arange(0, BLOCK)
         word = tl.load(words_ptr + place, mask=place < W, other=0, eviction_policy="evict_first")
         total += tl.where(place < W, _mix(word, place), 0)

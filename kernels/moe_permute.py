@@ -164,12 +164,12 @@ def _rows_op(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     block_e = max(next_power_of_2(num_experts), 16)
     block_n = max(8192 // block_e, 16)
     blocks = ceil_div(N, block_n)
-    held = row.new_empty((blocks, num_experts))
+    held = row.new_empty((num_experts, blocks))  # so that the scan over blocks runs along contiguous memory
     constants = (num_experts, block_n, block_e)
     launch(_count_kernel, (blocks, 1, 1), (experts, held), (N,), constants, num_warps=4)
-    upto = held.cumsum(0, dtype=torch.int32)
-    counts.copy_(upto[-1])
-    first = upto - held + (counts.cumsum(0, dtype=torch.int32) - counts)
+    # The choices of the experts before, and of this expert in the blocks before: one scan, expert by expert.
+    first = held.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, blocks) - held
+    counts.copy_(held.sum(1, dtype=torch.int32))
     launch(_place_kernel, (blocks, 1, 1), (experts, first, row), (N,), constants, num_warps=4)
     return row, counts
 
@@ -231,14 +231,17 @@ def _chosen(experts_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.
 def _count_kernel(experts_ptr, held_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
     _, chosen = _chosen(experts_ptr, N, E, BLOCK_N, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
     experts = tl.arange(0, BLOCK_E)
-    tl.store(held_ptr + tl.program_id(0).to(tl.int64) * E + experts, tl.sum(chosen, 0), mask=experts < E)
+    tl.store(
+        held_ptr + experts * tl.num_programs(0).to(tl.int64) + tl.program_id(0), tl.sum(chosen, 0), mask=experts < E
+    )
 
 
 @triton.jit
 def _place_kernel(experts_ptr, first_ptr, row_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
     places, chosen = _chosen(experts_ptr, N, E, BLOCK_N, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
     experts = tl.arange(0, BLOCK_E)
-    first = tl.load(first_ptr + tl.program_id(0).to(tl.int64) * E + experts, mask=experts < E, other=0)
+    first_ptr += experts * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+    first = tl.load(first_ptr, mask=experts < E, other=0)
     row = tl.sum(chosen * (tl.cumsum(chosen, 0) + first[None, :]), 1) - 1  # no expert: nothing is summed, -1
     tl.store(row_ptr + places, row, mask=places < N)
 

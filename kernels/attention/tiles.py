@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._math import tanh_and_slope
 from .._rows import MAX_ROWS, ceil_div, next_power_of_2
-from .._softcap import tanh_and_slope
 from .._triton import INTERPRETING, tl, triton
 from .bounds import Scores
 
@@ -34,17 +34,23 @@ class Tile(NamedTuple):
 
 
 # By kernel and head dimension: plain attention, then attention with bounds, a soft cap, padded heads or heads below 64.
-# The largest blocks that spill no registers. No GPU has timed them.
+# The largest blocks that spill no registers and fit into shared memory with three stages: with two, each step of a loop
+# waits for copies that the step before began last (tests/kernels/test_machine_code.py). No GPU has timed them.
 _LARGE = {  # 227 KiB of shared memory: H100, B200
     "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
     "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
-    "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 64), (64, 32))},
+    "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
 }
 _BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64)), 256: ((64, 64), (32, 64))}}
-_SMALL = {  # at least 99 KiB: other GPUs of Nvidia
+_A100 = {  # 163 KiB
     "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
     "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
     "dq": {64: ((64, 64), (64, 32)), 128: ((64, 64), (64, 32)), 256: ((32, 32), (32, 32))},
+}
+_SMALL = {  # at least 99 KiB: other GPUs of Nvidia
+    "forward": _A100["forward"] | {256: ((32, 32), (32, 32))},
+    "dkdv": _A100["dkdv"] | {128: ((32, 64), (32, 64))},
+    "dq": _A100["dq"] | {128: ((64, 32), (64, 32))},
 }
 _AMD = {  # 64 KiB
     "forward": {64: ((128, 64), (64, 32)), 128: ((128, 64), (32, 32)), 256: ((64, 32), (32, 32))},
@@ -54,15 +60,15 @@ _AMD = {  # 64 KiB
 
 
 def tile(kernel: str, query: Tensor, value: Tensor, scores: Scores) -> Tile:
-    """Return the tile of "forward", "dkdv" or "dq" on the current GPU."""
+    """Return the tile of "forward", "dkdv" or "dq" on the GPU that holds the query."""
     dims = query.shape[3], value.shape[3]
     width = max(64, next_power_of_2(max(dims)))
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
         return Tile((16, 16) if width > 128 else (32, 32), 1, 8)
-    table = _SMALL if INTERPRETING else _tiles_of(_driver().get_current_device())
+    table = _SMALL if INTERPRETING else _tiles_of(query.device if query.is_cuda else _driver().get_current_device())
     odd = dims != tuple(map(padded, dims)) or max(dims) < 64
     blocks = table[kernel][width][scores.low is not None or scores.softcap > 0 or odd]
-    return Tile(blocks, 1, 4) if table is _AMD else Tile(blocks, 2, 8)
+    return Tile(blocks, 1, 4) if table is _AMD else Tile(blocks, 3, 8)
 
 
 def _driver() -> Any:
@@ -70,14 +76,20 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _tiles_of(device: object) -> dict:
-    driver = _driver()
-    target = driver.get_current_target()
-    if target.backend != "cuda":
+def _tiles_of(device: Any) -> dict:
+    """Return the table for a GPU, `torch.device` or as the fake driver of the tests names it."""
+    if isinstance(device, torch.device):
+        found = torch.cuda.get_device_properties(device)
+        amd, memory, major = torch.version.hip is not None, found.shared_memory_per_block_optin, found.major
+    else:
+        target = _driver().get_current_target()
+        amd, major = target.backend != "cuda", 0 if target.backend != "cuda" else target.arch // 10
+        memory = _driver().utils.get_device_properties(device)["max_shared_mem"]
+    if amd:
         return _AMD
-    if driver.utils.get_device_properties(device)["max_shared_mem"] < 200 * 1024:
-        return _SMALL
-    return _BLACKWELL if target.arch >= 100 else _LARGE
+    if memory < 200 * 1024:
+        return _A100 if memory >= 160 * 1024 else _SMALL
+    return _BLACKWELL if major >= 10 else _LARGE
 
 
 def constants(query: Tensor, value: Tensor, scores: Scores) -> tuple:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import api_table
+import machine_code
 import torch
 import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
@@ -231,6 +232,7 @@ SLOW = {case for case in CASES if case.startswith("attention")} - QUICK | {
 }  # fmt: skip
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
+SPILLS["sm_80", "layer_norm D=65536 bf16"] = {"forward_wide_kernel"}  # 16 bytes a thread, for rows that stay in L2
 if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
     SPILLS |= {
         ("sm_80", "dropout_add D=1000 fp32 bias from feature 2"): {"backward_kernel"},
@@ -239,6 +241,21 @@ if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
         ("sm_100", "attention K=128 bf16"): {"backward_queries_kernel"},
         ("sm_100", "attention K=128 bf16 softcap"): {"backward_keys_kernel"},
     }
+
+# Three stages don't fit into 163 KiB of shared memory.
+TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm", "layer_norm")}
+
+LEFT_OUT = """
+
+## What is not there
+
+- Dropout in the norm's launch: with dropout on, `dropout_add` and the norm are two launches, so the residual stream is
+  read once more. A layer without dropout fuses the addition into the norm.
+- AdamW over a list of tensors in one launch: it is one launch a parameter, with unscale, clip and stochastic rounding.
+- Norm backward above a width of 8192 in one pass (docs/decisions.md: what was tried): it reads its inputs twice.
+- The weight gradient of chunked linear cross-entropy in `main_grad`: it is float32 in memory of its own until backward.
+- MXFP8: no device here multiplies it, and quantised layouts that nothing reads would be unproven.
+"""
 
 Facts = dict[str, Any]
 
@@ -258,8 +275,27 @@ def compile_case(target: str, case: str) -> dict[str, Facts]:
 
 def facts(target: str, launch: Launch) -> Facts:
     metadata = launch.kernel.metadata
-    found = _amd_facts(launch) if target.startswith("gfx") else _nvidia_facts(launch)
-    return {"warps": metadata.num_warps, **found, "shared": metadata.shared}
+    amd = target.startswith("gfx")
+    found = _amd_facts(launch) if amd else _nvidia_facts(launch)
+    known = {"warps": metadata.num_warps, **found, "shared": metadata.shared}
+    if not amd:
+        resources = known["registers"], metadata.num_warps, metadata.shared
+        stages = re.findall(r"tt.num_stages = (\d+)", launch.kernel.asm["ttir"])
+        known |= {"stages": max(map(int, stages), default=metadata.num_stages)}
+        known |= machine_code.facts(target, launch.kernel.asm["cubin"], *resources)
+    return known
+
+
+def check(target: str, case: str, kernel: str, found: Facts) -> None:
+    """Raise `AssertionError` where a kernel spills, or a loop waits for copies that it has only just begun.
+
+    Bars: half an iteration of work between a copy and the wait for it. Instructions and special functions a byte are
+    held to what `golden_compile.json` says; whether they bind depends on the caches, which code doesn't show.
+    """
+    spills = kernel in SPILLS.get((target, case), ())
+    assert spills or not (found["spills"] or found["local"]), f"{target}, {case}: {kernel} spills"
+    for wait, depth in found["loops"] if (target, case) not in TWO_STAGES else ():
+        assert depth >= 0.5, f"{target}, {case}: a loop of {kernel} overlaps {depth} iterations (wait {wait})"
 
 
 def _nvidia_facts(launch: Launch) -> Facts:
@@ -339,7 +375,31 @@ def table(document: dict[str, Any]) -> str:
         for kernel, first in targets["sm_90"][case].items():
             cells = [_cell(targets[target].get(case, {}).get(kernel)) for target in targets]
             lines.append(f"| {case} | `{kernel}` | {first['warps']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_overlap(targets["sm_90"])]) + LEFT_OUT
+
+
+def _overlap(cases: dict[str, dict[str, Facts]]) -> list[str]:
+    """What the machine code for sm_90 says about speed, one row a kernel."""
+    lines = [
+        "",
+        "## What their machine code says",
+        "",
+        "By the same command, from the SASS for sm_90 (`tests/kernels/machine_code.py`). Stages, wait and depth are of",
+        "loops that copy to shared memory. Wait: groups of copies that a wait leaves in flight. Depth: iterations from",
+        "a copy to its wait; tests refuse less than 0.5. Programs: on one multiprocessor at once. In flight: bytes of",
+        "loads that they have under way at most. Wide: share of bytes that move 16 at a time. Instructions and special",
+        "functions (exponentials, roots) are for each byte, in the longest loop, else in the whole kernel.",
+        "",
+        "| case | kernel | stages | wait | depth | registers | shared | programs | flight | wide | instr. | special |",
+        "|---" * 12 + "|",
+    ]
+    for case, kernels in cases.items():
+        for kernel, c in kernels.items():
+            loops = c["loops"]
+            depth = [str(c["stages"]), *(str(min(of)) for of in zip(*loops, strict=True))] if loops else ["-"] * 3
+            cells = [c[k] for k in ("registers", "shared", "programs", "flight", "wide", "instructions", "special")]
+            lines.append(f"| {case} | `{kernel}` | " + " | ".join([*depth, *map(str, cells)]) + " |")
+    return lines
 
 
 def _cell(c: Facts | None) -> str:

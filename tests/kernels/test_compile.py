@@ -43,6 +43,8 @@ def test_compiles_to_the_golden_facts(compiled, target, case):
     assert {name for name, facts in kernels.items() if facts["spills"]} <= compile_table.SPILLS.get(
         (target, case), set()
     )
+    for name, facts in kernels.items() if target.startswith("sm_") else ():
+        compile_table.check(target, case, name, facts)
     if triton.__version__ == GOLDEN["triton"]:  # another compiler allocates other registers
         assert kernels == GOLDEN["targets"][target][case], f"regenerate by: python {compile_table.__file__}"
 

@@ -62,3 +62,17 @@ def test_the_launch_goes_to_the_tensors_device(monkeypatch):
     kernel = {(1, 1, 1): lambda *args, num_warps: seen.append(current[-1])}
     launch(kernel, (1, 1, 1), (torch.empty(2).as_subclass(Elsewhere),), (), (), num_warps=4)
     assert (seen, current) == ([1], [0])
+
+
+def test_what_a_key_names_lives_as_long_as_the_key():
+    with fake_gpu():
+        sum_partials()
+        ((key, (held, _)),) = _triton._compiled.items()
+        assert id(held[0]) == key[0]
+
+
+def test_a_loop_gets_three_stages_where_two_buffers_fit():
+    x = torch.empty(1)
+    for target, elements, expected in (("sm_90", 9000, 3), ("sm_80", 9000, 2), ("sm_80", 6000, 3), ("sm_90", 10000, 2)):
+        with fake_gpu(target):
+            assert _triton.stages(elements, x, None, x, x) == expected
