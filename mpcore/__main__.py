@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpcore.command_line import did_you_mean
+from mpcore.command_line import STATUS, did_you_mean
 
 COMMANDS = {
     "verify": ("mpcore.verify.__main__", "compare your model under each layout with itself on one process"),
@@ -36,7 +36,7 @@ TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
 def usage() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one"])
+    return "\n".join(["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one", STATUS])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpcore: error: unknown command {name}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return 2
     run = import_module(COMMANDS[name][0]).main
-    return run([name, *rest] if name in TAKES_NAME else rest) or 0
+    try:
+        return run([name, *rest] if name in TAKES_NAME else rest) or 0
+    except SystemExit as left:
+        if not isinstance(left.code, str):
+            raise
+        print(f"mpcore {name}: {left.code}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

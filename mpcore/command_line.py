@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 
+STATUS = "exit status: 0 all is well, 1 a difference or a fault was found, 2 it could not run"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean ..?"` with the nearest of the known words, or "" if none is near.
 
@@ -54,7 +57,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
-        epilog = "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else None
+        shown = ["examples:", *(f"  {line}" for line in examples)] if examples else []
+        shown += ["", STATUS] if examples and str(options.get("prog")).startswith("mpcore ") else []
+        epilog = "\n".join(shown) or None
         super().__init__(
             **{"allow_abbrev": False, "epilog": epilog, "formatter_class": _Help, **options}  # type: ignore[arg-type]
         )

@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if no check failed, otherwise 1.
     """
-    parser = Parser(prog="mpcore doctor", description=__doc__, examples=["mpcore doctor"])
+    parser = Parser(prog="mpcore doctor", description=f"C{(__doc__ or '').partition(': c')[2]}",
+                    examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"])  # fmt: skip
     parser.add_argument("--port", type=int, default=PORT, help=f"the port that a launch meets at ({PORT})")
     port = parser.parse_args(argv).port
     print("\n".join(versions()))

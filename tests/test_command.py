@@ -8,12 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from examples.gpt.arguments import parse
 from mpcore import __version__, collectives, doctor
-from mpcore.__main__ import COMMANDS, main
-from mpcore.command_line import find_object
+from mpcore.__main__ import COMMANDS, TAKES_NAME, main
+from mpcore.command_line import STATUS, find_object
 from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
+from mpcore.fault_tolerance import tell_launcher
 from mpcore.kernels import _dispatch, _self_test
 
 
@@ -25,6 +27,52 @@ def test_the_help_of_each_command_fits_a_screen_and_names_it(name, capsys):
     assert status.value.code == 0
     assert out.startswith(f"usage: mpcore {name}"), out
     assert len(out.splitlines()) <= 45, out
+    assert STATUS in out
+    examples = out.partition("\nexamples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) >= (1 if name in TAKES_NAME else 2)
+    for line in examples:
+        assert f"mpcore {name}" in line
+        if name in ("verify", "schedule", "convert", "replay", "doctor"):  # all others hand flags on
+            assert set(re.findall(r"--[\w-]+", line)) <= set(re.findall(r"--[\w-]+", out.partition("examples")[0]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify nowhere:build",
+        "plan nowhere:build --world 4",
+        "memory nowhere:build",
+        "ledger nowhere:build",
+        "schedule --schedule 1f2b",
+        "checkpoint inspect nowhere",
+        "convert examples.gpt.hf:SPEC --from-hf nowhere --to x",
+        "explain nowhere",
+        "replay nowhere --step 1",
+        "preflight -- nowhere:build",
+        "doctor --prot 1",
+    ],
+)
+def test_a_command_that_cannot_run_says_so_in_one_line_and_ends_with_2(words, capsys):
+    try:
+        status = main(words.split())
+    except SystemExit as left:  # as argparse does
+        status = left.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert not out
+    assert err.startswith(f"mpcore {words.split()[0]}: error: "), err
+    assert len(err.splitlines()) == 1
+
+
+def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    tell_launcher("no launcher, nothing to do")
+    assert not path.exists()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    tell_launcher("rank 3 failed: ValueError: no batch")
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
+    assert failure.message == "rank 3 failed: ValueError: no batch"
+    assert failure.timestamp > 0
 
 
 def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(capsys):

@@ -19,7 +19,7 @@ from examples.gpt.arguments import parse
 from examples.gpt.checks import inner_size
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
-from mpcore.fault_tolerance import EXIT_STOPPED, StopSignals, Watchdog, leave, leave_together, record
+from mpcore.fault_tolerance import EXIT_STOPPED, StopSignals, Watchdog, leave, leave_together, record, tell_launcher
 from mpcore.mesh import read_launch
 
 __all__ = ["Trainer", "main", "parse"]
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             if not dist.is_initialized():
                 sys.exit(f"error: {error}")
+            tell_launcher(f"error: {error}")
             one = read_launch(os.environ).local_rank == 0  # every rank raised it: one of each host says so
             sys.exit(f"rank {dist.get_rank()}: error: {error}" if one else 1)
     if dist.is_initialized():  # not after a failure: a save in the background may still use the groups

@@ -14,7 +14,14 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0: done, sound, equal; 1: damaged, different; 2: no checkpoint there, or a manifest that can't be read.
     """
-    parser = Parser(prog="mpcore checkpoint", description="Look into checkpoints.")
+    parser = Parser(
+        prog="mpcore checkpoint",
+        description="Look into checkpoints.",
+        examples=[
+            "mpcore checkpoint inspect runs/gpt/checkpoints/step-00000120",
+            "mpcore checkpoint diff runs/a/checkpoints/step-00000120 runs/b/checkpoints/step-00000120",
+        ],
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"inspect": "print what is inside", "verify": "read and check every byte"}.items():
         commands.add_parser(name, help=text).add_argument("path", nargs="+")
@@ -37,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
                 bad |= bool(problems)
         return bad
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"mpcore checkpoint: error: {error}", file=sys.stderr)
         return 2
 
 

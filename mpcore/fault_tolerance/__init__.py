@@ -3,7 +3,7 @@
 Stands on `mesh`, `sharding` and `gradients`. Open `leave.py` first.
 """
 
-from mpcore.fault_tolerance.leave import EXIT_PEER, EXIT_STOPPED, leave, leave_together
+from mpcore.fault_tolerance.leave import EXIT_PEER, EXIT_STOPPED, leave, leave_together, tell_launcher
 from mpcore.fault_tolerance.metrics import MetricsWriter
 from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.fault_tolerance.signals import StopSignals, Wishes
@@ -16,5 +16,5 @@ from mpcore.fault_tolerance.watchdog import Watchdog
 __all__ = [
     "EXIT_PEER", "EXIT_STOPPED", "MetricsWriter", "Skips", "SlowRank", "Spikes", "StopSignals", "Stragglers",
     "Watchdog", "Wishes", "code_versions", "compare_replicas", "explain", "file_versions", "late_ranks", "leave",
-    "leave_together", "read_log", "record",
+    "leave_together", "read_log", "record", "tell_launcher",
 ]  # fmt: skip

@@ -10,21 +10,31 @@ from mpcore.command_line import Parser
 from mpcore.fault_tolerance.trace import Log, explain
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = Parser(prog="mpcore explain", description="Say why a run hung.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 2 if the folder has no logs that can be read, otherwise 0."""
+    parser = Parser(
+        prog="mpcore explain",
+        description="Say why a run hung: which rank is at fault, and where each rank is.",
+        examples=["mpcore explain runs/gpt/hang", "mpcore explain /shared/run/hang"],
+    )
     parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
     folder = parser.parse_args(argv).folder
     files = sorted(Path(folder).glob("rank*.json"))
     if not files:
-        sys.exit(f"error: {folder} has no rank*.json")
+        return _refuse(f"{folder} has no rank*.json")
     try:
         logs = [Log.from_json(file.read_text()) for file in files]
     except (ValueError, TypeError, KeyError, OSError) as problem:
-        sys.exit(f"error: {folder} holds a log that can't be read: {problem}")
+        return _refuse(f"{folder} holds a log that can't be read: {problem}")
     size = 1 + max(rank for log in logs for _, ranks in log.groups.values() for rank in ranks)
     print(explain(logs, size))
+    return 0
+
+
+def _refuse(problem: str) -> int:
+    print(f"mpcore explain: error: {problem}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -104,6 +105,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
             return 128 + signal.SIGINT, "was interrupted"
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
+                tell_launcher(error.code)
                 if self._is_first_to_say(error.code.removeprefix(f"rank {self.rank}: ")):
                     print(error.code, file=sys.stderr, flush=True)
                 return 1, f"left: {error.code}"
@@ -118,6 +120,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
                 path = self.folder / f"rank{self.rank}.txt"
                 path.write_text(text)
                 text = f"rank {self.rank} on {socket.gethostname()} failed: {cause} (details: {path})\n"
+        tell_launcher(f"rank {self.rank} failed: {cause}")
         if self._is_first_to_say(cause):
             print(text, end="", file=sys.stderr, flush=True)
         return 1, f"failed first: {cause}"
@@ -167,6 +170,18 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def tell_launcher(text: str) -> None:
+    """Have torchrun end with this text as the root cause, below its own traceback; nothing under other launchers.
+
+    Args:
+        text: what failed on this rank, in a line or two.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:

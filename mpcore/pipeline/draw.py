@@ -141,18 +141,28 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
     Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command: prove a schedule and draw its plan."""
-    parser = Parser(prog="mpcore schedule", description="Draw a pipeline's plan.")
-    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}, or the path of a .csv")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
-    parser.add_argument("--virtual-stages", type=int, help="stages each rank holds (default: what the schedule takes)")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of F (default 1)")
-    parser.add_argument("--input", type=float, default=1.0, help="time of I; B takes I + W (default 1)")
-    parser.add_argument("--weight", type=float, default=1.0, help="time of W (default 1)")
-    parser.add_argument("--message", type=float, default=0.0, help="time a message takes (default 0)")
-    parser.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: prove a schedule and draw its plan. Returns 2 if there is no such schedule, otherwise 0."""
+    parser = Parser(
+        prog="mpcore schedule",
+        description="Prove a pipeline's schedule, and draw it: time goes to the right, a row is a rank.",
+        examples=[
+            "mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out plan.png",
+            "mpcore schedule --schedule mine.csv --forward 1 --input 1.1 --weight 0.9 --message 0.1",
+        ],
+    )
+    plan = parser.add_argument_group("the schedule")
+    plan.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}, or the path of a .csv")
+    plan.add_argument("--stages", type=int, default=4, help="pipeline ranks (default 4)")
+    plan.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
+    plan.add_argument("--virtual-stages", type=int, help="stages each rank holds (default: what the schedule takes)")
+    times = parser.add_argument_group("times of a stage's parts, in any unit")
+    times.add_argument("--forward", type=float, default=1.0, help="time of F (default 1)")
+    times.add_argument("--input", type=float, default=1.0, help="time of I; B takes I + W (default 1)")
+    times.add_argument("--weight", type=float, default=1.0, help="time of W (default 1)")
+    times.add_argument("--message", type=float, default=0.0, help="time a message takes (default 0)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
     args = parser.parse_args(argv)
     try:
         for name in ("forward", "input", "weight", "message"):
@@ -166,9 +176,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             unit = f"forward of one stage is {args.forward:g}"
             draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
     except (ValueError, ImportError, OSError) as problem:
-        sys.exit(f"error: {problem}")
+        print(f"mpcore schedule: error: {problem}", file=sys.stderr)
+        return 2
     print(f"{plan_title(schedule, proof)}; wrote {args.out}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

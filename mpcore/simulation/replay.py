@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 if all is finite, 1 if something isn't, 2 if the run can't be replayed."""
     parser = Parser(
         prog="mpcore replay", description=(__doc__ or "").partition("\n\n")[0],
-        examples=["mpcore replay runs/gpt --step 120"],
+        examples=["mpcore replay runs/gpt --step 120", "mpcore replay runs/mine --step 7 --program mine.replay:replay"],
     )  # fmt: skip
     parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")

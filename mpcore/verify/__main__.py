@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         'dict with "x" and "target", and if needed loss(output, target, mesh), a sum. For pp build(mesh) returns the '
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
         examples=[
-            "mpcore verify package.module:build --layouts tp2,pp2,dp2zero3 --html verify.html",
+            "mpcore verify mine:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html",
             "mpcore verify --hf path/to/model --layouts tp2,tp3,pp2,tp2pp2,dp2zero3 --set hidden_size=96",
         ],
     )
@@ -36,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hf", metavar="PATH", help="in its place: the folder or config.json of a Hugging Face model")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of that config")
-    parser.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
+    run = parser.add_argument_group("what runs")
+    run.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
+    run.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
+    run.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
+    run.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
     text = "virtual degree: no bit may differ, see docs/bitwise.md (take --dtype float32 too)"
-    parser.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
-    parser.add_argument("--html", metavar="PATH", help="write the result as a page too")
+    run.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
+    parser.add_argument_group("output").add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
     try:
         if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             virtual=args.bitwise,
         )  # fmt: skip
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"mpcore verify: error: {error}", file=sys.stderr)
         return 2
     print(table(verdicts))
     if args.html:

@@ -24,19 +24,29 @@ def main(argv: Sequence[str] | None = None, *, spec: ModelSpec | None = None, pr
     Returns:
         0: done; 2: it failed, and said why.
     """
-    parser = convert = Parser(prog=prog, description="Convert models between Hugging Face and checkpoints.")
+    named = " examples.gpt.hf:SPEC" if spec is None else " convert"
+    parser = convert = Parser(
+        prog=prog,
+        description="Convert models between Hugging Face and checkpoints.",
+        examples=[
+            f"{prog}{named} --from-hf llama/ --to checkpoints/step-00000000",
+            f"{prog}{named} --from checkpoints/step-00000120 --to-hf out/ --tokenizer llama/",
+        ],
+    )
     if spec is None:
         parser.add_argument("spec", metavar="package.module:SPEC", help="the ModelSpec, such as examples.gpt.hf:SPEC")
     else:
         commands = parser.add_subparsers(dest="command", required=True)
         convert = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
-    convert.add_argument("--from-hf", metavar="DIR", help="a folder with config.json and safetensors files")
-    convert.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
-    convert.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
-    convert.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
-    convert.add_argument("--force", action="store_true", help="with --to: replace an existing checkpoint")
-    convert.add_argument(
-        "--tokenizer", metavar="PATH", help="with --to-hf: a tokenizer.json, or a folder whose tokenizer files go along"
+    read = convert.add_argument_group("import")
+    write = convert.add_argument_group("export")
+    read.add_argument("--from-hf", metavar="DIR", help="a folder with config.json and safetensors files")
+    read.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
+    write.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
+    write.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
+    read.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    write.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder whose tokenizer files go along"
     )
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: no cast)")
     args = parser.parse_args(argv)
@@ -52,6 +62,6 @@ def main(argv: Sequence[str] | None = None, *, spec: ModelSpec | None = None, pr
         else:
             parser.error("give --from-hf and --to, or --from and --to-hf")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
