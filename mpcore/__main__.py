@@ -36,7 +36,9 @@ TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
 def usage() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one", STATUS])
+    return "\n".join(
+        ["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one", STATUS]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-
 STATUS = "exit status: 0 all is well, 1 a difference or a fault was found, 2 it could not run"
 
 

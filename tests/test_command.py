@@ -3,6 +3,7 @@
 import re
 import socket
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_help_of_each_command_fits_a_screen_and_names_it(name, capsys):
     assert len(examples) >= (1 if name in TAKES_NAME else 2)
     for line in examples:
         assert f"mpcore {name}" in line
-        if name in ("verify", "schedule", "convert", "replay", "doctor"):  # all others hand flags on
+        if name in ("verify", "schedule", "convert", "compare", "replay", "doctor"):  # all others hand flags on
             assert set(re.findall(r"--[\w-]+", line)) <= set(re.findall(r"--[\w-]+", out.partition("examples")[0]))
 
 
@@ -73,6 +74,11 @@ def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
     assert failure.message == "rank 3 failed: ValueError: no batch"
     assert failure.timestamp > 0
+
+
+def test_the_page_on_commands_lists_all():
+    text = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()
+    assert re.findall(r"^\| `mpcore (\w+)`", text, re.MULTILINE) == list(COMMANDS)
 
 
 def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(capsys):

@@ -294,10 +294,10 @@ def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):
     main([str(tmp_path)])
     assert "while rank 1 never did" in capsys.readouterr().out
     (tmp_path / "rank1.json").write_text("{")
-    with pytest.raises(SystemExit, match="holds a log that can't be read"):
-        main([str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"has no rank\*\.json"):
-        main([str(tmp_path / "none")])
+    assert main([str(tmp_path)]) == 2
+    assert "holds a log that can't be read" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2
+    assert "has no rank*.json" in capsys.readouterr().err
 
 
 def check_what_a_former_mesh_did() -> None:

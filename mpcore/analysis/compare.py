@@ -198,8 +198,11 @@ def _distances(a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 for rounding, 1 for a difference that is more, 2 if the runs can't be compared."""
     parser = Parser(
-        prog="mpcore compare", description=(__doc__ or "").partition("\n\n")[0],
-        examples=["mpcore compare runs/a runs/b --twins runs/a-twin-1 runs/a-twin-2 runs/a-twin-3 runs/a-twin-4"],
+        prog="mpcore compare", description="Do two runs differ by rounding alone?",
+        examples=[
+            "mpcore compare runs/a runs/b",
+            "mpcore compare runs/a runs/b --twins runs/a-twin-1 runs/a-twin-2 runs/a-twin-3 runs/a-twin-4",
+        ],
     )  # fmt: skip
     parser.add_argument("a", metavar="RUN_A", type=Path, help="folder of a run that you trust")
     parser.add_argument("b", metavar="RUN_B", type=Path, help="folder of the run in question")
