@@ -288,7 +288,7 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `factor` d, rounded once to `dtype`, in one pass."""
-    return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
+    return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype, memory_format=torch.contiguous_format))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
