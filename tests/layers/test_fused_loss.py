@@ -244,7 +244,7 @@ class Logits(TorchDispatchMode):
                 self.held += [StorageWeakRef(t.untyped_storage())] if t.numel() >= self.size else []
         self.held = [held for held in self.held if not held.expired()]
         self.alive = max(self.alive, len(self.held))
-        self.products += func is torch.ops.aten.mm.default
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.out)
         return out
 
 
