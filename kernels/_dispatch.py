@@ -50,7 +50,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
     impl = forced() if impl is None else impl
     if impl is None:
         known = HAS_TRITON and on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
-        if known and has_no_values(x) and not x.is_cuda:  # a dry run for a GPU: there is none to measure or test
+        if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
             return by_rule(operator)
         return chosen(operator, x, sizes) if known else REFERENCE
     if impl == REFERENCE:

@@ -240,19 +240,23 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
                 del args, x
                 before = storages.begin()
                 if split:
-                    _split_backward(stage, own, index, received, edges, grads, last, storages, kept, empty + others)
-                elif edges:
-                    torch.autograd.backward(edges, grads)
-                more_back = storages.most - before
+                    rest = last, storages, kept, empty + others
+                    first_half, begin = _split_backward(stage, own, index, received, edges, grads, *rest)
+                    more_back, more_weight = first_half - before, storages.most - begin
+                else:
+                    if edges:
+                        torch.autograd.backward(edges, grads)
+                    more_back, more_weight = storages.most - before, 0
             kept.rounds.append(round_)
             kept.activations, kept.gathered = after - empty - others, max(gathered, kept.gathered)
             if m == 0:  # gathered then, and kept by stages of ZeRO below 3; gradients are made then
                 more -= min(gathered, max(more - kept.activations, 0))
                 more_back -= storage_bytes(local_tensor(g) for p in own if (g := p.grad) is not None)
             if m <= 1:
-                kept.forward_more = kept.backward_more = 0
+                kept.forward_more = kept.backward_more = kept.weight_more = 0
             kept.forward_more = max(kept.forward_more, more)
             kept.backward_more = max(kept.backward_more, more_back)
+            kept.weight_more = max(kept.weight_more, more_weight)
             if m > 0:
                 kept.unsummed = max(empty, 0)
             del received, edges, grads
@@ -271,17 +275,20 @@ def rounds_of(plan: Schedule, index: int) -> list[tuple[bool, int]]:
 
 def _split_backward(
     stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: list[Tensor], edges: list[GradientEdge],
-    grads: list[Tensor], last: bool, storages: StorageTracker, kept: Kept, empty: int,
-) -> None:  # fmt: skip
+    grads: list[Tensor], last: bool, storages: PeakTracker, kept: Kept, empty: int,
+) -> tuple[int, int]:  # fmt: skip
     """Backward in two halves, as the pipeline runs them; notes in `kept` what is held in between, besides `empty`.
+
+    Returns the most that was held within the first half, and what was held when the second began.
 
     It has as many arguments as the forward before it has results.
     """
     if index == 0:  # no gradient of its input is asked for, so all is done in the second half
         between = _held(storages, stage, own)[0] - empty
         kept.between, kept.between_inputs = max(between, kept.between), 0
+        first_half, begin = storages.most, storages.begin()
         torch.autograd.backward(edges, grads)
-        return
+        return first_half, begin
     gather(stage)
     hold_gradients(stage)
     inputs = [StorageWeakRef(x.untyped_storage()) for x in received]
@@ -292,11 +299,13 @@ def _split_backward(
     kept.between_inputs = sum(storage.nbytes() for storage in left)
     kept.between = max(_held(storages, stage, own, *dxs)[0] - empty, kept.between)
     del dxs, left
+    first_half, begin = storages.most, storages.begin()
     gather(stage)
     backward_weights(deferred)
     reduce_held(stage, last)
     if last:
         reduce_once(stage)
+    return first_half, begin
 
 
 def _held(

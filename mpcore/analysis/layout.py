@@ -17,7 +17,7 @@ from typing import Any
 from mpcore.analysis.counts import Ledger
 from mpcore.analysis.dry_run import assemble, call_build, count_stages, on_mesh, rounds_of, run_dry
 from mpcore.analysis.peak import peak
-from mpcore.analysis.work import Build, Found, Held, Kept, Model, Outline, combine
+from mpcore.analysis.work import Build, Found, Held, Kept, Model, Outline, combine, most_bytes
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline.checks import split_linears
 from mpcore.pipeline.schedules import Schedule
@@ -71,9 +71,8 @@ class Layout:
 
     def bytes_of(self, rank: int) -> int:
         """The most bytes that a pipeline rank holds at any time."""
-        held = self.held[rank]
-        between = held.parameters + held.buffers + held.gradients + held.optimizer
-        return between + peak(self.short, rank, [self.stages[i] for i in self.short.stages_of(rank)])[1]
+        stages = [self.stages[i] for i in self.short.stages_of(rank)]
+        return most_bytes(self.held[rank], stages, peak(self.short, rank, stages)[1])
 
 
 class Counter:
@@ -173,9 +172,10 @@ class Counter:
                 more = self._run(outline, sizes, index, pattern, sorted([*base, blocks[few]]), enter)
                 kept, held = combine([(1, more[0]), (-1, found[0])]), combine([(1, more[1]), (-1, found[1])])
                 # The peak of backward is at its first blocks: more blocks neither raise nor lower it.
-                found = replace(found[0], backward_more=more[0].backward_more), found[1]
+                peaks = {"backward_more": more[0].backward_more, "weight_more": more[0].weight_more}
+                found = replace(found[0], **peaks), found[1]
                 terms[0] = 1, found
-                self._slopes[slope] = replace(kept, backward_more=0), held, sizes.get("dp", 1)
+                self._slopes[slope] = replace(kept, backward_more=0, weight_more=0), held, sizes.get("dp", 1)
             kept, held, counted = self._slopes[slope]
             terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
         kept = combine([(factor, kept) for factor, (kept, _) in terms])

@@ -44,7 +44,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
             most = max(most, held)
             held -= kept.output if stage == plan.stages - 1 else 0
         if kind in ("B", "I", "W"):
-            ever = max(ever, held + kept.backward_more)
+            ever = max(ever, held + (kept.weight_more if kind == "W" else kept.backward_more))
         if kind in ("B", "I"):
             held += kept.sent_back
         if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's backward is all in W

@@ -181,7 +181,8 @@ class Kept:
         gathered: parameters gathered over data that are there after a forward.
         unsummed: gradients that aren't summed over data yet, from the first backward on.
         forward_more, backward_more: the most that operators hold within forward and backward, besides what is there
-            before.
+            before; of a split backward within its first half.
+        weight_more: the same within the second half.
         rounds: what its micro-batches send and compute: the first, one of each kind of backward, the last.
     """
 
@@ -196,6 +197,7 @@ class Kept:
     unsummed: int = 0
     forward_more: int = 0
     backward_more: int = 0
+    weight_more: int = 0
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -224,6 +226,23 @@ class Held:
     gradients: int = 0
     optimizer: int = 0
     sent: Sent = field(default_factory=dict)
+
+    @property
+    def all(self) -> int:
+        """Bytes of parameters, buffers, gradients and optimizer state."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer
+
+
+def most_bytes(held: Held, stages: Sequence[Kept], work_peak: int) -> int:
+    """The most bytes that a rank holds at any time.
+
+    Gradients that wait to be summed over data come before the summed ones: both are there at the end of a step, when
+    activations are gone.
+    """
+    unsummed = sum(kept.unsummed for kept in stages)
+    if 2 * unsummed < held.gradients:  # gradients are summed where they are
+        return held.all + work_peak
+    return max(held.all - held.gradients + work_peak, held.all + unsummed)
 
 
 @dataclass
@@ -273,7 +292,7 @@ class Found:
     @property
     def between(self) -> int:
         """Bytes of all of these."""
-        return self.parameters + self.buffers + self.gradients + self.optimizer
+        return self.held.all
 
     @property
     def total(self) -> int:
@@ -283,7 +302,7 @@ class Found:
     @property
     def most(self) -> int:
         """All of them and the peak at any time: what an allocator is asked for."""
-        return self.between + self.work_peak
+        return most_bytes(self.held, self.stages, self.work_peak)
 
 
 T = TypeVar("T")

@@ -1,0 +1,179 @@
+"""Rows that are read or refused, fits that find known scalars, and the errors of published rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from mpcore.analysis.calibrate import Run, fit, leave_one_out, scalars_of, suggest, with_scalars
+from mpcore.analysis.fit_command import main, mean_and_most
+from mpcore.analysis.layout import Layout
+from mpcore.analysis.machine import load_machine
+from mpcore.analysis.operators import Tally
+from mpcore.analysis.rows import PUBLISHED, flops_of, read_row, read_rows, sets_of
+from mpcore.analysis.runs import read_run
+from mpcore.analysis.seconds import estimate
+from mpcore.analysis.work import Count, Held, Kept, Part, Round
+from mpcore.pipeline.schedules import build_schedule
+
+ROW = {"name": "8B", "gpus": 8, "tp": 2, "layers": 4, "hidden": 32, "batch": 8, "seconds": 1.5}
+
+
+def made(flops: float, size: int, sent: int, data: int, seconds: float | None = None) -> Run:
+    """A layout of 16 ranks on paper."""
+    part = Part(Tally({"bfloat16": int(flops)}, bytes=size), {("tp", "all_gather"): Count(1, sent)})
+    kept = Kept(rounds=[Round(part, part)] * 3)
+    held = Held(sent={("dp", "reduce_scatter"): Count(1, data)})
+    axes = {"tp": (0, 1), "dp": (0, 8)}
+    layout = Layout(
+        {"tp": 2, "dp": 8}, (), 8, build_schedule("gpipe", 1, 8), None, (kept,), (4,), ([1, 6, 1],), (held,), axes
+    )
+    return Run(read_row({**ROW, "seconds": seconds or 1.0}), layout)
+
+
+def candidates() -> list[Run]:
+    """Layouts in which each scalar matters somewhere."""
+    grid = [(2e14, 1e10, 1e8, 1e8), (1e12, 2e11, 1e8, 1e8), (1e12, 1e9, 6e10, 1e8), (1e12, 1e9, 1e8, 9e10)]
+    grid += [(1e10, 1e7, 1e6, 1e6), (1e14, 1e11, 3e10, 3e10), (3e13, 9e10, 1e9, 1e10), (2e14, 3e10, 1e10, 1e9)]
+    return [made(flops, int(size), int(sent), int(data)) for flops, size, sent, data in grid]
+
+
+def test_the_fit_finds_scalars_that_runs_identify():
+    start = load_machine("h100")
+    true = with_scalars(start, scalars_of(start) + scalars_of(start).new_tensor([0.2, -0.3, 0.4, 1.0, 1.5, 0.0]))
+    times = [estimate(run.layout, true).step for run in candidates()]
+    runs = [Run(replace(run.row, seconds=time), run.layout) for run, time in zip(candidates(), times, strict=True)]
+    found = fit(runs, start)
+    for name in ("e_gemm", "e_hbm", "x_tp", "x_dp", "tau"):
+        assert getattr(found.machine, name) == pytest.approx(getattr(true, name), rel=0.15), name
+        assert name in found.identified
+    assert "cluster" not in found.identified, "it multiplies all that e_gemm divides"
+    assert all(abs(result.fitted / result.seconds - 1) < 0.03 for result in leave_one_out(runs, start))
+    assert found.machine.sources["tau"] == "fitted: 8 runs"
+
+
+def test_without_runs_the_fit_is_the_profile():
+    start = load_machine("a100-80")
+    found = fit([], start)
+    assert scalars_of(found.machine).tolist() == pytest.approx(scalars_of(start).tolist())
+    assert found.identified == ()
+
+
+def test_the_suggested_runs_say_most():
+    runs, start = candidates(), load_machine("h100")
+    chosen = suggest(runs, start, 4)
+    assert len({id(run) for run in chosen}) == 4
+
+    def spread(of: list[Run]) -> float:
+        return math.prod(fit(of, start).errors.values())
+
+    assert spread(chosen) < min(spread(runs[i : i + 4]) for i in (3, 4))
+    assert suggest(runs, start, 1, measured=chosen[:1]) != chosen[:1]
+
+
+def test_a_row_is_the_same_from_json_and_from_csv(tmp_path):
+    row = {**ROW, "sequence_parallel": True, "zero": 0, "stages_per_rank": 2, "set": "mine"}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*row, "cp"])
+        writer.writeheader()
+        writer.writerow(row)
+    (one,), (other,) = (read_rows(tmp_path / name) for name in ("rows.json", "rows.csv"))
+    assert one == other
+    assert one.sizes == {"tp": 2, "cp": 1, "pp": 1, "ep": 1, "dp": 4}
+    text = " ".join(one.arguments)
+    assert text.startswith("--layers 4 --d-model 32 --global-batch 8 --sequence-parallel --zero 0")
+    assert text.endswith("--virtual-stages 2 --schedule interleaved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": "fast"}, "8B.*: seconds is 'fast', no number above 0"),
+        ({"seconds": -1}, "seconds is -1, no number above 0"),
+        ({"seconds": None}, "give one of the columns seconds and tflops, not 0"),
+        ({"tflops": 100}, "give one of the columns seconds and tflops, not 2"),
+        ({"seconds": None, "tflops": 100}, "tflops need the columns seq_len, vocab_size"),
+        ({"gpus": 7}, "7 gpus are not a multiple of tp x pp x cp = 2"),
+        ({"dp": 8}, "8 gpus are not tp x pp x cp x dp = 16"),
+        ({"tp": "two"}, "tp is 'two', no integer from 1"),
+        ({"tp": 1.5}, "tp is 1.5, no integer from 1"),
+        ({"global_batch": 16}, "gives global_batch a second time"),
+        ({"attention": "flash"}, "attention 'flash' is none of fused, unfused"),
+    ],
+)
+def test_a_wrong_row_names_its_column(changes, message, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([ROW, {**ROW, **changes}]))
+    with pytest.raises(ValueError, match=rf"rows.json, row 2.*{message.removeprefix('8B.*: ')}"):
+        read_rows(path)
+
+
+def test_files_that_hold_no_rows_are_refused(tmp_path):
+    for content, message in (("{", "can't be read"), ("[]", "no list of at least one row"), ("[1]", "is a int")):
+        (tmp_path / "rows.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_rows(tmp_path / "rows.json")
+    (tmp_path / "rows.json").write_text(json.dumps([ROW]))
+    with pytest.raises(SystemExit, match="no machine; give --machine"):
+        main([str(tmp_path / "rows.json")])
+    bad = {**ROW, "machine": "h100", "hidden": 33}
+    (tmp_path / "rows.json").write_text(json.dumps([bad]))
+    with pytest.raises(SystemExit, match="8B: d_model 33 is not a multiple of heads 4"):
+        main([str(tmp_path / "rows.json")])
+
+
+def test_tflops_are_seconds_by_megatrons_formula():
+    """A trillion parameters: 163 TFLOP/s a GPU on 3,072 (Narayanan et al. 2021, table 1)."""
+    shape = {"layers": 128, "d_model": 25600, "seq_len": 2048, "vocab_size": 51200, "global_batch": 3072}
+    assert flops_of(shape, "recomputed") == pytest.approx(5.139e19, rel=1e-3)
+    row = read_row({**shape, "gpus": 3072, "tp": 8, "pp": 64, "recompute": "full", "tflops": 163})
+    assert row.seconds == pytest.approx(102.6, rel=1e-3)
+
+
+def test_a_run_is_a_row(tmp_path):
+    steps = [{"loss": 1.0, "seconds": s} for s in (9.0, 8.0, 1.0, 2.0, 3.0)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"tp": 2, "dp": 2, "layers": 4, "lr": 0.1, "zero": 1}}))
+    row = read_run(tmp_path)
+    assert (row.seconds, row.sizes["dp"], row.arguments) == (2.0, 2, ("--zero", "1", "--layers", "4"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]))
+    with pytest.raises(ValueError, match="no step with seconds after the first 2"):
+        read_run(tmp_path)
+
+
+def test_the_command_fits_writes_and_tests(tmp_path, capsys):
+    tiny = {"layers": 1, "hidden": 32, "seq_len": 16, "batch": 4, "micro_batch": 1, "machine": "h100"}
+    rows = [{**tiny, "name": f"tp {tp}", "gpus": 2, "tp": tp, "seconds": 0.1 * tp} for tp in (1, 2)]
+    (tmp_path / "rows.json").write_text(json.dumps([*rows, {**rows[0], "name": "large", "seconds": "oom"}]))
+    path = str(tmp_path / "rows.json")
+    main([path, "--out", str(tmp_path / "mine.json"), "--test", path])
+    text = capsys.readouterr().out
+    assert "mean absolute error of rows left out" in text
+    assert "out of memory: 0 of 1 were planned so, 0 of 2 that ran too" in text
+    assert "rows that were not fitted:" in text
+    assert load_machine(tmp_path / "mine.json").sources["tau"] == "fitted: 2 runs"
+    main([path, "--suggest", "1"])
+    assert "measure 1: tp" in capsys.readouterr().out
+
+
+def test_the_published_rows_are_read():
+    rows = read_rows(PUBLISHED)
+    assert [len([row for row in rows if row.set == name]) for name in sets_of(rows)] == [5, 4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "profile"), [("SC'21", "a100-80"), ("DGXC", "h100"), ("MCore", "h100")])
+def test_published_rows_are_predicted_when_they_are_left_out(name, profile):
+    from mpcore.analysis.calibrate import count_rows
+
+    runs = count_rows([row for row in read_rows(PUBLISHED) if row.set == name])
+    mean, most = mean_and_most(leave_one_out(runs, load_machine(profile)))
+    assert mean < 0.05
+    assert most < 0.12
+    if name == "SC'21":
+        assert max(run.layout.fullest[1] for run in runs) < 80e9
