@@ -237,6 +237,7 @@ if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
     SPILLS |= {
         ("sm_80", "dropout_add D=1000 fp32 bias from feature 2"): {"backward_kernel"},
         ("sm_80", "moe_permute D=2000 K=2 E=8 fp32"): {"scatter_kernel"},
+        ("sm_90", "attention K=128 bf16"): {"backward_keys_kernel"},
         ("sm_100", "attention K=80 fp16"): {"backward_keys_kernel"},
         ("sm_100", "attention K=128 bf16"): {"backward_queries_kernel"},
         ("sm_100", "attention K=128 bf16 softcap"): {"backward_keys_kernel"},
