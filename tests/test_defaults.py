@@ -409,6 +409,7 @@ ELSEWHERE = {
     "drop_gradients": "tests/test_gradients.py",
     "from_pretrained": "tests/test_pretrained.py",
     "save_pretrained": "tests/test_pretrained.py",
+    "pipeline_stages": "tests/pipeline/test_cut.py",
 }
 POLICIES = {
     mp.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},
@@ -430,6 +431,7 @@ POLICIES = {
         "compile": None,
         "local_updates": None,
         "trace": False,
+        "numerics": "default",
     },
 }
 

@@ -307,7 +307,8 @@ def wrong_heads(mesh: Mesh) -> nn.Module:
     """16: query heads read other KV heads, as a cut through the fused projection's blocks would have it."""
     model = Broken("", mesh)
     if mesh.tp.size > 1:
-        model.attention.core = lambda q, k, *others: ParallelAttention.core(model.attention, q, k.flip(2), *others)
+        core = model.attention.core
+        model.attention.core = lambda q, k, *others, **named: core(q, k.flip(2), *others, **named)
     return model
 
 

@@ -239,6 +239,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "recompute": (asks_of_prepare, "", "--recompute full"),
     "offload": (asks_of_prepare, "", "--offload activations"),
     "seed": (trains, "", "--seed 1"),
+    "bitwise": (asks_of_mesh, "", "--bitwise 2"),
     "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
     "autocast": (asks_of_prepare, "--dtype bfloat16", "--autocast"),
     "residual_dtype": (asks_of_model, "--dtype bfloat16", "--residual-dtype float32"),
