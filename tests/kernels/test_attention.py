@@ -10,6 +10,7 @@ import torch
 from fake_gpu import fake_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpcore.kernels import _self_test
 from mpcore.kernels.attention import (
     attention,
     attention_backward,
@@ -336,6 +337,7 @@ def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
 )
 def test_on_a_gpu_every_head_dimension_up_to_256_takes_the_kernels(K, V, dtype, chosen, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_self_test, "passes", lambda *_: True)  # there is no GPU to test the kernel on
     q, _, v = draw(2, K=K, V=V, dtype=dtype)
     assert interface._choose(None, q, v) == chosen
 
