@@ -19,8 +19,7 @@ NO_RANKS = {
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }
-# These wait for Slurm, hosts and launchers more than they compute.
-WAITING = [*sorted(TESTS.glob("slurm/test_*.py")), TESTS / "test_two_hosts.py", TESTS / "test_launch.py"]
+SLURM = sorted(TESTS.glob("slurm/test_*.py"))  # these wait for Slurm more than they compute
 RANKLESS = sorted(
     {
         *TESTS.glob("kernels/test_*.py"),
@@ -34,7 +33,7 @@ class Beside:
     """The processes, started at the lowest priority: what is timed beside them is not slowed down.
 
     Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, and a fourth, at
-    the usual priority, what waits, unless there is a GPU, which they would share.
+    the usual priority, what runs under Slurm, unless there is a GPU, which they would share.
 
     Args:
         session: after its collection; what runs beside it is taken out.
@@ -49,10 +48,10 @@ class Beside:
         marked = ["-m", chosen.markexpr]
         interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
         runs = [(low, INTERPRETED, marked, environment) for environment in interpret]
-        others = [item for item in session.items if item.path not in RANKLESS + WAITING]
+        others = [item for item in session.items if item.path not in RANKLESS + SLURM]
         if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
             session.items[:] = others
-            runs += [(*run, [*marked, "-k", chosen.keyword], {}) for run in ((low, RANKLESS), ([], WAITING))]
+            runs += [(*run, [*marked, "-k", chosen.keyword], {}) for run in ((low, RANKLESS), ([], SLURM))]
         self.processes = []
         for priority, files, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
