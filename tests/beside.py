@@ -19,7 +19,6 @@ NO_RANKS = {
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }
-SLURM = sorted(TESTS.glob("slurm/test_*.py"))  # these wait for Slurm more than they compute
 RANKLESS = sorted(
     {
         *TESTS.glob("kernels/test_*.py"),
@@ -32,8 +31,8 @@ RANKLESS = sorted(
 class Beside:
     """The processes, started at the lowest priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, and a fourth, at
-    the usual priority, what runs under Slurm, unless there is a GPU, which they would share.
+    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, unless there is a
+    GPU, which they would share.
 
     Args:
         session: after its collection; what runs beside it is taken out.
@@ -47,16 +46,16 @@ class Beside:
         chosen = session.config.option
         marked = ["-m", chosen.markexpr]
         interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
-        runs = [(low, INTERPRETED, marked, environment) for environment in interpret]
-        others = [item for item in session.items if item.path not in RANKLESS + SLURM]
+        runs = [(INTERPRETED, marked, environment) for environment in interpret]
+        others = [item for item in session.items if item.path not in RANKLESS]
         if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
             session.items[:] = others
-            runs += [(*run, [*marked, "-k", chosen.keyword], {}) for run in ((low, RANKLESS), ([], SLURM))]
+            runs += [(RANKLESS, [*marked, "-k", chosen.keyword], {})]
         self.processes = []
-        for priority, files, options, environment in runs:
+        for files, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
             process = subprocess.Popen(
-                [*priority, *pytest_command, *options, *map(str, files)],
+                [*low, *pytest_command, *options, *map(str, files)],
                 env=os.environ | threads | environment, stdout=said, stderr=subprocess.STDOUT,
             )  # fmt: skip
             self.processes.append((process, said))
@@ -76,6 +75,6 @@ class Beside:
     def stop(self) -> None:
         """End what still runs."""
         for process, said in self.processes:
-            process.send_signal(signal.SIGINT)  # so that Slurm's daemons end too
+            process.send_signal(signal.SIGINT)
             process.wait()
             said.close()
