@@ -16,11 +16,6 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Return whether `x` is on a device that Triton compiles for, or a fake tensor that stands for one."""
-    return is_on_gpu(x)
-
-
 def runs_triton(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> bool:
     """Return whether the Triton kernel of an operator runs for `x`.
 
@@ -49,7 +44,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
     """
     impl = forced() if impl is None else impl
     if impl is None:
-        known = HAS_TRITON and on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
+        known = HAS_TRITON and is_on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
         if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
             return by_rule(operator)
         return chosen(operator, x, sizes) if known else REFERENCE
@@ -61,7 +56,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
         raise ValueError("impl='triton', but the triton package can't be imported; use impl='reference'")
     if not any_dtype and x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"impl='triton' has no {x.dtype} kernel; cast to float32, or use impl='reference'")
-    if not (on_gpu(x) or (INTERPRETING and x.device.type == "cpu")):
+    if not (is_on_gpu(x) or (INTERPRETING and x.device.type == "cpu")):
         raise ValueError(
             f"impl='triton', but x is on {x.device}; move it to a CUDA device, use impl='reference', "
             "or set TRITON_INTERPRET=1 to run kernels on the CPU"

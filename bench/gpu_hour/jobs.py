@@ -87,7 +87,7 @@ def precompile(name: str) -> Rows:
     kernel, compiled = kernels()[name], 0
     with (
         fake_gpu(target, record=False),
-        mock.patch.object(_dispatch, "on_gpu", return_value=True),
+        mock.patch.object(_dispatch, "is_on_gpu", return_value=True),
         use_kernels("triton"),
     ):
         for shape in kernel.shapes[: None if CUDA else 1]:

@@ -17,10 +17,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore.collectives import all_reduce, gather_shards, reduce_scatter_shards, shard_sizes, tree_sum
+from mpcore.layers.linear_ops import flat_tokens, unsafe_view
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 64  # bytes: where torch's allocator begins a tensor
 
 
@@ -191,15 +191,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def _sum_tokens(dy: Tensor, axis: Axis, dim: int, sharded: bool) -> Tensor:
     """The sum over all tokens of each feature, whole on every rank."""
     n = _runs_of_tokens(dy, axis, dim, sharded)
     pieces = _cut(dy, dim, n, (dy.shape[dim],))
-    total = tree_sum(_flat(piece).sum(0, dtype=_wide(piece[:0]).dtype) for piece in pieces)
+    total = tree_sum(flat_tokens(piece).sum(0, dtype=_wide(piece[:0]).dtype) for piece in pieces)
     return all_reduce(total, axis) if sharded else total
 
 
@@ -211,23 +207,23 @@ class _Column(Function):
         whole = _own(x if dim is None else gather_shards(x, tp, dim))
         ctx.save_for_backward(whole, weight)
         ctx.tp, ctx.dim, ctx.blocks = tp, dim, blocks
-        n, flat = tp.pieces, _flat(whole)
+        n, flat = tp.pieces, flat_tokens(whole)
         biases = [None] * n if bias is None else _cut(bias, 0, n, blocks)
         ys = [F.linear(flat, w, b) for w, b in zip(_cut(weight, 0, n, blocks), biases, strict=True)]
-        return _unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(weight)))  # as above
+        return unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(weight)))
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
         x, weight = ctx.saved_tensors
         tp, blocks, n = ctx.tp, ctx.blocks, ctx.tp.pieces
-        dys, dx, dweight, dbias = _cut(_flat(dy), 1, n, blocks), None, None, None
+        dys, dx, dweight, dbias = _cut(flat_tokens(dy), 1, n, blocks), None, None, None
         if ctx.needs_input_grad[0]:
             dx = tree_sum(_wide(d @ w) for d, w in zip(dys, _cut(weight, 0, n, blocks), strict=True)).view(x.shape)
             dx = all_reduce(dx, tp) if ctx.dim is None else reduce_scatter_shards(dx, tp, ctx.dim)
             dx = dx.to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dweight = _join([d.t() @ _flat(x) for d in dys], 0, blocks)
+            dweight = _join([d.t() @ flat_tokens(x) for d in dys], 0, blocks)
         if ctx.needs_input_grad[2]:
             dbias = _join([d.sum(0) for d in dys], 0, blocks)
         return dx, dweight, dbias, None, None, None
@@ -239,7 +235,7 @@ class _Row(Function):
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.dim, ctx.sharded = tp, dim, sharded
         n, local = tp.pieces, (x.shape[-1],)
-        pairs = zip(_cut(_flat(x), 1, n, local), _cut(weight, 1, n, local), strict=True)
+        pairs = zip(_cut(flat_tokens(x), 1, n, local), _cut(weight, 1, n, local), strict=True)
         y = tree_sum(_wide(F.linear(piece, w)) for piece, w in pairs).view(*x.shape[:-1], len(weight))
         y = (reduce_scatter_shards(y, tp, dim) if sharded else all_reduce(y, tp)).to(x.dtype)
         return y if bias is None else y + bias.to(y.dtype)
@@ -250,10 +246,10 @@ class _Row(Function):
         x, weight = ctx.saved_tensors
         tp, n, local = ctx.tp, ctx.tp.pieces, (x.shape[-1],)
         dbias = _sum_tokens(dy, tp, ctx.dim, ctx.sharded).to(dy.dtype) if ctx.needs_input_grad[2] else None
-        whole = _own(_flat(gather_shards(dy, tp, ctx.dim) if ctx.sharded else dy))
+        whole = _own(flat_tokens(gather_shards(dy, tp, ctx.dim) if ctx.sharded else dy))
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = _join([whole @ w for w in _cut(weight, 1, n, local)], 1).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = _join([whole.t() @ piece for piece in _cut(_flat(x), 1, n, local)], 1)
+            dweight = _join([whole.t() @ piece for piece in _cut(flat_tokens(x), 1, n, local)], 1)
         return dx, dweight, dbias, None, None, None

@@ -26,7 +26,7 @@ from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
 _ALONE = Axis()
-_unsafe_view = torch.ops.aten._unsafe_view.default
+unsafe_view = torch.ops.aten._unsafe_view.default  # a view could not be written to in place
 
 
 def copy_linear(
@@ -97,8 +97,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
     weight, bias = cast(weight, dtype), cast(bias, dtype)
     if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
-    flat = F.linear(_flat(x), weight, bias)
-    return _unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # a view could not be written to in place
+    flat = F.linear(flat_tokens(x), weight, bias)
+    return unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))
 
 
 Main = tuple[Tensor, Tensor | None]
@@ -112,9 +112,9 @@ def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
 
 
 def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy = _flat(dy)
+    dy = flat_tokens(dy)
     weight, bias = ctx.main or (None, None)
-    dweight = _add_or_give(weight, _weight_product, dy, _flat(x)) if ctx.needs_input_grad[1] else None
+    dweight = _add_or_give(weight, _weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
     dbias = _add_or_give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
     return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
 
@@ -200,14 +200,14 @@ class _Fp8Linear(Function):
     ) -> Tensor:  # fmt: skip
         whole = x if dim is None else _finish(_start_gather(x, tp, dim), dim)
         wanted = ctx.needs_input_grad[1]
-        rows, columns = quantize_fp8(_flat(whole), columns=wanted and not regather)
+        rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
         y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
         if bias is not None:
             y += bias.to(y.dtype)
         kept = (None, None) if columns is None else columns
         ctx.save_for_backward(x if wanted and regather else None, *kept, weight)
         ctx.tp, ctx.dim, ctx.main, ctx.dtype, ctx.split = tp, dim, main, weight.dtype, split
-        return _unsafe_view(y, (*whole.shape[:-1], len(weight)))
+        return unsafe_view(y, (*whole.shape[:-1], len(weight)))
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
@@ -216,7 +216,7 @@ class _Fp8Linear(Function):
         tp, dim = ctx.tp, ctx.dim
         for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
         gathering = None if x is None or not for_weight else _start_gather(x, tp, dim)
-        flat = _flat(dy)
+        flat = flat_tokens(dy)
         rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
         dx = summing = dweight = None
         if rows is not None:
@@ -226,7 +226,7 @@ class _Fp8Linear(Function):
         weight_main, bias_main = ctx.main or (None, None)
         if columns is not None:
             if gathering is not None:
-                whole = _flat(_finish(gathering, dim))
+                whole = flat_tokens(_finish(gathering, dim))
                 values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
             product = partial(_fp8_weight_product, ctx.dtype)
             dweight = _add_or_give(weight_main, product, *columns, values, scales)
@@ -247,7 +247,8 @@ def _wanted(ctx, which: int) -> bool:
     return will_run(ctx.next_functions[which][0])
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat_tokens(x: Tensor) -> Tensor:
+    """[..., D] -> [T, D]."""
     return x.reshape(-1, x.shape[-1])
 
 

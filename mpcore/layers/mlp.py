@@ -22,7 +22,6 @@ from mpcore.kernels.swiglu import swiglu
 from mpcore.layers.invariant import in_pieces
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, pick
-from mpcore.mesh.axis import Axis
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,13 +79,12 @@ class ParallelMLP(torch.nn.Module):
         self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up = up(dim, hidden_dim, bias, **options)
-        self.tp = options.get("tp", Axis(name="tp"))
         self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D], the hidden [..., F/tp] between."""
         h = self.up(x)
-        return self.down(in_pieces(self.activation, self.tp, h.dim() - 1, h, blocks=self.parts))
+        return self.down(in_pieces(self.activation, self.up.tp, h.dim() - 1, h, blocks=self.parts))
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mpcore.pipeline.prove import needs
 from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
 
 
@@ -50,8 +51,6 @@ def resolve(schedule: Schedule) -> Resolved:
         15.0
     """
     rows = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.ranks]
-    rank_of, last = schedule.rank_of, schedule.stages - 1
-    whole = {(a.stage, a.micro_batch) for row in rows for a in row if a.kind == "B"}
     place: dict[Action, int] = {}
     position, steps, going = [0] * len(rows), list[tuple[int, str, int, int]](), True
     while going:
@@ -59,17 +58,12 @@ def resolve(schedule: Schedule) -> Resolved:
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 action = row[position[rank]]
-                kind, stage, m = action
-                needed = None
-                if kind == "F" and stage > 0:
-                    needed = Action("F", stage - 1, m)
-                elif kind in ("B", "I") and stage < last:
-                    needed = Action("B" if (stage + 1, m) in whole else "I", stage + 1, m)
-                if needed is not None and needed not in place:
+                needed = list(needs(schedule, action, named=False))
+                if any(other not in place for other in needed):
                     break
-                remote = needed is not None and rank_of[needed.stage] != rank
+                remote = [place[other] for other in needed if schedule.rank_of[other.stage] != rank]
                 place[action] = len(steps)
-                steps.append((rank, kind, stage, place[needed] if remote and needed is not None else -1))
+                steps.append((rank, action.kind, action.stage, remote[0] if remote else -1))
                 position[rank] += 1
                 going = True
     if len(steps) < sum(map(len, rows)):

@@ -184,8 +184,14 @@ def other_end(message: Action) -> Action:
     return Action(f"{'RECV' if verb == 'SEND' else 'SEND'}_{letter}", _peer_stage(message), message.micro_batch)
 
 
-def _needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
-    """What must be done before an action can run."""
+def needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
+    """Yield what must be done before an action can run.
+
+    Args:
+        schedule: the schedule.
+        action: one of its actions.
+        named: whether messages are actions of their own, as in `Schedule.with_messages`.
+    """
     kind, stage, m = action
     if kind == "F" and stage > 0:
         yield from _arrival(schedule, Action("F", stage - 1, m), named)
@@ -224,11 +230,11 @@ def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
         for rank, actions in enumerate(schedule.ranks):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                needs = list(_needs(schedule, action, named))
-                if any(need not in done for need in needs):
+                before = list(needs(schedule, action, named))
+                if any(need not in done for need in before):
                     break
                 start = clock[rank]
-                for need in needs:
+                for need in before:
                     delay = times.message if schedule.rank_of[need.stage] != rank else 0.0
                     start = max(start, done[need][1] + delay)
                 done[action] = (start, start + times.of(action))
@@ -248,7 +254,7 @@ def _stuck(schedule: Schedule, done: dict, position: list[int], named: bool) -> 
     for rank, actions in enumerate(schedule.ranks):
         if position[rank] < len(actions):
             action = actions[position[rank]]
-            need = next(n for n in _needs(schedule, action, named) if n not in done)
+            need = next(n for n in needs(schedule, action, named) if n not in done)
             on, at = place[need]
             when = f"only later on the same rank, as action {at}" if on == rank else f"action {at} of rank {on}"
             text = f"{action}, action {position[rank]} of rank {rank}, waits for {need}, {when}"

@@ -99,7 +99,7 @@ def gpu(monkeypatch, tmp_path):
         ran.append((name, threading.current_thread() is threading.main_thread()))
         return ""
 
-    monkeypatch.setattr(_dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(_dispatch, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(_self_test, "_verdicts", {})
     monkeypatch.setattr(_self_test, "fault", fault)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

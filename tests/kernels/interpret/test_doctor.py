@@ -19,7 +19,7 @@ def test_the_doctor_passes_a_right_kernel(name):
 
 def test_a_wrong_kernel_is_found_before_its_first_run_and_plain_torch_runs(monkeypatch, tmp_path):
     """Through the whole stack: the choice, the kernel in the interpreter, its reference, the cache and the fallback."""
-    monkeypatch.setattr(_dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(_dispatch, "is_on_gpu", lambda x: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x, weight, right = torch.randn(3, 20), torch.ones(20), rms_norm.Norm.apply
     for planted, runs in ((False, "triton"), (True, "reference")):
