@@ -58,14 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mpcore: error: unknown command {name}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return 2
-    run = import_module(COMMANDS[name][0]).main
-    try:
-        return run([name, *rest] if name in TAKES_NAME else rest) or 0
-    except SystemExit as left:
-        if not isinstance(left.code, str):
-            raise
-        print(f"mpcore {name}: {left.code}", file=sys.stderr)
-        return 2
+    return import_module(COMMANDS[name][0]).main([name, *rest] if name in TAKES_NAME else rest)
 
 
 if __name__ == "__main__":

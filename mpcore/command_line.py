@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec
 
+P = ParamSpec("P")
 STATUS = "exit status: 0 all is well, 1 a difference or a fault was found, 2 it could not run"
 
 
@@ -23,6 +25,33 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P, int | None]], Callable[P, int]]:
+    """Have a command print what it raises in one line, and return status 2 then.
+
+    Args:
+        prog: how the line calls the command.
+        errors: what is reported beside ValueError and OSError. All else passes with its traceback.
+
+    Example:
+        >>> from mpcore.command_line import reports_errors
+        >>> reports_errors("mpcore verify")(lambda name: None)("mine:build")
+        0
+    """
+
+    def decorate(run: Callable[P, int | None]) -> Callable[P, int]:
+        @functools.wraps(run)
+        def reported(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return run(*args, **kwargs) or 0
+            except (ValueError, OSError, *errors) as error:
+                print(f"{prog}: error: {error}", file=sys.stderr)
+                return 2
+
+        return reported
+
+    return decorate
 
 
 def find_object(name: str) -> Any:

@@ -194,8 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if no check failed, otherwise 1.
     """
-    parser = Parser(prog="mpcore doctor", description=f"C{(__doc__ or '').partition(': c')[2]}",
-                    examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"])  # fmt: skip
+    parser = Parser(
+        prog="mpcore doctor",
+        description="Check each kernel against its reference, each collective between two processes against its "
+        "definition, and what a launch needs; print the versions and back ends that an issue needs.",
+        examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"],
+    )
     parser.add_argument("--port", type=int, default=PORT, help=f"the port that a launch meets at ({PORT})")
     port = parser.parse_args(argv).port
     print("\n".join(versions()))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 from mpcore.sharding.state_dict import full_state_dict
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
@@ -249,6 +249,7 @@ def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
     return import_module(name).checks(command.flags, options, pool)
 
 
+@reports_errors("mpcore preflight")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -287,9 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             if not args.json:
                 print(result, flush=True)
-    except ValueError as error:
-        print(f"mpcore preflight: error: {error}", file=sys.stderr)
-        return 2
     finally:
         pool.stop()
     failed = [result for result in results if result.state == FAILED]

@@ -119,11 +119,11 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             read_rows(tmp_path / "rows.json")
     (tmp_path / "rows.json").write_text(json.dumps([ROW]))
-    with pytest.raises(SystemExit, match="no machine; give --machine"):
+    with pytest.raises(ValueError, match="no machine; give --machine"):
         main([str(tmp_path / "rows.json")])
     bad = {**ROW, "machine": "h100", "hidden": 33}
     (tmp_path / "rows.json").write_text(json.dumps([bad]))
-    with pytest.raises(SystemExit, match="8B: d_model 33 is not a multiple of heads 4"):
+    with pytest.raises(ValueError, match="8B: d_model 33 is not a multiple of heads 4"):
         main([str(tmp_path / "rows.json")])
 
 

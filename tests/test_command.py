@@ -1,5 +1,6 @@
 """The command `mpcore`: each of its commands, mistyped words, and what the doctor finds."""
 
+import ast
 import re
 import socket
 import sys
@@ -63,6 +64,16 @@ def test_a_command_that_cannot_run_says_so_in_one_line_and_ends_with_2(words, ca
     assert not out
     assert err.startswith(f"mpcore {words.split()[0]}: error: "), err
     assert len(err.splitlines()) == 1
+
+
+def test_only_commands_print_and_all_else_logs():
+    """`mpcore.mesh.log` adds the rank and the time."""
+    root = Path(__file__).parents[1]
+    for path in (*root.glob("mpcore/**/*.py"), *root.glob("kernels/**/*.py")):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert not calls or "main" in functions or path.name == "command_line.py", path
 
 
 def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):

@@ -254,6 +254,7 @@ def test_a_rank_that_meets_another_world_is_told(change, there):
         enter_world(open_store(mine, timedelta(seconds=10)), mine, 10.0)
 
 
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 BUILDS = """
 import ctypes, sys
 from mpcore.fault_tolerance import StopSignals
@@ -277,7 +278,8 @@ def test_a_signal_before_the_first_step_leaves_at_once_with_75_even_inside_a_cal
         finally:
             run.kill()
         assert run.returncode == status
-        assert stderr == f"left on {number.name} before the first step: nothing to save\n"
+        line = rf"{TIME} rank 0: left on {number.name} before the first step: nothing to save\n"
+        assert re.fullmatch(line, stderr)
 
 
 def test_a_signal_during_the_imports_of_the_command_leaves_with_75():

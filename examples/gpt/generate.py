@@ -22,7 +22,7 @@ from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
@@ -120,6 +120,7 @@ def load_model(path: str | Path) -> GPT:
     return model
 
 
+@reports_errors("python -m examples.gpt.generate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -135,22 +136,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    try:
-        if not 0 <= args.temperature < math.inf:
-            raise ValueError(f"--temperature {args.temperature} is no number from 0")
-        if args.new_tokens < 0:
-            raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
-        config = open_checkpoint(args.checkpoint)[2]
-        tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
-        model = load_model(args.checkpoint)
-        pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
-        options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
-        text = generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature {args.temperature} is no number from 0")
+    if args.new_tokens < 0:
+        raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
+    config = open_checkpoint(args.checkpoint)[2]
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+    model = load_model(args.checkpoint)
+    pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
+    options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
+    text = generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options)
     print(text)
     return 0
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from examples.gpt.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, encode_document, load_tokenizer, train_tokenizer
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 
 _SHOWN = 10  # of what is skipped, by name
 
@@ -222,14 +222,15 @@ class _Reader:
         return text
 
 
+@reports_errors("python -m examples.gpt.prepare")
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: prepares a corpus and prints what came of it.
 
     Args:
         argv: arguments; None takes those of the process.
 
-    Raises:
-        SystemExit: with a message, on any fault.
+    Returns:
+        0: done; 2: it failed, and said why.
     """
     parser = Parser(prog="python -m examples.gpt.prepare", description=__doc__)
     parser.add_argument(
@@ -246,19 +247,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     parser.add_argument("--force", action="store_true", help="replace existing output")
     options = parser.parse_args(argv)
-    try:
-        prepared = prepare(
-            options.input,
-            options.out,
-            tokenizer=options.tokenizer,
-            vocab_size=options.vocab_size,
-            json_key=options.json_key,
-            end_of_document=options.end_of_document,
-            force=options.force,
-            progress=None,
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    prepared = prepare(
+        options.input, options.out,
+        tokenizer=options.tokenizer, vocab_size=options.vocab_size, json_key=options.json_key,
+        end_of_document=options.end_of_document, force=options.force, progress=None,
+    )  # fmt: skip
     print(f"documents       {prepared.documents:,} ({prepared.skipped:,} empty or not text skipped)")
     if prepared.skipped:
         more = prepared.skipped - len(prepared.first_skipped)
@@ -273,4 +266,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     # A polite kill then takes the way of an exception, which removes what is half written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    main()
+    sys.exit(main())

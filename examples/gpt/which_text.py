@@ -24,7 +24,7 @@ from examples.gpt.samples import Piece, Samples
 from examples.gpt.setup import open_data
 from examples.gpt.tokenizer import Tokenizer
 from mpcore import document_ids
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 from mpcore.fault_tolerance.spikes import Spikes
 
 
@@ -123,6 +123,7 @@ class Text:
             at += piece.count
 
 
+@reports_errors("python -m examples.gpt.which_text")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -142,15 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, help="rank the documents by their loss under these weights")
     parser.add_argument("--most", type=int, default=20, help="how many lines (default 20)")
     args = parser.parse_args(argv)
-    try:
-        text = Text(args.run)
-        if args.checkpoint is not None:
-            open_checkpoint(args.checkpoint)
-        steps = text.spikes() if args.steps is None else args.steps
-        found = text.find(steps, args.checkpoint)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    text = Text(args.run)
+    if args.checkpoint is not None:
+        open_checkpoint(args.checkpoint)
+    steps = text.spikes() if args.steps is None else args.steps
+    found = text.find(steps, args.checkpoint)
     if not steps:
         print("# no step was a spike or skipped: --steps names others")
     print("\n".join(map(str, found[: args.most])))

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from mpcore.analysis import command, counts, memory
 from mpcore.analysis.fit_command import main as calibrate
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.plan import main as plan
-from mpcore.command_line import find_object
+from mpcore.command_line import find_object, reports_errors
 
 COMMANDS = ("memory", "ledger", "plan", "calibrate")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command that the first argument names."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the first argument names. Returns its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
-    if name in ("plan", "calibrate"):
-        return plan(rest) if name == "plan" else calibrate(rest)
-    args = command.parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, rest)
-    try:
-        counter = Counter(find_object(args.target), not args.cpu)
-        found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run: Callable[[list[str]], None] = {"plan": plan, "calibrate": calibrate}.get(name) or partial(_count, name)
+    return reports_errors(f"mpcore {name}")(run)(rest)
+
+
+def _count(name: str, argv: list[str]) -> None:
+    args = command.parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, argv)
+    counter = Counter(find_object(args.target), not args.cpu)
+    found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 
 WIDTH = 5.0
 """Times the spread of the twins that a run may be off. docs/debugging.md has the trial that it comes from."""
@@ -195,6 +195,7 @@ def _distances(a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int,
             yield Outside(step, kind, tensor, x, y, times)
 
 
+@reports_errors("mpcore compare")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 for rounding, 1 for a difference that is more, 2 if the runs can't be compared."""
     parser = Parser(
@@ -216,15 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"  python -m examples.gpt.pretrain --config {args.a}/config.json --twin {i} --out {args.a}-twin-{i}"
             for i in (1, 2, 3, 4)
         ]
-        print("mpcore compare: error: name twins of RUN_A with --twins; train them with its launcher and", *lines,
-              sep="\n", file=sys.stderr)  # fmt: skip
-        return 2
-    try:
-        a, b, *twins = (read_curves(run) for run in (args.a, args.b, *args.twins))
-        verdict = compare_runs(a, b, twins)
-    except (ValueError, OSError) as error:
-        print(f"mpcore compare: error: {error}", file=sys.stderr)
-        return 2
+        asked = "name twins of RUN_A with --twins; train them with its launcher and"
+        raise ValueError("\n".join([asked, *lines]))
+    a, b, *twins = (read_curves(run) for run in (args.a, args.b, *args.twins))
+    verdict = compare_runs(a, b, twins)
     print(verdict)
     return int(verdict.first is not None)
 

@@ -107,32 +107,29 @@ def memory_lines(runs: Sequence[Run], machine: Machine) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse(argv)
-    try:
-        rows = [row for row in read_all(args.rows, bool(args.suggest)) if not args.set or row.set in args.set]
-        if not rows:
-            raise ValueError(f"no row is of --set {', '.join(args.set)}")
-        groups = groups_of(rows, args.machine)
-        for (of, profile), group in groups.items():
-            machine = load_machine(profile)
-            runs = count_rows(group, _tell, not args.cpu)
-            print(f"{of}, {len(group)} rows, from the profile {machine.name}")
-            if args.suggest:
-                for i, run in enumerate(suggest(runs, machine, args.suggest), start=1):
-                    print(f"  measure {i}: {run.row.name}")
-                continue
-            found = fit(runs, machine)
-            print(scalars_table(found))
-            timed = [run for run in runs if run.row.seconds is not None]
-            if timed:
-                print(results_table(leave_one_out(timed, machine)))
-            print("\n".join(memory_lines(runs, machine)), end="\n" if memory_lines(runs, machine) else "")
-            if args.test:
-                print(tested(found, count_rows(read_all(args.test), _tell, not args.cpu)))
-            if args.out:
-                save_machine(found.machine, args.out, f"{machine.name}, fitted to {len(timed)} runs")
-                print(f"  wrote {args.out}")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    rows = [row for row in read_all(args.rows, bool(args.suggest)) if not args.set or row.set in args.set]
+    if not rows:
+        raise ValueError(f"no row is of --set {', '.join(args.set)}")
+    groups = groups_of(rows, args.machine)
+    for (of, profile), group in groups.items():
+        machine = load_machine(profile)
+        runs = count_rows(group, _tell, not args.cpu)
+        print(f"{of}, {len(group)} rows, from the profile {machine.name}")
+        if args.suggest:
+            for i, run in enumerate(suggest(runs, machine, args.suggest), start=1):
+                print(f"  measure {i}: {run.row.name}")
+            continue
+        found = fit(runs, machine)
+        print(scalars_table(found))
+        timed = [run for run in runs if run.row.seconds is not None]
+        if timed:
+            print(results_table(leave_one_out(timed, machine)))
+        print("\n".join(memory_lines(runs, machine)), end="\n" if memory_lines(runs, machine) else "")
+        if args.test:
+            print(tested(found, count_rows(read_all(args.test), _tell, not args.cpu)))
+        if args.out:
+            save_machine(found.machine, args.out, f"{machine.name}, fitted to {len(timed)} runs")
+            print(f"  wrote {args.out}")
 
 
 def tested(found: Fit, runs: Sequence[Run]) -> str:

@@ -122,26 +122,21 @@ def main(argv: list[str] | None = None) -> None:
     if args.fit is not None:
         print(state_table(args.fit, args.dp or [1, 8, 64]))
         return
-    try:
-        changes = {} if args.memory is None else {"memory": args.memory * 2**30}
-        machine = load_machine(args.machine, **changes, **({} if args.node is None else {"node": args.node}))
-        if args.out and (args.out.suffix not in PICTURES or not args.out.parent.is_dir()):
-            raise ValueError(f"--out {args.out} is no {' or '.join(PICTURES)} in a folder that is there")
-        build = find_object(args.target)
-        cuts = list(meshes(args.world, machine.node, **{name: getattr(args, name) for name in AXES}))
-        if not cuts:
-            raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
-        options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
-        layouts = list(itertools.product(cuts, options))
-        counter = Counter(build, not args.cpu, share=True)
-        print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
-              f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node")  # fmt: skip
-        found = search(
-            counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts), machine, args.top)
-        )
-        other = what_if(machine, args.what_if) if args.what_if else None
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    changes = {} if args.memory is None else {"memory": args.memory * 2**30}
+    machine = load_machine(args.machine, **changes, **({} if args.node is None else {"node": args.node}))
+    if args.out and (args.out.suffix not in PICTURES or not args.out.parent.is_dir()):
+        raise ValueError(f"--out {args.out} is no {' or '.join(PICTURES)} in a folder that is there")
+    build = find_object(args.target)
+    cuts = list(meshes(args.world, machine.node, **{name: getattr(args, name) for name in AXES}))
+    if not cuts:
+        raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
+    options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
+    layouts = list(itertools.product(cuts, options))
+    counter = Counter(build, not args.cpu, share=True)
+    print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
+          f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node")  # fmt: skip
+    found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts), machine, args.top))
+    other = what_if(machine, args.what_if) if args.what_if else None
     print(table(found, machine, args.top))
     fits = [e for e in found if e.fits(machine)]
     if fits:
@@ -152,16 +147,13 @@ def main(argv: list[str] | None = None) -> None:
         changed = search(counter, other, args.arguments, again, args.unfused)
         print(f"what if {', '.join(args.what_if)}:")
         print(table(changed, other, min(args.top, 5)))
-    try:
-        if args.explain is not None:
-            if not 1 <= args.explain <= len(fits):
-                raise ValueError(f"--explain {args.explain} is no row from 1 to {len(fits)}")
-            print(explain(fits[args.explain - 1], machine, args.arguments))
-        if args.out and fits:
-            draw(found, machine, args.out)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if args.explain is not None:
+        if not 1 <= args.explain <= len(fits):
+            raise ValueError(f"--explain {args.explain} is no row from 1 to {len(fits)}")
+        print(explain(fits[args.explain - 1], machine, args.arguments))
+    if args.out and fits:
+        draw(found, machine, args.out)
     if not fits:
-        sys.exit(
+        raise ValueError(
             "no layout fits: try --vary recompute=selective,full, --vary zero=3, more ranks or smaller micro-batches"
         )

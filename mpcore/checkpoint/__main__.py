@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from mpcore.checkpoint.report import describe, diff, verify
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 
 
+@reports_errors("mpcore checkpoint")
 def main(argv: list[str] | None = None) -> int:
     """The command.
 
@@ -29,23 +30,19 @@ def main(argv: list[str] | None = None) -> int:
     two.add_argument("a")
     two.add_argument("b")
     args = parser.parse_args(argv)
-    try:
-        if args.command == "diff":
-            lines = diff(args.a, args.b)
-            print("\n".join(lines) or "no difference")
-            return 1 if lines else 0
-        bad = 0
-        for path in args.path:
-            if args.command == "inspect":
-                print(describe(path))
-            else:
-                problems = verify(path)
-                print("\n".join(problems) or f"{path}: every byte is as written")
-                bad |= bool(problems)
-        return bad
-    except (ValueError, OSError) as error:
-        print(f"mpcore checkpoint: error: {error}", file=sys.stderr)
-        return 2
+    if args.command == "diff":
+        lines = diff(args.a, args.b)
+        print("\n".join(lines) or "no difference")
+        return 1 if lines else 0
+    bad = 0
+    for path in args.path:
+        if args.command == "inspect":
+            print(describe(path))
+        else:
+            problems = verify(path)
+            print("\n".join(problems) or f"{path}: every byte is as written")
+            bad |= bool(problems)
+    return bad
 
 
 if __name__ == "__main__":

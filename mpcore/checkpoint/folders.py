@@ -6,7 +6,6 @@ first renamed to `.NAME.mpcore-old`, and removed last: whenever the machine stop
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -15,8 +14,9 @@ from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mpcore.checkpoint.ranks import merged
 from mpcore.checkpoint.tensor_file import sync_folder
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 
-log = logging.getLogger("mpcore.checkpoint")
+log = get_logger("mpcore.checkpoint")
 _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
 
 

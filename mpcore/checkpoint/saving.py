@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import operator
 import os
 import threading
@@ -23,9 +22,10 @@ from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer
 from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 from mpcore.sharding.local import reshard
 
-log = logging.getLogger("mpcore.checkpoint")
+log = get_logger("mpcore.checkpoint")
 _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 

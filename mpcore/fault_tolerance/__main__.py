@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 from mpcore.fault_tolerance.trace import Log, explain
 
 
+@reports_errors("mpcore explain")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 2 if the folder has no logs that can be read, otherwise 0."""
     parser = Parser(
@@ -21,19 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     files = sorted(Path(folder).glob("rank*.json"))
     if not files:
-        return _refuse(f"{folder} has no rank*.json")
+        raise ValueError(f"{folder} has no rank*.json")
     try:
         logs = [Log.from_json(file.read_text()) for file in files]
     except (ValueError, TypeError, KeyError, OSError) as problem:
-        return _refuse(f"{folder} holds a log that can't be read: {problem}")
+        raise ValueError(f"{folder} holds a log that can't be read: {problem}") from problem
     size = 1 + max(rank for log in logs for _, ranks in log.groups.values() for rank in ranks)
     print(explain(logs, size))
     return 0
-
-
-def _refuse(problem: str) -> int:
-    print(f"mpcore explain: error: {problem}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from mpcore._torch.distributed import clone_store
 from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 
+log = get_logger("mpcore.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
 EXIT_STOPPED = 75  # EX_TEMPFAIL: saved because a signal asked; start again to go on
 _PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|Transport retry")
@@ -66,14 +68,14 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor ends the survivors of the first that fails
         if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
-            at = f"rank {self.rank}: stopped, because the store of the run{store_address(self.store)}"
+            at = f"stopped, because the store of the run{store_address(self.store)}"
             end_after(6 * self.grace, f"{at} gives no answer: its host is down, or the link to it is cut", EXIT_PEER)
             try:
                 cause = self._ask()
             except (RuntimeError, OSError):
                 cause = f"rank 0, or the host that keeps the store of the run{store_address(self.store)}, is gone"
             self.over.set()
-            print(f"rank {self.rank}: stopped, because {cause}", file=sys.stderr, flush=True)
+            log.error("stopped, because %s", cause)
             _leave(EXIT_PEER)
         self.over.set()
         status, cause = self._own(error)
@@ -96,7 +98,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         except (RuntimeError, OSError):  # who keeps the store may be done, and gone
             return
         if not self.over.wait(2 * self.grace):
-            print(f"rank {self.rank}: stopped, because {cause}", file=sys.stderr, flush=True)
+            log.error("stopped, because %s", cause)
             os._exit(EXIT_PEER)
 
     def _own(self, error: BaseException) -> tuple[int, str]:
@@ -107,11 +109,11 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
             if isinstance(error.code, str):
                 tell_launcher(error.code)
                 if self._is_first_to_say(error.code.removeprefix(f"rank {self.rank}: ")):
-                    print(error.code, file=sys.stderr, flush=True)
+                    log.error("%s", error.code.removeprefix(f"rank {self.rank}: "))
                 return 1, f"left: {error.code}"
             if error.code:
                 return int(error.code), f"left with exit status {error.code}"
-            print(f"rank {self.rank}: left before the end, which is a failure", file=sys.stderr, flush=True)
+            log.error("left before the end, which is a failure")
             return 1, "left before the end, with exit status 0"
         cause, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
         if self.folder is not None:
@@ -119,10 +121,10 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 path = self.folder / f"rank{self.rank}.txt"
                 path.write_text(text)
-                text = f"rank {self.rank} on {socket.gethostname()} failed: {cause} (details: {path})\n"
+                text = f"{cause} (details: {path})"
         tell_launcher(f"rank {self.rank} failed: {cause}")
         if self._is_first_to_say(cause):
-            print(text, end="", file=sys.stderr, flush=True)
+            log.error("failed on %s: %s", socket.gethostname(), text.rstrip())
         return 1, f"failed first: {cause}"
 
     def _is_first_to_say(self, text: str) -> bool:
@@ -197,13 +199,13 @@ def store_address(store: dist.Store) -> str:
 
 
 def end_after(seconds: float, line: str, status: int) -> threading.Timer:
-    """Print a line and end the process after so many seconds, also where its threads wait in C for a host that is gone.
+    """Log a line and end the process after so many seconds, also where its threads wait in C for a host that is gone.
 
     Cancel the timer that it returns when all went well.
     """
 
     def end() -> None:
-        print(line, file=sys.stderr, flush=True)
+        log.error("%s", line)
         os._exit(status)
 
     timer = threading.Timer(seconds, end)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from typing import Any
 
 from mpcore._torch.distributed import default_store
 from mpcore.mesh.axis import Axis
+from mpcore.mesh.log import get_logger
+
+log = get_logger("mpcore.fault_tolerance")
 
 
 class StopSignals:
@@ -54,15 +56,14 @@ class StopSignals:
         while data := self._read.recv(16):
             for number in data:
                 if self.leave_with is not None:
-                    print(f"left on {signal.Signals(number).name} before the first step: nothing to save",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    log.warning("left on %s before the first step: nothing to save", signal.Signals(number).name)
                     os._exit(128 + number if number == signal.SIGINT else self.leave_with)
                 if number != signal.SIGINT:
                     continue
                 now = time.monotonic()
                 if self._first is None:
                     self._first = now
-                    print("stopping after this step; ctrl-C again leaves at once", file=sys.stderr, flush=True)
+                    log.warning("stopping after this step; ctrl-C again leaves at once")
                 elif now - self._first > self.apart:
                     os._exit(128 + signal.SIGINT)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from mpcore.fault_tolerance.metrics import MetricsWriter
+from mpcore.mesh.log import get_logger
+
+log = get_logger("mpcore.fault_tolerance")
 
 
 class Spikes:
@@ -75,7 +77,7 @@ class Skips:
             try:
                 self.lines.add({**about, "in_a_row": self.row})
             except OSError as error:  # a full disk ends no run
-                print(f"NOT WRITTEN: {self.lines.path}: {error}", file=sys.stderr, flush=True)
+                log.error("NOT WRITTEN: %s: %s", self.lines.path, error)
         if self.row > self.limit:
             said = ", ".join(f"{name} {value}" for name, value in about.items())
             raise ValueError(

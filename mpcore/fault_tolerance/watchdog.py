@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +14,9 @@ from mpcore._torch.distributed import clone_store
 from mpcore.fault_tolerance.leave import end_after, store_address
 from mpcore.fault_tolerance.trace import Log, explain, read_log
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.log import get_logger
 
+log = get_logger("mpcore.fault_tolerance")
 EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure, and may start again
 
 
@@ -78,12 +79,10 @@ class Watchdog:
             (self.folder / f"rank{mine.rank}.json").write_text(mine.to_json())
         if self.store is not None:
             at = f"no progress for {self.timeout:g} s: the store of the run{store_address(self.store)} gives no answer"
-            line = f"rank {mine.rank}: {at}: its host is down, or the link to it is cut"
-            end_after(self.grace + 5, line, EXIT_CODE)
+            end_after(self.grace + 5, f"{at}: its host is down, or the link to it is cut", EXIT_CODE)
         logs = self._exchange(mine)
         if mine.rank == min(log.rank for log in logs):
-            text = explain(logs, self.mesh.job.size)
-            print(f"no progress for {self.timeout:g} s: {text}", file=sys.stderr, flush=True)
+            log.error("no progress for %g s: %s", self.timeout, explain(logs, self.mesh.job.size))
         time.sleep(0.2)  # so that the line is out before a supervisor sees the first rank leave
 
     def _exchange(self, mine: Log) -> list[Log]:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -15,7 +14,9 @@ import torch.distributed as dist
 
 from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.launch import read_launch
+from mpcore.mesh.log import get_logger
 
+log = get_logger("mpcore.mesh")
 P = ParamSpec("P")
 T = TypeVar("T")
 GRACE_S = 10.0  # what raises in time can say more
@@ -49,17 +50,16 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
 def _end(limit: float) -> None:
     try:
         launch = read_launch(os.environ)
-        rank, address, port = str(launch.rank), launch.address, launch.port
+        address, port = launch.address, launch.port
     except ValueError:  # the world was made by other means: this thread must end the process all the same
-        rank, address, port = os.environ.get("RANK", "?"), os.environ.get("MASTER_ADDR", ""), 0
+        address, port = os.environ.get("MASTER_ADDR", ""), 0
     try:
         socket.create_connection((address, port), timeout=3).close()
         why = "a rank that had arrived gives no answer"
     except OSError as error:
         why = f"the host of rank 0 at {address}:{port} gives no answer ({error}): it is down, or the link to it is cut"
-    print(
-        f"rank {rank} on {socket.gethostname()}: the mesh was not built within {limit:g} s: {why}. Start the run again "
-        f"when all hosts reach {address}:{port}",
-        file=sys.stderr, flush=True,
+    log.error(
+        "on %s: the mesh was not built within %g s: %s. Start the run again when all hosts reach %s:%s",
+        socket.gethostname(), limit, why, address, port,
     )  # fmt: skip
     os._exit(EXIT_CODE)

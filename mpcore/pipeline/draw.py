@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpcore.command_line import Parser
+from mpcore.command_line import Parser, reports_errors
 from mpcore.pipeline.prove import Proof, Times, prove
 from mpcore.pipeline.schedules import COMPUTE, NAMES, Schedule, Span, find_schedule
 
@@ -141,6 +141,7 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
     Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
 
 
+@reports_errors("mpcore schedule", ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: prove a schedule and draw its plan. Returns 2 if there is no such schedule, otherwise 0."""
     parser = Parser(
@@ -164,20 +165,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = parser.add_argument_group("output")
     output.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
     args = parser.parse_args(argv)
-    try:
-        for name in ("forward", "input", "weight", "message"):
-            if not 0 <= getattr(args, name) < math.inf:
-                raise ValueError(f"--{name} {getattr(args, name)} is no time: a number from 0")
-        schedule = find_schedule(args.schedule, args.stages, args.microbatches, args.virtual_stages)
-        proof = prove(schedule, Times(args.forward, args.input, args.weight, message=args.message))
-        if args.out.endswith(".json"):
-            write_chrome_trace(proof.spans, args.out, seconds=1e-3)
-        else:
-            unit = f"forward of one stage is {args.forward:g}"
-            draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
-    except (ValueError, ImportError, OSError) as problem:
-        print(f"mpcore schedule: error: {problem}", file=sys.stderr)
-        return 2
+    for name in ("forward", "input", "weight", "message"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(args, name)} is no time: a number from 0")
+    schedule = find_schedule(args.schedule, args.stages, args.microbatches, args.virtual_stages)
+    proof = prove(schedule, Times(args.forward, args.input, args.weight, message=args.message))
+    if args.out.endswith(".json"):
+        write_chrome_trace(proof.spans, args.out, seconds=1e-3)
+    else:
+        unit = f"forward of one stage is {args.forward:g}"
+        draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
     print(f"{plan_title(schedule, proof)}; wrote {args.out}")
     return 0
 

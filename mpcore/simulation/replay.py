@@ -6,14 +6,13 @@ many ranks the run has and returns the function that each rank calls; `examples.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import nn
 
-from mpcore.command_line import Parser, find_object
+from mpcore.command_line import Parser, find_object, reports_errors
 from mpcore.simulation.nonfinite import FiniteCheck, NonFiniteError
 from mpcore.simulation.ranks import simulate
 from mpcore.simulation.turns import RankError
@@ -47,6 +46,7 @@ def replay(program: Program, run: Path, step: int) -> tuple[int, str | None]:
     return ranks, None
 
 
+@reports_errors("mpcore replay", RankError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 if all is finite, 1 if something isn't, 2 if the run can't be replayed."""
     parser = Parser(
@@ -60,10 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="says how the run trains (default: %(default)s)",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    try:
-        ranks, found = replay(find_object(args.program), Path(args.run), args.step)
-    except (ValueError, RankError) as error:
-        print(f"mpcore replay: error: {error}", file=sys.stderr)
-        return 2
+    ranks, found = replay(find_object(args.program), Path(args.run), args.step)
     print(found or f"step {args.step} and those before it, from the checkpoint on: finite on all {ranks} ranks")
     return 0 if found is None else 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mpcore.command_line import Parser, find_object
+from mpcore.command_line import Parser, find_object, reports_errors
 from mpcore.verify import verify
 from mpcore.verify.hugging_face import HuggingFaceModel, token_loss
 from mpcore.verify.judge import Verdict
@@ -18,6 +18,7 @@ from mpcore.verify.page import page, table
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@reports_errors("mpcore verify")
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its result is 1 where a layout differs."""
     parser = Parser(
@@ -45,19 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
     parser.add_argument_group("output").add_argument("--html", metavar="PATH", help="write the result as a page too")
     args = parser.parse_args(argv)
-    try:
-        if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
-            raise ValueError("give either package.module:build, or --hf PATH, and --set with --hf alone")
-        build, batch, loss = find(args.model) if args.hf is None else _hugging_face(args.hf, args.set)
-        layouts = [name for name in args.layouts.split(",") if name]
-        verdicts = verify(
-            build, batch, layouts,
-            loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, timeout=args.timeout, report=_tell,
-            virtual=args.bitwise,
-        )  # fmt: skip
-    except ValueError as error:
-        print(f"mpcore verify: error: {error}", file=sys.stderr)
-        return 2
+    if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
+        raise ValueError("give either package.module:build, or --hf PATH, and --set with --hf alone")
+    build, batch, loss = find(args.model) if args.hf is None else _hugging_face(args.hf, args.set)
+    layouts = [name for name in args.layouts.split(",") if name]
+    verdicts = verify(
+        build, batch, layouts,
+        loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, timeout=args.timeout, report=_tell,
+        virtual=args.bitwise,
+    )  # fmt: skip
     print(table(verdicts))
     if args.html:
         Path(args.html).write_text(page(f"{args.model or args.hf} under {len(verdicts)} layouts", verdicts))

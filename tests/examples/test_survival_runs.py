@@ -98,8 +98,8 @@ def test_row_1_3_4_all_ranks_leave_within_seconds_and_name_the_first(tmp_path, k
     assert took < 30  # 5 s on an idle machine; torchrun's own end is in it
     if kind == "raise":
         details = tmp_path / "errors" / "rank1.txt"
-        assert re.search(rf"rank 1 on \S+ failed: LookupError: a planted fault \(details: {details}\)\n", stderr)
-        assert stderr.index("rank 1 on ") < stderr.index("rank 0: stopped")
+        assert re.search(rf"rank 1: failed on \S+: LookupError: a planted fault \(details: {details}\)\n", stderr)
+        assert stderr.index("rank 1: failed on ") < stderr.index("rank 0: stopped")
         assert details.read_text().startswith("Traceback")
     found = latest(tmp_path / "checkpoints")
     assert found == step_path(tmp_path / "checkpoints", 6)

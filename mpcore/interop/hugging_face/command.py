@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
 
 from mpcore.checkpoint.folders import resolve
-from mpcore.command_line import Parser, find_object
+from mpcore.command_line import Parser, find_object, reports_errors
 from mpcore.interop.hugging_face.config import ModelSpec
 from mpcore.interop.hugging_face.convert import export_hf, import_hf
 
@@ -50,18 +50,17 @@ def main(argv: Sequence[str] | None = None, *, spec: ModelSpec | None = None, pr
     )
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: no cast)")
     args = parser.parse_args(argv)
+    return reports_errors(prog)(_convert)(parser, args, spec)
+
+
+def _convert(parser: Parser, args: Namespace, spec: ModelSpec | None) -> None:
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    try:
-        model: ModelSpec = spec or find_object(args.spec)
-        if args.from_hf and args.to and not (args.source or args.to_hf):
-            if resolve(args.to).exists() and not args.force:
-                raise ValueError(f"{args.to} exists: --force replaces it")
-            print(f"wrote {import_hf(args.from_hf, args.to, spec=model, dtype=dtype)}")
-        elif args.source and args.to_hf and not (args.from_hf or args.to):
-            print(f"wrote {export_hf(args.source, args.to_hf, spec=model, dtype=dtype, tokenizer=args.tokenizer)}")
-        else:
-            parser.error("give --from-hf and --to, or --from and --to-hf")
-    except (ValueError, OSError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    model: ModelSpec = spec or find_object(args.spec)
+    if args.from_hf and args.to and not (args.source or args.to_hf):
+        if resolve(args.to).exists() and not args.force:
+            raise ValueError(f"{args.to} exists: --force replaces it")
+        print(f"wrote {import_hf(args.from_hf, args.to, spec=model, dtype=dtype)}")
+    elif args.source and args.to_hf and not (args.from_hf or args.to):
+        print(f"wrote {export_hf(args.source, args.to_hf, spec=model, dtype=dtype, tokenizer=args.tokenizer)}")
+    else:
+        parser.error("give --from-hf and --to, or --from and --to-hf")

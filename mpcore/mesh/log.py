@@ -1,0 +1,59 @@
+"""The library's log: every record has the rank, and one line on standard error unless the program logs by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import torch.distributed as dist
+
+from mpcore._torch.simulated import simulated_rank
+from mpcore.mesh.launch import read_launch
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a part of the library. Its records have `rank`, for formats such as `%(rank)s`.
+
+    Args:
+        name: begins with "mpcore.".
+
+    Example:
+        >>> from mpcore.mesh.log import get_logger
+        >>> get_logger("mpcore.checkpoint").name
+        'mpcore.checkpoint'
+    """
+    log = logging.getLogger(name)
+    log.addFilter(_add_rank)
+    return log
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    record.rank = _rank()
+    return True
+
+
+def _rank() -> int | str:
+    simulated = simulated_rank()
+    if simulated is not None:
+        return simulated
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    try:
+        return read_launch(os.environ).rank
+    except ValueError:  # the world is made by other means
+        return os.environ.get("RANK", "?")
+
+
+class _Lines(logging.Handler):
+    """Writes to standard error, where the program has no handlers of its own, as `logging.lastResort` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and logging.getLogger("mpcore").handlers == [self]:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+
+
+_lines = _Lines()
+_lines.setFormatter(logging.Formatter("%(asctime)s rank %(rank)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+logging.getLogger("mpcore").addHandler(_lines)
