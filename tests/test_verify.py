@@ -80,7 +80,6 @@ FAULTS = [
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or what the forward does between the module before and th"),
-    (0, "", "tp2", models.narrow_loss, "gradient", "", "of the size of float32's rounding, .* --dtype float32"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip
@@ -123,6 +122,15 @@ def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layo
     departure = verdict.departure
     assert departure is not None, verdict
     assert (departure.stage, departure.name) == (stage, name), departure
+
+
+@pytest.mark.parametrize(
+    ("loss", "equal"),
+    [(models.narrow_loss, True), (models.narrow_and_tilted_loss, False), (models.narrow_if_sharded_loss, False)],
+)
+def test_a_rounding_of_the_models_own_float32_is_no_fault(ranks, loss, equal):
+    (verdict,) = verify(models.broken(""), models.batch(), ["tp2"], loss=loss, pool=ranks)
+    assert verdict.equal == equal, verdict
 
 
 def test_numbers_complex_buffers_and_layers_used_twice_are_no_fault(ranks):

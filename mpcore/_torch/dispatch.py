@@ -9,10 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OpOverload", "TorchDispatchMode", "overload_name", "written_arguments"]
+__all__ = ["Float64", "OpOverload", "TorchDispatchMode", "overload_name", "written_arguments"]
+
+
+class Float64(TorchDispatchMode):
+    """A context that computes in float64 what asks for float32.
+
+    Attributes:
+        casts: how many tensors of float64 were to become float32.
+    """
+
+    casts = 0
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            self.casts += func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

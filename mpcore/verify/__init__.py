@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.dispatch import Float64
 from mpcore.mesh.axis import Mesh
-from mpcore.verify.judge import Departure, Judge, Verdict
+from mpcore.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
 from mpcore.verify.run import Seen, Task, run_step
@@ -65,7 +66,8 @@ def verify(
         loss: `loss(output, target, mesh)`, the *sum* over the tokens it is given; None: half the sum of squares, for
             outputs that every rank holds whole.
         dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it, the
-            largest of five runs whose parameters are half a rounding apart: twice that is allowed.
+            largest of five runs whose parameters are half a rounding apart: twice that is allowed. Where float64
+            differs by roundings of float32, and the dense model casts to it, both run again without these casts.
         seed: of the first values.
         timeout: seconds that a run under one layout may take; after them its verdict says where each rank stood.
         pool: the processes; None: as many as are needed, ended again.
@@ -119,6 +121,8 @@ def verify(
                 verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
                 verdict = Verdict(plan.name, error=what_happened(str(error), timeout))
+            if verdict.departure and verdict.departure.ulps < OF_FLOAT32 and dtype == torch.float64 and not virtual:
+                verdict = _widened(pool, task, plan, timeout, verdict)
             verdicts.append(verdict)
             if report is not None:
                 report(verdict)
@@ -131,7 +135,22 @@ def verify(
 
 def _run(task: Task, layout: Layout) -> Seen:
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
-    return run_step(task, mesh(**sizes, **({"virtual": task.virtual} if task.virtual else {})), layout)
+    on = mesh(**sizes, **({"virtual": task.virtual} if task.virtual else {}))
+    if not task.wide:
+        return run_step(task, on, layout)
+    with Float64() as mode:
+        seen = run_step(task, on, layout)
+    return replace(seen, casts=mode.casts)
+
+
+def _widened(pool: Pool, task: Task, layout: Layout, timeout: float, found: Verdict) -> Verdict:
+    """The verdict without the model's own casts to float32, which part equal numbers by a rounding of float32."""
+    task = replace(task, wide=True)
+    try:
+        (truth,) = pool(1, _run, task, parse_layout("tp1"), timeout=timeout)
+        return Judge(truth)(layout, pool(layout.size, _run, task, layout, timeout=timeout)) if truth.casts else found
+    except RankError:  # such as a kernel that takes float32 alone
+        return found
 
 
 def what_happened(text: str, timeout: float = 0.0) -> str:

@@ -41,6 +41,7 @@ class Task:
         seed: of the first values.
         virtual: not 0: the virtual degree of the meshes, on which the run is bitwise the same.
         nudge: not 0: the seed of half a rounding by which each parameter is moved.
+        wide: compute in float64 what the model casts to float32.
     """
 
     build: Callable[..., nn.Module]
@@ -50,6 +51,7 @@ class Task:
     seed: int = 0
     nudge: int = 0
     virtual: int = 0
+    wide: bool = False
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Seen:
         rows: B, of the whole batch.
         loss: of the whole batch.
         norm: of all gradients.
+        casts: how many tensors a wide run kept from becoming float32.
     """
 
     tp: int
@@ -90,6 +93,7 @@ class Seen:
     rows: int = 0
     loss: float = 0.0
     norm: float = 0.0
+    casts: int = 0
 
 
 def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
