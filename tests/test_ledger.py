@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh
 from mpcore import collectives as c
+from mpcore.analysis import CommunicationClock
 from mpcore.analysis.__main__ import main
 from mpcore.analysis.counts import Ledger, block_bytes, volume
 from mpcore.analysis.dry_run import dry_run, pretend
 from mpcore.command_line import find_object
+from mpcore.pipeline.messages import post
+from mpcore.pipeline.schedules import Action
 from tests.pool import mesh
 from tests.quick import some
 from tests.theory import zero_bytes
@@ -154,6 +160,39 @@ def test_every_kind_is_counted_once_whoever_calls_it(ranks):
             ("tp", "all_reduce"): (3, 96), ("tp", "all_gather"): (2, 128), ("tp", "reduce_scatter"): (2, 64),
             ("tp", "all_to_all"): (1, 32), ("tp", "broadcast"): (1, 32), "volume": 448, "all": 448,
         }  # fmt: skip
+
+
+LATE = 0.1
+
+
+def check_clock() -> list[float]:
+    """The seconds that this rank waits for what rank 1 begins late, in each way to communicate."""
+    on, x = mesh(tp=2), torch.ones(2)
+    unit: Any = fully_shard(torch.nn.Linear(2, 2), mesh=on.device_mesh["tp"])  # type: ignore[index]
+    other = 1 - on.tp.rank
+    ways = [
+        lambda: c.all_reduce(x, on.tp),
+        lambda: c.wait(c.start_all_gather(x, on.tp)),
+        lambda: torch.autograd.grad(c.copy(w, on.tp).sum(), w),
+        lambda: post(dist.irecv if other else dist.isend, [x.clone()], on.tp, other, Action("RECV_F", 0, 0)).wait(),
+        lambda: dist.barrier(group=on.tp.group),
+        lambda: (unit(x), unit.reshard()),
+    ]
+    w, seconds, before = x.clone().requires_grad_(), [], (c._wait, dist.Work.wait)
+    for way in ways:
+        way()
+        with CommunicationClock() as clock:
+            time.sleep(LATE * on.tp.rank)
+            way()
+        seconds.append(clock.seconds)
+    assert (c._wait, dist.Work.wait) == before
+    return seconds
+
+
+def test_the_clock_of_communication_measures_waits_of_every_kind(ranks):
+    early, late = ranks(2, check_clock)
+    assert all(0.8 * LATE < seconds < 10 for seconds in early), early
+    assert sum(late) < LATE * len(late) / 2, late
 
 
 def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):

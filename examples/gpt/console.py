@@ -93,14 +93,13 @@ class Console:
         if self.dashboards is not None:
             self.write("the dashboards", lambda: self.dashboards.add(entry))  # type: ignore[union-attr]
 
-    def record_step(self, trainer: Trainer, step: int, entry: dict, seconds: float, bar: tqdm | Lines) -> None:
+    def record_step(self, trainer: Trainer, step: int, entry: dict, bar: tqdm | Lines) -> None:
         """Record a step, and show it on the bar."""
         if trainer.args.trace:
             self.spans = trainer.run.pipeline.recorded()
         length, samples = trainer.config.seq_len, trainer.checkpoints.samples(step)
-        speed, tokens = len(samples) * length / seconds, samples.stop * length
-        speeds = {"tokens_per_second": speed, "seconds": seconds, "data_seconds": trainer.data_seconds}
-        speeds["memory"] = peak_memory(self.mesh)
+        speed, tokens = len(samples) * length / trainer.times.seconds, samples.stop * length
+        speeds = {"tokens_per_second": speed, **trainer.times.record(), "memory": peak_memory(self.mesh)}
         if self.mesh.device_type == "cuda" and math.isfinite(used := mfu(trainer, speed)):
             speeds["mfu"] = used
         read = {"samples": [samples.start, samples.stop - 1], "tokens": tokens}

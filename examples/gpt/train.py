@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from examples.gpt.samples import Samples
 from examples.gpt.setup import set_up
 from examples.gpt.stages import build_stages
 from examples.gpt.stop import Stop
+from examples.gpt.times import StepTimes
 from examples.gpt.twins import TensorCurves, reorder, round_anew
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.fault_tolerance.stragglers import Stragglers
@@ -61,7 +61,7 @@ class Trainer:
         self.curves = TensorCurves(self.run, args.record_tensors, self.out)
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
-        self.data_seconds = 0.0  # of the last step
+        self.times = StepTimes(args, mesh)  # of the last step
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
     def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -86,10 +86,9 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
         step, lr = self.run.step, learning_rate(self.args, self.run.step)
-        with self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext():
-            began = time.perf_counter()
+        timed = self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext()
+        with self.times.data(), timed:
             tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
-            self.data_seconds = time.perf_counter() - began
         count = self.run.count_tokens(targets)
         if self.config.moe is not None:  # the layers add the balance loss of the experts themselves
             arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
@@ -125,13 +124,13 @@ class Trainer:
             faults = Faults(args, self.mesh, records, self.out)
             bar = console.bar(range(self.run.step, args.steps), args.steps)
             for step in bar:
-                began = time.perf_counter()
                 self.profile.before(step)
-                entry = self.step()
+                with self.times:
+                    entry = self.step()
                 self.profile.after(step)
                 merge = entry.pop("merge", None)
                 self.beat()
-                console.record_step(self, step, entry, time.perf_counter() - began, bar)
+                console.record_step(self, step, entry, bar)
                 for line in faults.after(entry, checkpoints.samples(step), self.run, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ def default_store() -> Any:
 def clone_store() -> Any:
     """Open another connection to the store that the ranks of the job met at: a thread may wait in the first one."""
     return default_store().clone()
+
+
+def replace_wait(wait: Callable[..., Any]) -> None:
+    """Replace `Work.wait`, which all but functional collectives end with."""
+    dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ Stands on all that a training step stands on. Open `work.py` first, which says w
 runs one rank's step on fake tensors.
 """
 
+from mpcore.analysis.communication import CommunicationClock
 from mpcore.analysis.counts import Ledger, block_bytes, volume
 from mpcore.analysis.dry_run import dry_run
 from mpcore.analysis.layout import Counter, Layout
@@ -13,6 +14,6 @@ from mpcore.analysis.seconds import Seconds, estimate
 from mpcore.analysis.work import Model, Outline, Work
 
 __all__ = [
-    "Counter", "Layout", "Ledger", "Machine", "Model", "Outline", "Seconds", "Work", "block_bytes", "dry_run",
-    "estimate", "load_machine", "peak", "volume",
+    "CommunicationClock", "Counter", "Layout", "Ledger", "Machine", "Model", "Outline", "Seconds", "Work",
+    "block_bytes", "dry_run", "estimate", "load_machine", "peak", "volume",
 ]  # fmt: skip

@@ -111,7 +111,7 @@ def asks_of_watchdog(flags: str, out: Path) -> Any:
     return part.call_args.kwargs["timeout"]
 
 
-MEASURED = ("tokens_per_second", "seconds", "data_seconds", "memory")
+MEASURED = {"tokens_per_second", "memory", "seconds", "data_seconds", "communication_seconds", "compute_seconds"}
 
 
 def leaves(flags: str, out: Path) -> Any:

@@ -29,6 +29,7 @@ from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
 from mpcore.checkpoint import step_path
 from mpcore.fault_tolerance import metrics
+from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh
 from tests.quick import some
@@ -88,8 +89,7 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
         steps, evaluations = read(out)
         assert [r["step"] for r in steps] == [0, 1, 2]
         assert [r["step"] for r in evaluations] == [1, 2]
-        measured = {"tokens_per_second", "seconds", "data_seconds", "memory"}
-        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "samples", "tokens", *measured}
+        assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "samples", "tokens", *MEASURED}
         assert [r["tokens"] for r in steps] == [64, 128, 192]
         config = json.loads((out / "config.json").read_text())
         assert config["model"]["d_model"] == 16

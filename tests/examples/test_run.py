@@ -126,6 +126,9 @@ def test_the_bytes_of_a_token_are_counted_on_the_text():
 def test_each_step_has_its_seconds_and_memory(tmp_path):
     for entry in run("--eval-every 0 --no-save", tmp_path):
         assert 0 < entry["data_seconds"] < entry["seconds"]
+        assert entry["communication_seconds"] == 0  # one process
+        parts = entry["data_seconds"] + entry["communication_seconds"] + entry["compute_seconds"]
+        assert parts == pytest.approx(entry["seconds"])
         assert entry["tokens_per_second"] == pytest.approx(4 * 12 / entry["seconds"])
         assert entry["memory"] > 2**20
 
