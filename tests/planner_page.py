@@ -134,7 +134,7 @@ def page() -> str:
             "Processor seconds of one core, of a layout with nothing remembered, and again. Layouts share counts in a search.\n",
             speed(),
             "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks, and `tests/test_layout.py` "
-            "compares all counts with those of full runs, integer for integer.",
+            "compares all counts with those of full runs, integer for integer. Peaks while operators run are maxima, not sums: they agree within 4 %.",
             ROWS,
             "## Published runs\n",
             "`mpcore calibrate published`. Six scalars are fitted to each set, with priors around the profile's values; *left out* is the "

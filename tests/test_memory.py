@@ -78,8 +78,9 @@ def measure_peak(sizes: dict[str, int], flags: list[str]) -> int:
     """The most bytes that this rank really holds at any time of its second step, while operators run."""
     trainer = Trainer(parse([*FLAGS, *flags]), mesh(**sizes))
     states = trainer.run.optimizer.state.values()  # with the masters of 16-bit parameters
-    masters = [local_tensor(x) for state in states for x in state.values() if isinstance(x, Tensor)]
-    before = storage_bytes([*map(local_tensor, trainer.model.parameters()), *trainer.model.buffers(), *masters])
+    made = [local_tensor(x) for state in states for x in state.values() if isinstance(x, Tensor)]
+    made += [p.main_grad for p in trainer.model.parameters() if getattr(p, "main_grad", None) is not None]
+    before = storage_bytes([*map(local_tensor, trainer.model.parameters()), *trainer.model.buffers(), *made])
     with PeakTracker() as storages:
         trainer.step()
         gc.collect()
@@ -88,20 +89,22 @@ def measure_peak(sizes: dict[str, int], flags: list[str]) -> int:
     return before + storages.most
 
 
-def check_peak(ranks: Any, sizes: dict[str, int], flags: list[str]) -> None:
-    """The planned peak of the rank that holds the most is within 5 % of the measured one."""
-    world = math.prod(size for axis, size in sizes.items() if axis != "ep")
-    real = max(ranks(world, measure_peak, sizes, flags))
-    planned = max(dry_run(build, [*FLAGS, *flags], rank, **sizes).most for rank in range(world))
-    assert abs(planned / real - 1) <= 0.05, f"planned {planned:,} against {real:,}: {planned / real - 1:+.2%}"
+def peaks(ranks: Any, sizes: dict[str, int], flags: list[str]) -> tuple[int, int]:
+    """The most bytes that any rank holds, measured and planned."""
+    real = ranks(world(sizes), measure_peak, sizes, flags)
+    planned = [dry_run(build, [*FLAGS, *flags], rank, **sizes).most for rank in range(world(sizes))]
+    return max(real), max(planned)
 
 
-PEAKS = [*range(8), 11, 12, 13, 16, 17, 18, 20, 23, 24, 28, 29, 31]
+OFF = [19, 22]  # full recomputation: with bfs 6 % is planned too much, with dualpipev 7 % too little
 
 
-@pytest.mark.parametrize(("sizes", "flags"), some(LAYOUTS[7], of=[LAYOUTS[i] for i in PEAKS if i != 7]), ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "flags"), some(LAYOUTS[7], of=[x for i, x in enumerate(LAYOUTS) if i not in OFF]), ids=str
+)
 def test_the_planned_peak_is_that_of_a_run(ranks, sizes, flags):
-    check_peak(ranks, sizes, flags)
+    real, planned = peaks(ranks, sizes, flags)
+    assert planned == pytest.approx(real, rel=0.05), f"planned {planned:,} against {real:,}"
 
 
 def measure(sizes: dict[str, int], flags: list[str]) -> dict[str, int]:

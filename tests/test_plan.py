@@ -96,6 +96,13 @@ def test_messages_take_a_ring_of_the_slowest_link(node, rate):
     assert over_dp.exposed == {"dp": pytest.approx(0.25 * 2 * 4 * (2 * D * D + 2) * 3 / 4 / rate, rel=1e-12)}
 
 
+def test_kinds_of_collectives_have_rates_of_their_own():
+    usual, slow = machine(1e30, x_tp=1.0), machine(1e30, x_tp=1.0, reduce_scatter=3.0)
+    for kind, factor in {"reduce_scatter": 3, "all_gather": 1, "all_reduce": 1, "send": 1}.items():
+        took = [rates.seconds(kind, 1000, 2, range(4)) for rates in (usual, slow)]
+        assert took[1] == pytest.approx(factor * took[0], rel=1e-12), kind
+
+
 def test_a_message_between_stages_delays_the_one_that_waits():
     """A tensor there and a gradient back."""
     slower = one(machine(node_bandwidth=1e9), pp=2).bubble - one(machine(), pp=2).bubble

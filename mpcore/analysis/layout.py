@@ -75,6 +75,10 @@ class Layout:
         return most_bytes(self.held[rank], stages, peak(self.short, rank, stages)[1])
 
 
+PEAKS = ("forward_more", "backward_more", "weight_more")
+"""The only counts that are not linear in the blocks, since each is a maximum."""
+
+
 class Counter:
     """Count layouts of one model, remembering what stages of them have in common.
 
@@ -95,11 +99,12 @@ class Counter:
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
         self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
         self._memo: dict[Any, tuple[Kept, Held, int]] = {}
-        self._slopes: dict[Any, tuple[Kept, Held, int]] = {}
+        self._slopes: dict[Any, tuple[Kept, Held, int, dict[str, int]]] = {}
         self._stages: dict[Any, tuple[Kept, Held]] = {}
 
     def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> Found:
-        """Count one rank as `dry_run` does, integer for integer."""
+        """Count one rank as `dry_run` does, integer for integer; peaks while operators run, where kinds of blocks
+        alternate, within a few percent."""
         with on_mesh(rank, **sizes) as mesh:
             if not isinstance(self.build, Model):
                 return run_dry(call_build(self.build, mesh, arguments), mesh, self.stands_for_gpu)
@@ -163,7 +168,8 @@ class Counter:
         few = outline.few
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
-        terms: list[tuple[int, tuple[Kept, Held]]] = [(1, found)]
+        terms: list[tuple[int, tuple[Kept, Held]]] = []
+        raised = [dict.fromkeys(PEAKS, 0)]
         for kind, blocks in by_kind.items():
             if len(blocks) <= few:
                 continue
@@ -171,13 +177,14 @@ class Counter:
             if slope not in self._slopes:
                 more = self._run(outline, sizes, index, pattern, sorted([*base, blocks[few]]), enter)
                 kept, held = combine([(1, more[0]), (-1, found[0])]), combine([(1, more[1]), (-1, found[1])])
-                # The peak of backward is at its first blocks: more blocks neither raise nor lower it.
-                peaks = {"backward_more": more[0].backward_more, "weight_more": more[0].weight_more}
-                found = replace(found[0], **peaks), found[1]
-                terms[0] = 1, found
-                self._slopes[slope] = replace(kept, backward_more=0, weight_more=0), held, sizes.get("dp", 1)
-            kept, held, counted = self._slopes[slope]
+                grows = _growth(kept, any(pattern))
+                above = {name: getattr(kept, name) - grows[name] for name in PEAKS}
+                self._slopes[slope] = replace(kept, **grows), held, sizes.get("dp", 1), above
+            kept, held, counted, above = self._slopes[slope]
+            raised.append(above if len(by_kind) == 1 else {**above, "backward_more": 0})  # it begins with the last kind
             terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
+        peaks = {name: getattr(found[0], name) + max(above[name] for above in raised) for name in PEAKS}
+        terms.append((1, (replace(found[0], **peaks), found[1])))
         kept = combine([(factor, kept) for factor, (kept, _) in terms])
         return kept, combine([(factor, held) for factor, (_, held) in terms])
 
@@ -224,6 +231,17 @@ class Counter:
             outline = Outline("", len(ranks), plan.micro_batches, None, blocks, lambda _: 0, _no_work)
             outline = replace(outline, given=plan)
         return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
+
+
+def _growth(more: Kept, is_split: bool) -> dict[str, int]:
+    """What another block adds to the peaks while operators run, given what it adds to a stage of few blocks.
+
+    Forward ends with the most. Backward begins with the most, so that a block neither raises nor lowers its peak; only
+    where it is split, what waits for W may grow faster than what is let go.
+    """
+    waits = more.between - more.activations if is_split and more.backward_more > 0 else 0
+    weights = is_split * max(more.weight_more, 0)
+    return {"forward_more": more.activations, "backward_more": waits, "weight_more": weights}
 
 
 def _resharded(outline: Outline, held: Held, counted: int, dp: int) -> Held:

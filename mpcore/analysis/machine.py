@@ -34,6 +34,7 @@ class Machine:
         e_hbm: the share of `hbm` that other operators reach.
         node_bandwidth, node_latency: bytes a second that a rank sends within its node, and seconds of a step.
         bandwidth, latency: the same to another node.
+        all_gather, reduce_scatter, all_to_all: time of each kind, of a ring like all-reduce's.
         x_tp: the share of collectives over tp, cp and ep that computation doesn't hide.
         x_dp: the share of collectives over data ranks that computation doesn't hide.
         tau: seconds that a block costs besides, for each micro-batch: launches, the host, small shapes.
@@ -57,6 +58,9 @@ class Machine:
     node_latency: float = 5e-6
     bandwidth: float = 25e9
     latency: float = 1e-5
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
     x_tp: float = 1.0
     x_dp: float = 0.5
     tau: float = 1e-4
@@ -90,7 +94,8 @@ class Machine:
         if kind == "send":
             return calls * latency + size / bandwidth
         rounds = 2 if kind == "all_reduce" else 1
-        return rounds * (calls * (p - 1) * latency + size * (p - 1) / p / bandwidth)
+        ring = rounds * (calls * (p - 1) * latency + size * (p - 1) / p / bandwidth)
+        return ring * getattr(self, kind, 1.0)
 
 
 NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "sources", "errors"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import sys
 import time
@@ -28,7 +27,7 @@ from mpcore.command_line import Parser, find_object
 
 PICTURES = (".png", ".svg", ".pdf")
 FIRST = 10.0
-"""Seconds until the first table."""
+"""Seconds until the first table, and between lines of progress where there is no terminal."""
 
 
 def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
@@ -98,10 +97,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Progress:
-    """A bar on a terminal, and the first table once `FIRST` seconds are over."""
+    """A bar on a terminal, a line now and then elsewhere, and the first table once `FIRST` seconds are over."""
 
     def __init__(self, of: int, machine: Machine, top: int) -> None:
-        self.of, self.machine, self.top, self.began, self.shown = of, machine, top, time.monotonic(), False
+        self.of, self.machine, self.top, self.shown = of, machine, top, False
+        self.began = self.told = time.monotonic()
 
     def __call__(self, done: int, found: Sequence[Estimate]) -> None:
         """Tell how many layouts are done."""
@@ -110,10 +110,14 @@ class Progress:
             if done < self.of:
                 print(f"after {done} of {self.of} layouts:")
                 print(table(ranked(found, self.machine), self.machine, min(self.top, 5)), flush=True)
-        if sys.stderr.isatty():
+        progress = f"{done} of {self.of} layouts; Ctrl-C stops with what is there"
+        if not sys.stderr.isatty():
+            if time.monotonic() - self.told > FIRST:
+                self.told = time.monotonic()
+                print(progress, file=sys.stderr, flush=True)
+        else:
             bar = "#" * (30 * done // self.of)
-            text = f"\r[{bar:<30}] {done} of {self.of} layouts; Ctrl-C stops with what is there"
-            print(text, end="\n" if done == self.of else "", file=sys.stderr, flush=True)
+            print(f"\r[{bar:<30}] {progress}", end="\n" if done == self.of else "", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -131,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     if not cuts:
         raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
     options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
-    layouts = list(itertools.product(cuts, options))
+    layouts = [(cut, option) for option in options for cut in cuts]  # meshes share the counts of a choice
     counter = Counter(build, not args.cpu, share=True)
     print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
           f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node")  # fmt: skip
