@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,9 @@ from bench.conftest import in_the_subset, keep
 from bench.interleave import judge
 from bench.kernels import protocol
 from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongError, always, compare, compiled, imported
+from bench.peers import page as peers_page
+from bench.peers.measure import Result, Row, check_equal
+from bench.peers.table import ROWS
 from bench.report import BEGIN, END, main, table
 from bench.tune import AS_IT_IS, Candidate, Tunable, tune
 
@@ -408,3 +413,39 @@ def test_what_is_measured_lies_in_memory_as_the_bench_made_it(bench):
         inputs = one.inputs(one.toy, torch.bfloat16, torch.device("cpu"))
         leaves = protocol._leaves(one, inputs, BOTH)
         assert {name: x.stride() for name, x in leaves.items()} == {name: x.stride() for name, x in inputs.items()}
+
+
+def peers_row(name: str, **given) -> Row:
+    return Row(name, "a peer", lambda: lambda: torch.ones(2), lambda: lambda: torch.ones(2), **given)
+
+
+def test_a_row_of_peers_has_the_ratio_of_each_round_and_the_verdict_of_its_spread(tmp_path):
+    slow, fast, mixed = [2.0] * 5, [1.0] * 5, [0.9, 0.9, 1.0, 1.2, 1.2]
+    results = [
+        Result(peers_row("twice as fast"), cpu={"mpcore": fast, "a peer": slow}, wall={"mpcore": fast, "a peer": fast}),
+        Result(peers_row("half as fast"), cpu={"mpcore": slow, "a peer": fast}, wall={"mpcore": fast, "a peer": fast}),
+        Result(
+            peers_row("either", at_least=1.1), cpu={"mpcore": fast, "a peer": mixed}, wall={"mpcore": fast, "b": fast}
+        ),
+        Result(peers_row("absent"), "not installed"),
+    ]
+    assert [result.verdict for result in results] == ["met", "missed", "unclear", "not installed"]
+    peers_page.write(tmp_path / "peers.md", results, 90.0)
+    rows = [line for line in (tmp_path / "peers.md").read_text().splitlines() if "a peer" in line]
+    assert [line.split("|")[3].strip() for line in rows] == [
+        "**2.00** (2.00-2.00)", "**0.50** (0.50-0.50)", "**1.00** (0.90-1.20)", "not installed",
+    ]  # fmt: skip
+    assert (tmp_path / "peers.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("theirs", [torch.full((2,), 1.1), torch.tensor([1.0, math.nan]), [torch.ones(2)] * 2])
+def test_a_row_whose_sides_differ_is_an_error(theirs):
+    row = peers_row("sum")
+    check_equal(row, 0, torch.ones(2), torch.full((2,), 1 + 1e-6))
+    with pytest.raises(ValueError, match=r"off, beyond 1e-05|shorter|longer"):
+        check_equal(row, 0, torch.ones(2), theirs)
+
+
+def test_rows_of_peers_are_told_apart_and_sent_to_ranks():
+    assert len({(row.name, row.peer) for row in ROWS}) == len(ROWS)
+    assert [pickle.loads(pickle.dumps(row)) for row in ROWS[:2]] == ROWS[:2]

@@ -15,6 +15,7 @@ section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -361,9 +362,8 @@ class _CrossEntropy(Function):
         here = counts & (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
 
-        softmax = logits.softmax(-1, dtype=wide)  # over this rank's columns; one pass, where exp and sum are three
-        largest = logits.amax(-1).to(wide)
-        total = softmax.amax(-1).reciprocal()
+        kept, most, largest = _softmax(logits, wide)  # over this rank's columns; one pass, where exp and sum are three
+        total = most.reciprocal()
         at_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~here, 0)
         sum_logits = logits.sum(-1, dtype=wide) if smoothing else torch.zeros_like(total)
         share = torch.ones_like(total)
@@ -384,9 +384,8 @@ class _CrossEntropy(Function):
         if how.z_loss:
             loss = loss + how.z_loss * lse.square()
 
-        kept = softmax if logits.dtype == wide else logits  # of half precision the smaller of the two
         ctx.save_for_backward(kept, lse, share, counts, here, column)
-        ctx.dtype, ctx.how = logits.dtype, how
+        ctx.how = how
         return loss.masked_fill(~counts, 0)
 
     @staticmethod
@@ -394,22 +393,54 @@ class _CrossEntropy(Function):
         refuse_second_derivative("vocab_parallel_cross_entropy")
         kept, lse, share, counts, here, column = ctx.saved_tensors
         how = ctx.how
-        dloss = dloss.masked_fill(~counts, 0).unsqueeze(-1)
-        scale = dloss * (1 + 2 * how.z_loss * lse.unsqueeze(-1))
-        if kept.dtype == lse.dtype:
-            scale = scale * share.unsqueeze(-1)
-            # A graph that backward frees needs its softmax no more: the gradient takes its place in memory.
-            again = torch.compiler.is_compiling() or graph_is_kept()
-            dlogits = kept * scale if again else kept.mul_(scale)
+        dloss = dloss.masked_fill(~counts, 0)
+        scale = dloss * (1 + 2 * how.z_loss * lse) * share
+        at_target = (dloss * (how.label_smoothing - 1)).masked_fill(~here, 0)
+        smooth = dloss * (how.label_smoothing / how.size)
+
+        def gradient(softmax: Tensor, *rows: Tensor) -> Tensor:
+            """The softmax becomes the gradient, in its memory."""
+            scale, share, at_target, smooth, column = (row.unsqueeze(-1) for row in rows)
+            softmax.mul_(scale)
             if how.tp.size > 1:  # of -inf from end to end of this shard: no softmax, and no share
-                dlogits.masked_fill_(share.unsqueeze(-1) == 0, 0)
-        else:
-            dlogits = (kept.to(lse.dtype) - lse.unsqueeze(-1)).exp_().mul_(scale)
-        if how.label_smoothing:
-            dlogits -= dloss * (how.label_smoothing / how.size)
-        at_target = (dloss * (how.label_smoothing - 1)).masked_fill(~here.unsqueeze(-1), 0)
-        dlogits.scatter_add_(-1, column.unsqueeze(-1), at_target)
-        return dlogits.to(ctx.dtype), None, None
+                softmax.masked_fill_(share == 0, 0)
+            if how.label_smoothing:
+                softmax -= smooth
+            return softmax.scatter_add_(-1, column, at_target)
+
+        rows = scale, share, at_target, smooth, column
+        if kept.dtype == lse.dtype:  # a graph that backward frees needs its softmax no more
+            again = torch.compiler.is_compiling() or graph_is_kept()
+            return gradient(kept.clone() if again else kept, *rows), None, None
+        dlogits = torch.empty_like(kept, memory_format=torch.contiguous_format)
+        for logits, into, *of_rows in _in_pieces(kept, dlogits, *rows):
+            into.copy_(gradient(logits.to(lse.dtype).softmax(-1), *of_rows))
+        return dlogits, None, None
+
+
+# Elements whose float32 copy stays in the cache of a core: half precision becomes float32 by such pieces.
+_CACHED = 2**18
+
+
+def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Pieces of [..., V] by tokens, with those of tensors that have as many tokens; under torch.compile one piece."""
+    whole = (logits.reshape(-1, logits.shape[-1]), *(x.view(-1, *x.shape[logits.dim() - 1 :]) for x in others))
+    count = len(whole[0]) if torch.compiler.is_compiling() else max(1, _CACHED // logits.shape[-1])
+    yield from zip(*(x.split(count) for x in whole), strict=True)
+
+
+def _softmax(logits: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What backward needs (the softmax, or logits of half precision, which are smaller), its largest element of each
+    row, and the logit of that."""
+    if logits.dtype == wide:
+        softmax = logits.softmax(-1)
+        return softmax, softmax.amax(-1), logits.amax(-1)
+    most, largest = (logits.new_empty(logits.shape[:-1], dtype=wide) for _ in range(2))
+    for x, most_here, largest_here in _in_pieces(logits, most, largest):
+        x = x.to(wide)
+        most_here.copy_(x.softmax(-1).amax(-1))
+        largest_here.copy_(x.amax(-1))
+    return logits, most, largest
 
 
 class _FusedCrossEntropy(Function):

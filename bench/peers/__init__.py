@@ -1,0 +1,1 @@
+"""Ours beside the libraries that do the same: `python -m bench.peers`."""

@@ -1,0 +1,98 @@
+"""The page and the plot of a run's results."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench.machine import describe
+from bench.peers.measure import Result
+
+PACKAGES = ("torch", "transformers", "safetensors", "megatron-core", "fairscale")
+ABOUT = """# How does mpcore compare with other libraries?
+
+`python -m bench.peers --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row runs in processes of
+its own. The results of both sides are compared first: a row whose losses or gradients differ is an error and has no
+number. Then both sides take turns, on one thread a rank.
+
+**The ratio is the peer's processor time over mpcore's: above 1 mpcore is faster.** It is the median over rounds, with
+the 20th to 80th percentile. Processor time is the sum over ranks. Wall time says little where others use the machine.
+
+A target is `met`, `missed` (80 % of the rounds lie below it) or `unclear` (the median does). No GPU took part: there
+these figures show what a step costs the host.
+"""
+
+
+def line(result: Result) -> str:
+    """One row for the terminal."""
+    row = result.row
+    head = f"{row.name} | {row.peer}"
+    if result.problem:
+        return f"{head}: {result.problem}"
+    low, middle, high = result.ratio()
+    memory = "".join(f", {mib:.0f} MiB" for mib in result.peak_mib.values())
+    return f"{head}: {middle:.3f} ({low:.3f}-{high:.3f}), at least {row.at_least:.3g}: {result.verdict}{memory}"
+
+
+def write(page: Path, results: Sequence[Result], took: float) -> None:
+    """Write the page, and the plot as a PNG beside it."""
+    about = describe()
+    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    machine = f"{about['device']}, {about['cores']} cores, Python {about['python']}"
+    lines = [
+        ABOUT.format(minutes=took / 60),
+        f"Machine: {machine}. Date: {about['date']}, commit {about['commit']}. Versions: {', '.join(versions)}.",
+        "",
+        f"![The peer's processor time over mpcore's, by row]({page.stem}.png)",
+        "",
+        "| what | peer | ratio (p20-p80) | target | | mpcore, peer: ms a step | wall ratio | peak MiB: mpcore, peer |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_row, results),
+        "",
+    ]
+    page.write_text("\n".join(lines))
+    _plot([result for result in results if not result.problem], page.with_suffix(".png"), machine)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _row(result: Result) -> str:
+    row = result.row
+    if result.problem:
+        return f"| {row.name} | {row.peer} | {result.problem} | | | | | |"
+    low, middle, high = result.ratio()
+    times = ", ".join(f"{1e3 * statistics.median(each):.3g}" for each in result.cpu.values())
+    memory = ", ".join(f"{mib:.0f}" for mib in result.peak_mib.values())
+    return (
+        f"| {row.name} | {row.peer} | **{middle:.2f}** ({low:.2f}-{high:.2f}) | {row.at_least:.2f} | {result.verdict} "
+        f"| {times} | {result.ratio('wall')[1]:.2f} | {memory} |"
+    )
+
+
+def _plot(results: Sequence[Result], file: Path, title: str) -> None:
+    figure = Figure(figsize=(9, 0.32 * len(results) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, result in enumerate(results):
+        low, middle, high = result.ratio()
+        axes.barh(place, middle, color="tab:green" if result.verdict == "met" else "tab:orange")
+        axes.plot([low, high], [place, place], color="black", linewidth=1)
+        axes.plot([result.row.at_least], [place], marker="|", color="tab:red", markersize=12)
+    names = [f"{result.row.name} / {result.row.peer}" for result in results]
+    axes.set_yticks(range(len(results)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("the peer's processor time over mpcore's (black: p20 to p80; red: target)", fontsize=8)
+    axes.set_title(title, fontsize=8)
+    figure.savefig(file, dpi=100)
