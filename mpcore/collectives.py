@@ -98,6 +98,11 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return _call(_ops.all_reduce.default, x, op, _group(axis))
 
 
+def start_sum_in_place(x: Tensor, axis: Axis) -> Tensor:
+    """Begin to sum contiguous `x` over the axis in its own memory, which nobody else may read before `wait(x)`."""
+    return _call(_ops.all_reduce_.default, x, "sum", _group(axis))
+
+
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1.
 

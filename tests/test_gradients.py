@@ -84,12 +84,12 @@ def give_gradients(model, tp):
     return want
 
 
-def check_kinds(dtype, bucket=of_gradients.BUCKET):
+def check_kinds(dtype, bucket=of_gradients.BUCKET, alone=of_gradients.ALONE):
     tp = mesh(tp=4).tp
     model = Kinds(tp, dtype)
     want = give_gradients(model, tp)
     with (
-        mock.patch.object(of_gradients, "BUCKET", bucket),
+        mock.patch.multiple(of_gradients, BUCKET=bucket, ALONE=alone),
         mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
     ):
         reduce_gradients(model)
@@ -108,10 +108,11 @@ def check_kinds(dtype, bucket=of_gradients.BUCKET):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_is_declared_pending_is_summed_and_nothing_else(ranks, dtype):
-    ranks(4, check_kinds, dtype)
+    for alone in (of_gradients.ALONE, 1):
+        ranks(4, check_kinds, dtype, alone=alone)
 
 
-def check_missing():
+def check_missing(alone):
     tp = mesh(tp=4).tp
     model = Kinds(tp)
     want = give_gradients(model, tp)
@@ -122,7 +123,8 @@ def check_missing():
             p.grad = None  # seen by nobody
         if name == "overlapping" and tp.rank == 1:
             p.grad = None
-    reduce_gradients(model)
+    with mock.patch.object(of_gradients, "ALONE", alone):
+        reduce_gradients(model)
     assert model.columns.grad is None
     close(model.partial.grad, draw(300 + 2, 3), "partial")
     close(model.replicated.grad, want["replicated"], "replicated")
@@ -136,7 +138,8 @@ def check_missing():
 
 
 def test_pitfall_33_a_gradient_that_some_ranks_lack_counts_as_zero(ranks):
-    ranks(4, check_missing)
+    for alone in (of_gradients.ALONE, 1):
+        ranks(4, check_missing, alone)
 
 
 def check_frozen():
@@ -185,14 +188,14 @@ def check_buckets():
     """Whole numbers, whose sums are exact in any order: the same bits however they are cut, and no parameter twice."""
     m = mesh(tp=2, dp=2)
     found, calls = [], []
-    for bucket in (2**26, 20, 1):
+    for bucket, alone in ((2**26, 2**18), (20, 2**18), (1, 2**18), (2**26, 1)):
         torch.manual_seed(4)
         model = Model(sequence=1, tp=m.tp).double()
         shard_data_parallel(model, m, zero=0)  # declares what the mesh says once more
         for i, p in enumerate(model.parameters()):
             p.grad = draw(10 * i + m.world.rank, *p.shape).mul(9).round() if i != 1 or m.world.rank == 1 else None
         with (
-            mock.patch.object(of_gradients, "BUCKET", bucket),
+            mock.patch.multiple(of_gradients, BUCKET=bucket, ALONE=alone),
             mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
         ):
             reduce_gradients(model, m)
@@ -204,6 +207,7 @@ def check_buckets():
     largest = max(p.numel() for p in model.parameters())
     assert max(calls[1]) < max(20, largest) + 20
     assert max(calls[2]) == largest + 1, "one parameter and whether it is there"
+    assert max(calls[3]) <= len(found[0]), "whether it is there alone: each gradient is summed where it lies"
 
 
 def test_sums_are_cut_in_buckets_and_stay_the_same(ranks):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
-from mpcore.collectives import all_reduce
+from mpcore.collectives import all_reduce, start_sum_in_place, wait
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
@@ -23,6 +23,8 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 
 # Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
 BUCKET = 2**26
+# Elements from which a gradient is summed in its own memory: a message each costs less than to pack and unpack it.
+ALONE = 2**18
 _Entry: TypeAlias = "tuple[str, nn.Parameter, Shard | None]"  # None: all of the parameter's gradient is pending
 T = TypeVar("T")
 UNSUMMED = (
@@ -37,9 +39,9 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
     """Sum the gradients that layers declare as pending. Call it once a step, after the last backward.
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
-    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. One all-reduce an
-    axis and `BUCKET` elements, in fp32 (fp64 for fp64), however many parameters there are. A parameter without a
-    gradient on some rank counts as zero there; one without on all ranks keeps None.
+    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. They are summed in
+    fp32 (fp64 for fp64): parameters of `ALONE` elements and more each by itself, others packed, `BUCKET` elements at
+    once. A parameter without a gradient on some rank counts as zero there; one without on all ranks keeps None.
 
     Args:
         model: the model, or this rank's stage of it. Its gradients were zeroed since the last call.
@@ -146,14 +148,22 @@ def _reduce_pending(axis: Axis, entries: list[_Entry], wide: torch.dtype) -> Non
         if not there:
             parameter.grad = torch.zeros_like(parameter)
     parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
-    flat = torch.cat([present.to(parts[0].device), *(part.reshape(-1) for part in parts)])
-    present, *sums = all_reduce(flat, axis).split([len(entries), *(part.numel() for part in parts)])
+    alone, packed = dict[int, Tensor](), list[int]()
+    for i, ((_, _, shard), part) in enumerate(zip(entries, parts, strict=True)):
+        if shard is None and part.numel() >= ALONE and not axis.virtual:
+            alone[i] = start_sum_in_place(part.contiguous(), axis)
+        else:
+            packed.append(i)
+    flat = torch.cat([present.to(parts[0].device), *(parts[i].reshape(-1) for i in packed)])
+    present, *sums = all_reduce(flat, axis).split([len(entries), *(parts[i].numel() for i in packed)])
+    totals = {i: total.view_as(parts[i]) for i, total in zip(packed, sums, strict=True)}
+    totals |= {i: wait(total) for i, total in alone.items()}
     found = None if complete else present.tolist()  # waits for the device, so only where it matters
-    for i, ((_, parameter, shard), part, total) in enumerate(zip(entries, parts, sums, strict=True)):
+    for i, (_, parameter, shard) in enumerate(entries):
         if found is not None and found[i] == 0:
             zero_gradients([parameter])
         else:
-            _store_part(parameter, shard, total.view_as(part))
+            _store_part(parameter, shard, totals[i])
 
 
 def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:
