@@ -17,7 +17,7 @@ from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.local import is_dtensor
 
-_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
@@ -35,7 +35,7 @@ def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
 
 
 def head_dim_of(parent: nn.Module) -> int | None:
-    sizes = (getattr(parent, name, None) for name in _HEAD_DIMS)
+    sizes = (getattr(parent, name, None) for name in HEAD_DIMS)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
@@ -72,11 +72,29 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def owner_of(model: nn.Module, name: str) -> str:
+    """The module whose forward calls a layer, by name: the nearest one that is no list of modules."""
+    name = _owner(name)
+    while name and isinstance(model.get_submodule(name), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        name = _owner(name)
+    return name
+
+
 def _sharded(styles: list[Target]) -> Iterator[tuple[str, nn.Module, Colwise]]:
     """The layers of a plan whose output stays sharded, and which a module holds."""
     for name, module, style in styles:
         if isinstance(style, Colwise) and not style.gather_output and name:
             yield name, module, style
+
+
+def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = False) -> None:
+    """Refuse a plan by what its words and the model's sizes tell; `own`: the plan is the one that the model carries."""
+    check_local_sizes(styles, tp)
+    if tp.size > 1:
+        check_shared_parameters(model, styles)
+        if not own:
+            check_head_counts(model, styles, tp)
+            check_fused(styles)
 
 
 def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
@@ -106,9 +124,7 @@ def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
     """Refuse to shard heads that their module counts in an attribute, which the plan leaves as it is."""
     told = {id(target): style.names + style.kept for _, target, style in styles if isinstance(style, LocalSizes)}
     for name, _, _ in _sharded(styles):
-        attention = _owner(name)
-        while attention and isinstance(model.get_submodule(attention), nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            attention = _owner(attention)
+        attention = owner_of(model, name)
         owner = model.get_submodule(attention)
         for attribute, value in vars(owner).items():
             if type(value) is int and HEADS.fullmatch(attribute) and attribute not in told.get(id(owner), ()):

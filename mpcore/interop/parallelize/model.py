@@ -100,12 +100,8 @@ def parallelize(
     try:
         styles = _without(module, resolve(module, plan), skip)
         swaps = swaps_of(module, styles, tp)
-        checks.check_local_sizes(styles, tp)
+        checks.check_plan(module, styles, tp, own=is_own(plan))
         if tp.size > 1:
-            checks.check_shared_parameters(module, styles)
-            if not is_own(plan):
-                checks.check_head_counts(module, styles, tp)
-                checks.check_fused(styles)
             _check_share(module, swaps, styles, tp, strict)
     except ValueError as error:
         problem = error

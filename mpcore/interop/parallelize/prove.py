@@ -155,6 +155,8 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Argu
             finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
             if found.error is None and finite:
                 twin.model.zero_grad()
+                for held in map(vars, twin.model.modules()):  # such as the weight that weight_norm's hook made
+                    held.update({k: x.detach() for k, x in held.items() if isinstance(x, Tensor) and not x.is_leaf})
                 return twin, arguments, found
             said.append(_first_line(found.error) if found.error else "its output has no finite floats")
     why = f"on a copy with random weights, {said[0]}" if said else "no arguments of its forward are known"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
-from mpcore.interop.parallelize.checks import HEADS, check_local_sizes, head_dim_of, linear_sizes
+from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, resolve
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
@@ -23,6 +23,7 @@ from mpcore.mesh.axis import Axis
 LARGE = 0.005  # part of the model's parameters, for which a layer is sharded by itself
 _WHOLE = ""  # the source of what every rank must have whole
 Styles = dict[str, "str | Style"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
     twin, plan, left = prover.whole[0], {}, {}
     for region in _regions(flow):
         why = "nothing divides it"
-        for part in _parts(twin, flow, region, tp):
+        for part in map(flow.spelled, _parts(twin, flow, region, tp)):
             wrong = _verdict(prover, plan | part, tp)
             if wrong is None:
                 plan |= part
                 break
             why = wrong
         else:
-            left |= dict.fromkeys((flow.patterns[name] for name in region.rows), why)
-    for part in (*_experts(twin, flow), *_ends(twin, flow), *_large(twin, flow)):
+            left |= flow.spelled(dict.fromkeys((flow.patterns[name] for name in region.rows), why))
+    for part in map(flow.spelled, (*_experts(twin, flow), *_ends(twin, flow), *_large(twin, flow))):
         if not part.keys() & plan.keys():
             wrong = _verdict(prover, plan | part, tp)
             if wrong is None:
@@ -120,7 +121,7 @@ def _verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
     twin = prover.whole[0]
     try:
         targets = resolve(prover.shapes, plan)
-        check_local_sizes(targets, Axis(tp, name="tp"))
+        check_plan(prover.shapes, targets, Axis(tp, name="tp"))
         return prover.verdict({name: style for name, _, style in targets}, tp, cut_model)
     except ValueError as error:
         return str(error)
@@ -158,18 +159,29 @@ class _Sources(TorchDispatchMode):
 
 @dataclass
 class _Flow:
-    """What each linear layer's input was made from, the norms on the way, and the pattern of each module's name."""
+    """What each linear layer's input was made from, and the norms on the way.
+
+    Attributes:
+        patterns: by module name in the twin. Where modules of several kinds match a pattern, each kind has a label.
+        labelled: by such a label the names of its modules in the whole model.
+    """
 
     inputs: dict[str, frozenset[str]] = field(default_factory=dict)
     norms: dict[str, frozenset[str]] = field(default_factory=dict)
     tables: dict[str, None] = field(default_factory=dict)
-    patterns: dict[str, str] = field(default_factory=dict)
     output: frozenset[str] = frozenset()
+    patterns: dict[str, str] = field(default_factory=dict)
+    labelled: dict[str, list[str]] = field(default_factory=dict)
+
+    def spelled(self, said: dict[str, T]) -> dict[str, T]:
+        """Write names in place of labels."""
+        return {name: what for pattern, what in said.items() for name in self.labelled.get(pattern, [pattern])}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `Colwise` and `Rowwise` can shard a module: an `nn.Linear` or a Conv1D."""
-    return isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int)
+    """Whether `Colwise` and `Rowwise` can shard a module: an `nn.Linear` or a Conv1D, not parametrized."""
+    kind = isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int)
+    return kind and module._parameters.get("weight") is not None
 
 
 @torch.no_grad()
@@ -211,8 +223,24 @@ def _flow(twin: Twin, prover: Prover) -> _Flow:
         for handle in handles:
             handle.remove()
     found.output = sources.of(out)
-    found.patterns = {name: _pattern(prover.shapes, old) for name, old in twin.names.items()}
+    patterns, found.labelled = _patterns(prover.shapes)
+    found.patterns = {name: patterns[old] for name, old in twin.names.items()}
     return found
+
+
+def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The pattern or the label of each module, and the modules of each label."""
+    alike: dict[str, dict[tuple[type, type], list[str]]] = {}
+    for name, module in model.named_modules():
+        kind = type(model.get_submodule(name.rpartition(".")[0])), type(module)
+        alike.setdefault(_pattern(model, name), {}).setdefault(kind, []).append(name)
+    found, labelled = {}, {}
+    for pattern, kinds in alike.items():
+        for (owner, kind), names in kinds.items():
+            label = pattern if len(kinds) == 1 else f"{pattern} ({owner.__name__}, {kind.__name__})"
+            found |= dict.fromkeys(names, label)
+            labelled |= {label: names} if len(kinds) > 1 else {}
+    return found, labelled
 
 
 def _pattern(model: nn.Module, name: str) -> str:
@@ -250,8 +278,8 @@ def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles
     parts = (region.columns, region.rows, region.norms)
     columns, rows, norms = ({flow.patterns[name]: None for name in names} for names in parts)
     column, row = next(iter(region.columns)), next(iter(region.rows))
-    owner = twin.model.get_submodule(column.rpartition(".")[0])
-    where = flow.patterns[column.rpartition(".")[0]]
+    at = owner_of(twin.model, column)
+    owner, where = twin.model.get_submodule(at), flow.patterns[at]
     n_out, n_in = linear_sizes(twin.model.get_submodule(column))[1], linear_sizes(twin.model.get_submodule(row))[0]
     base: Styles = {**dict.fromkeys(rows, "rowwise"), **dict.fromkeys(norms, "replicated_with_grad_allreduce")}
     for table in (flow.patterns[name] for name in flow.tables):
@@ -263,39 +291,52 @@ def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles
     yield gathered | dict.fromkeys(rows, "rowwise_split_input")  # between them each rank does the same
 
 
+def _counts(owner: nn.Module, n_out: int, n_in: int) -> dict[str, int]:
+    """Attributes that may be a number of heads or groups, those that say so first."""
+    held = {name: value for name, value in vars(owner).items() if type(value) is int and name not in HEAD_DIMS}
+    found = {name: value for name, value in held.items() if HEADS.fullmatch(name)}
+    return found | {n: v for n, v in held.items() if v > 1 and (n_in % v == 0 or n_out % v == 0) and v < n_in}
+
+
 def _sizes(owner: nn.Module, n_out: int, n_in: int, tp: int) -> Iterator[LocalSizes | None]:
-    """Attributes that may count what is sharded: none, heads, and heads and widths."""
-    held = {name: value for name, value in vars(owner).items() if type(value) is int}
-    heads = tuple(name for name in held if HEADS.fullmatch(name))
-    divided = tuple(name for name in heads if held[name] % tp == 0)
-    widths = tuple(name for name, value in held.items() if value in (n_in, n_out) and value % tp == 0)
-    yield LocalSizes((), kept=heads) if heads else None
-    if divided:
-        yield LocalSizes(divided, kept=tuple(name for name in heads if name not in divided))
-    if widths and (*divided, *widths) != divided:
-        names = tuple(dict.fromkeys((*divided, *widths)))
-        yield LocalSizes(names, kept=tuple(name for name in heads if name not in names))
+    """Attributes that may count what is sharded: none, heads, heads and widths, and then any that divide the widths."""
+    heads = tuple(name for name in vars(owner) if HEADS.fullmatch(name) and type(vars(owner)[name]) is int)
+
+    def divided(names: Iterable[str]) -> LocalSizes:
+        return LocalSizes(tuple(names), kept=tuple(name for name in heads if name not in names))
+
+    first = [name for name in heads if vars(owner)[name] % tp == 0]
+    wide = [n for n, v in vars(owner).items() if type(v) is int and v in (n_in, n_out) and v % tp == 0]
+    others = [n for n, v in _counts(owner, n_out, n_in).items() if n not in heads and v % tp == 0][:4]
+    chosen = [first, [*first, *wide]]
+    chosen += [[*first, *some] for n in range(len(others), 0, -1) for some in itertools.combinations(others, n)]
+    yield divided([]) if heads else None
+    yield from map(divided, filter(None, dict.fromkeys(tuple(dict.fromkeys(names)) for names in chosen)))
 
 
 def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Collection[str]) -> Iterator[str | Style]:
     """How a projection may pack heads, or several projections."""
-    config: Any = getattr(twin.model, "config", None)
-    counts = [value for name, value in vars(owner).items() if type(value) is int and HEADS.fullmatch(name)]
-    counts += [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_head")]
-    widths = [head_dim_of(owner), *(n_in // n for n in counts if isinstance(n, int) and n and n_in % n == 0)]
-    units = [n for n in dict.fromkeys(widths) if n]
     if n_out <= n_in or len(columns) > 1:
         yield "colwise"
         return
-    for unit in units:
+    config: Any = getattr(twin.model, "config", None)
+    counts = list(_counts(owner, n_out, n_in).values())
+    counts += [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_head")]
+    counts = [n for n in dict.fromkeys(counts) if isinstance(n, int) and n]
+    units = [head_dim_of(owner), *(n_in // n for n in counts if n_in % n == 0)]
+    for unit in (n for n in dict.fromkeys(units) if n):
         kv = (n_out - n_in) // 2
         if (n_out - n_in) % 2 == 0 and kv % unit == 0:
             yield Colwise(blocks=(n_in, kv, kv), unit=unit)
             groups = kv // unit
             if groups and n_out % groups == 0:
                 yield Colwise(unit=n_out // groups)  # of each KV head its query heads, itself and its values
+    for count in (n for n in counts if n_out % n == 0):
+        yield Colwise(unit=n_out // count)
+        yield Colwise(blocks=n_out // count, unit=1)  # heads innermost
     if n_out % n_in == 0:
         yield Colwise(blocks=n_out // n_in, unit=1)
+        yield Colwise(unit=n_out // n_in)  # such as gate and up in turns
     yield "colwise"
 
 
@@ -311,7 +352,7 @@ def _expert_styles(module: nn.Module) -> Iterator[str | Experts]:
     if getattr(module, "is_concatenated", None) is not None:
         yield "moe_tp_experts"
     shapes = {leaf: p.shape for leaf, p in module._parameters.items() if p is not None and p.dim() in (2, 3)}
-    stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3}
+    stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3 and shape[0] > 1}
     if len(stacked) < 2 or len({shape[0] for shape in shapes.values()}) > 1:
         return
     for size in dict.fromkeys(size for shape in stacked.values() for size in shape[1:]):

@@ -1,0 +1,88 @@
+"""Transformers of unusual make: the plan that is found is equal to the whole model, or what can't be cut is named."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import mpcore as mp
+from mpcore.interop.parallelize.plan import STYLES
+from mpcore.verify import verify
+from tests import odd_models as models
+from tests.quick import some
+
+pytestmark = pytest.mark.filterwarnings("ignore:the plan leaves", "ignore:`torch.nn.utils.weight_norm`")
+KINDS = ["bert", "qkv of groups", "table read as a head", "vision", "weight norm", "state space", "used twice", "tuple"]
+SHARES = {"conv1d without nf": 0.6, "weight norm": 0.6, "old weight norm": 0.6, "spectral norm": 0.6, "functional": 0.6}
+SHARES |= {"torch's": 0.7, "vision": 0.7, "table read as a head": 0.8, "max norm": 0.8}
+TP = mp.Axis(size=2, rank=0, name="tp")
+
+
+def found(name):
+    return mp.suggest_plan(models.MODELS[name](), example=models.example(name))
+
+
+@pytest.mark.parametrize("name", some(*KINDS, of=list(models.MODELS)))
+def test_the_plan_found_trains_as_the_whole_model(ranks, name):
+    suggestion, batch = found(name), {"x": models.example(name)}
+    assert suggestion.share > SHARES.get(name, 0.93)
+    mp.parallelize(models.MODELS[name](), suggestion.plan, TP, example=batch["x"], strict=True)
+    build = partial(models.build, name, suggestion.plan)
+    (verdict,) = verify(build, batch, ["tp2"], loss=models.loss, pool=ranks)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("qkv of kind, head", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(blocks=3, unit=6)}),
+        ("qkv of head, kind", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(unit=18)}),
+        ("qkv of feature, kind, head", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(18, unit=1)}),
+        ("qkv of groups", {"blocks.0": mp.LocalSizes(("kv",)), "blocks.0.w": mp.Colwise(unit=24)}),
+        ("two kv heads", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
+        ("gate and up", {"blocks.*.wi": mp.Colwise(blocks=2)}),
+        ("gate and up in turns", {"blocks.*.wi": mp.Colwise(unit=2)}),
+    ],
+)
+def test_packings_whose_names_say_nothing_are_found(name, plan):
+    said = found(name).plan
+    shards = [mp.parallelize(models.MODELS[name](), p, TP, check=False).state_dict() for p in (said, said | plan)]
+    assert {key: x.shape for key, x in shards[0].items()} == {key: x.shape for key, x in shards[1].items()}
+    styles = [STYLES.get(str(style), style) for style in said.values()]
+    assert sum(getattr(style, "gather_output", False) for style in styles) == 1  # the head alone
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "said"),
+    [
+        ("weight norm", {"blocks.1.up": "colwise"}, "blocks.1.up"),
+        ("spectral norm", {"blocks.1.down": "rowwise"}, "blocks.1.down"),
+        ("conv1d without nf", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1.up is a Transposed"),
+        ("max norm", {"table": "vocab"}, "table: max_norm"),
+        ("vision", {"stem": "colwise"}, "stem is a Conv2d"),
+        ("table read as a head", {"table": "vocab"}, "scale"),
+        ("torch's", {"blocks.0.attention.out_proj": "rowwise"}, "blocks.0.attention.out_proj is part of an nn.Multi"),
+        ("functional", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+        ("side by side, fused", {"blocks.*.before": "colwise", "blocks.*.behind": "rowwise"}, "blocks.0.before"),
+        ("state space", {"blocks.0.into": mp.Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
+        ("mixed by softmax", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+        ("mixed by roll", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+        ("mixed by mean", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+        ("one kv head", {"blocks.0": mp.LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("slopes", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("full norm", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("qkv of head, kind", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(blocks=3)}, "blocks.0"),
+        ("talking heads", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("router", {"blocks.1.experts.*.up": "colwise"}, "blocks.1.experts.0.down"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_the_name_of_a_module(name, plan, said):
+    back = {"blocks.0.back": "rowwise"} if "blocks.0" in plan else {}
+    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+        mp.parallelize(models.MODELS[name](), plan | back, TP, example=models.example(name))
+
+
+def test_arguments_that_cannot_be_guessed_are_asked_for():
+    with pytest.raises(ValueError, match=r"no plan can be tried on this model: .* Give arguments .* example="):
+        mp.suggest_plan(models.MODELS["vision"]())
+    assert torch.is_floating_point(models.example("vision"))
