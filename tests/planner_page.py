@@ -35,6 +35,7 @@ Made by `python -m tests.planner_page --write docs/planner.md`, never edited.
 mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
     --global-batch 1024 --wide --out plan.png
 mpcore plan .. --explain 1                                  where the seconds and the memory of row 1 go
+mpcore plan .. --ranks ranks.png                            which rank is on which GPU of which node, as a picture
 mpcore plan .. --what-if bandwidth=2x --what-if memory=141e9    the same on another machine
 mpcore calibrate runs.csv --machine h100 --out mine.json    fit a profile; `--machine mine.json` plans with it
 mpcore calibrate candidates.csv --machine h100 --suggest 4  which runs to measure first

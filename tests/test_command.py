@@ -1,8 +1,11 @@
 """The command `mpcore`: each of its commands, mistyped words, and what the doctor finds."""
 
 import ast
+import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -19,6 +22,8 @@ from mpcore.command_line import STATUS, find_object
 from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
 from mpcore.fault_tolerance import tell_launcher
 from mpcore.kernels import _dispatch, _self_test
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -68,9 +73,10 @@ def test_a_command_that_cannot_run_says_so_in_one_line_and_ends_with_2(words, ca
 
 def test_only_commands_print_and_all_else_logs():
     """`mpcore.mesh.log` adds the rank and the time."""
-    root = Path(__file__).parents[1]
-    for path in (*root.glob("mpcore/**/*.py"), *root.glob("kernels/**/*.py")):
-        tree = ast.parse(path.read_text())
+    for path in (*ROOT.glob("mpcore/**/*.py"), *ROOT.glob("kernels/**/*.py")):
+        if "print(" not in (text := path.read_text()):
+            continue
+        tree = ast.parse(text)
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert not calls or "main" in functions or path.name == "command_line.py", path
@@ -88,7 +94,7 @@ def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):
 
 
 def test_the_page_on_commands_lists_all():
-    text = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text()
     assert re.findall(r"^\| `mpcore (\w+)`", text, re.MULTILINE) == list(COMMANDS)
 
 
@@ -197,6 +203,36 @@ def test_the_doctor_prints_versions_and_its_status_is_1_when_a_check_failed(caps
     ):
         assert main(["doctor"]) == 1
         assert "failed: port 2" in capsys.readouterr().out
+
+
+def run_doctor(folder: Path, *flags: str, first: str = "", **variables: str) -> tuple[int, list[str]]:
+    """The whole command in a process of its own: its status and its lines."""
+    code = f"import sys; {first or 'pass'}; from mpcore.__main__ import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code, *flags], cwd=folder, env=os.environ | variables, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    return run.returncode, run.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_doctor_says_which_part_of_a_broken_machine_is_broken(tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        status, lines = run_doctor(ROOT, "--port", str(port))
+        assert (status, lines[-1]) == (1, f"failed: port {port}")
+        assert any("in use" in line and f"--master-port {port + 1}" in line for line in lines)
+    status, lines = run_doctor(ROOT, "--port", str(port), first="sys.modules['triton'] = None")
+    assert (status, lines[-1]) == (0, "all is well")  # on a CPU plain torch runs
+    assert any(line.startswith("skipped kernels") and "triton can't be imported" in line for line in lines)
+    for folder in ("mpcore", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
+    broken = tmp_path / "kernels" / "_activation.py"
+    broken.write_text(broken.read_text().replace("return r * r, 2.0 * r", "return r * r, 3.0 * r"))
+    status, lines = run_doctor(tmp_path, "--port", str(port), TRITON_INTERPRET="1")
+    assert (status, lines[-1]) == (1, "failed: kernel relu_squared")
 
 
 def test_the_planner_commands_run_through_it(capsys):

@@ -344,8 +344,10 @@ def test_stages_may_hand_on_several_tensors(schedule):
             assert (count.calls, count.bytes) == (4 * tensors, 4 * size)
 
 
-def test_the_command_prints_a_table_and_refuses(capsys):
-    main(["memory", "examples.gpt.plan:build", "--tp", "2", "--pp", "2", "--preset", "gpt2", "--global-batch", "8"])
+def test_the_command_prints_a_table_and_refuses(tmp_path, capsys):
+    flags = ["--tp", "2", "--pp", "2", "--preset", "gpt2", "--global-batch", "8", "--plot"]
+    assert main(["memory", "examples.gpt.plan:build", *flags, str(tmp_path / "memory.svg")]) == 0
+    assert "pipeline rank 0 holds most" in (tmp_path / "memory.svg").read_text()  # text is repeated in comments
     out = capsys.readouterr().out
     assert "activations" in out
     assert "total" in out

@@ -11,8 +11,8 @@ import torch
 
 from mpcore.verify import parse_layout, verify
 from mpcore.verify.__main__ import main
-from mpcore.verify.judge import STAGES, Verdict
-from mpcore.verify.page import page, table
+from mpcore.verify.judge import STAGES, Departure, Verdict
+from mpcore.verify.page import draw, page, table
 from tests import verify_models as models
 
 
@@ -233,6 +233,16 @@ def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_differen
         assert main([wrong]) == 2
         assert said in capsys.readouterr().err
     assert main(["tests.verify_models:Encoder", "--layouts", "tp2x"]) == 2
+
+
+def test_the_picture_has_each_gradient_under_each_layout(tmp_path):
+    off = Departure("gradient", "up.bias", 7e15, "why")
+    right, failed = Verdict("tp2", gradients={"up.weight": 1.5, "up.bias": 0.0}), Verdict("cp2", error="no")
+    draw([right, Verdict("dp2", gradients={"up.bias": 7e15}, departure=off), failed], tmp_path / "x.svg")
+    texts = re.findall("<!-- (.*?) -->", (tmp_path / "x.svg").read_text())
+    assert [text for text in texts if text[0].isdigit() or text == "-"][:6] == ["1.5", "0", "-", "7e+15", "-", "-"]
+    assert {"up.weight", "up.bias", "tp2", "equal", "DIFFERS", "FAILED"} <= set(texts)
+    assert "1 of 3 layouts are the dense model: gradients' largest" in texts
 
 
 def test_the_page_escapes_what_it_shows():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,11 @@ def plot_losses(records: list[dict], path: Path) -> None:
         measured = [r for r in evaluations if name in r.get("val_losses", ())]
         axes.plot([seen[r["step"]] for r in measured], [r["val_losses"][name] for r in measured], "o-", label=name)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    finite = [r for r in evaluations if r["val_loss"] is not None and math.isfinite(r["val_loss"])]
+    if finite:
+        best = min(finite, key=lambda r: r["val_loss"])
+        found = f"held-out loss: lowest {best['val_loss']:.3f} after {seen[best['step']]:,} tokens"
+        axes.set_title(f"{found}, {finite[-1]['val_loss']:.3f} at the end", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend()
     plt.close(figure)

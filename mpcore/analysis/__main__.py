@@ -9,6 +9,7 @@ from functools import partial
 from mpcore.analysis import command, counts, memory
 from mpcore.analysis.fit_command import main as calibrate
 from mpcore.analysis.layout import Counter
+from mpcore.analysis.pictures import draw_memory
 from mpcore.analysis.plan import main as plan
 from mpcore.command_line import find_object, reports_errors
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
     run: Callable[[list[str]], None] = {"plan": plan, "calibrate": calibrate}.get(name) or partial(_count, name)
-    return reports_errors(f"mpcore {name}")(run)(rest)
+    return reports_errors(f"mpcore {name}", ImportError)(run)(rest)
 
 
 def _count(name: str, argv: list[str]) -> None:
@@ -29,6 +30,10 @@ def _count(name: str, argv: list[str]) -> None:
     counter = Counter(find_object(args.target), not args.cpu)
     found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
+    if name == "memory" and args.plot:
+        stage = args.tp * args.cp * args.dp  # ranks of one
+        column = range(args.rank % stage, stage * args.pp, stage)
+        draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
     parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
     parser.add_argument("--cp-inner", type=int, help="ranks of a sub-group of cp, for two-level (default: none)")
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")
+    if prog.endswith("memory"):
+        text = "draw what each rank of the pipeline holds, as .png, .svg or .pdf"
+        parser.add_argument("--plot", metavar="FILE", help=text)
     parser.add_argument("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     args, args.arguments = parser.parse_known_args(argv)
     return args

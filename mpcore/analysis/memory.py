@@ -13,19 +13,19 @@ from mpcore.analysis.work import Found
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
+def parts_of(found: Found) -> dict[str, int]:
+    """The bytes of each kind of memory that a rank holds at its fullest."""
+    return {
+        "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
+        "buffers": found.buffers, "activations": found.peak, "working set": found.work_peak - found.peak,
+    }  # fmt: skip
+
+
 def table(found: Found) -> str:
     """Print a line for each kind of memory, in the largest unit of which the total is a tenth at least."""
     name = next((name for name, unit in UNITS.items() if found.most >= unit / 10), "KiB")
     unit = UNITS[name]
-    rows = {
-        "parameters": found.parameters,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "buffers": found.buffers,
-        "activations": found.peak,
-        "working set": found.work_peak - found.peak,
-        "total": found.most,
-    }
+    rows = parts_of(found) | {"total": found.most}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     for i, stage in enumerate(found.stages):
         data = stage.gathered + stage.unsummed

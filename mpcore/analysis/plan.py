@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names
+from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.report import draw, explain, table
 from mpcore.analysis.rows import AXES
 from mpcore.analysis.search import WIDE, Estimate, choices, frontier, meshes, ranked, search
@@ -67,7 +68,8 @@ def _sizes(text: str) -> list[int]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     example = "mpcore plan examples.gpt.plan:build --world 16 --preset llama3-8b --dtype bfloat16 --wide"
     parser = Parser(
-        prog="mpcore plan", description=(__doc__ or "").partition("\n\n")[0],
+        prog="mpcore plan", usage="mpcore plan TARGET --world N [FLAGS] [FLAGS OF THE TARGET]",
+        description=(__doc__ or "").partition("\n\n")[0],
         examples=[example, "mpcore plan --fit 65e9 --dp 64"],
     )  # fmt: skip
     add = parser.add_argument
@@ -89,6 +91,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
+    add("--ranks", metavar="FILE", help="draw the fastest layout, or that of --explain, on the machine's nodes")
     add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     args, args.arguments = parser.parse_known_args(argv)
     if args.fit is None and (args.target is None or args.world is None):
@@ -155,6 +158,8 @@ def main(argv: list[str] | None = None) -> None:
         if not 1 <= args.explain <= len(fits):
             raise ValueError(f"--explain {args.explain} is no row from 1 to {len(fits)}")
         print(explain(fits[args.explain - 1], machine, args.arguments))
+    if args.ranks and fits:
+        draw_ranks(machine.node, args.ranks, **fits[(args.explain or 1) - 1].sizes)
     if args.out and fits:
         draw(found, machine, args.out)
     if not fits:

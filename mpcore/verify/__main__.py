@@ -13,12 +13,12 @@ from mpcore.command_line import Parser, find_object, reports_errors
 from mpcore.verify import verify
 from mpcore.verify.hugging_face import HuggingFaceModel, token_loss
 from mpcore.verify.judge import Verdict
-from mpcore.verify.page import page, table
+from mpcore.verify.page import draw, page, table
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@reports_errors("mpcore verify")
+@reports_errors("mpcore verify", ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its result is 1 where a layout differs."""
     parser = Parser(
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
     text = "virtual degree: no bit may differ, see docs/bitwise.md (take --dtype float32 too)"
     run.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
-    parser.add_argument_group("output").add_argument("--html", metavar="PATH", help="write the result as a page too")
+    output = parser.add_argument_group("output")
+    output.add_argument("--html", metavar="PATH", help="write the result as a page too")
+    output.add_argument("--plot", metavar="PATH", help="draw each gradient's difference, as .png, .svg or .pdf")
     args = parser.parse_args(argv)
     if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
         raise ValueError("give either package.module:build, or --hf PATH, and --set with --hf alone")
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(verdicts))
     if args.html:
         Path(args.html).write_text(page(f"{args.model or args.hf} under {len(verdicts)} layouts", verdicts))
+    if args.plot:
+        draw(verdicts, args.plot)
     return int(not all(v.equal for v in verdicts))
 
 

@@ -46,12 +46,14 @@ class Verdict:
     Attributes:
         layout: its name.
         worst: for each stage the largest difference in ULPs; None where it wasn't reached.
+        gradients: by parameter the largest difference of its gradient in ULPs; infinite where there is none to compare.
         departure: None: the model is the same.
         error: why it didn't run at all, or "".
     """
 
     layout: str
     worst: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
     departure: Departure | None = None
     error: str = ""
 
@@ -84,7 +86,7 @@ class Judge:
             "first values": self._parameters(layout, ranks, "first values", "initial"),
             "forward": self._output(layout, ranks, "forward", "output"),
             "loss": self._loss(layout, ranks),
-            "gradient": self._parameters(layout, ranks, "gradient", "gradients"),
+            "gradient": self._parameters(layout, ranks, "gradient", "gradients", verdict.gradients),
             "norm": self._norm(ranks),
             "update": self._parameters(layout, ranks, "update", "updated"),
             "buffers": self._buffers(layout, ranks),
@@ -116,11 +118,11 @@ class Judge:
     # --- parameters and their gradients -------------------------------------------------------------------------------
 
     def _parameters(
-        self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str
+        self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str, each: dict[str, float] | None = None
     ) -> tuple[float, Departure | None]:
         want: Mapping[str, Tensor] = getattr(self.truth, which)
         floor = 1e-3 * max((t.abs().max().item() for t in want.values() if t.numel()), default=0.0)
-        worst, first = 0.0, None
+        worst, first, each = 0.0, None, {} if each is None else each
         for name, tensor in want.items():
             held = [seen for seen in ranks if name in seen.initial]
             tensors = [getattr(seen, which).get(name) for seen in held]
@@ -140,10 +142,12 @@ class Judge:
                 cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
             if cause:
                 first = first or Departure(stage, name, math.inf, cause)
+                each[name] = math.inf
             else:
                 own = self._own(which, name)
                 offs = [self._off(t, tensor, own, floor) for t in there]
-                worst = max(worst, *(ulps for ulps, _ in offs))
+                each[name] = max(ulps for ulps, _ in offs)
+                worst = max(worst, each[name])
                 if first is None and any(bad for _, bad in offs):
                     ulps = max(ulps for ulps, bad in offs if bad)
                     far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]

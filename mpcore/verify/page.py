@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from pathlib import Path
 
+from mpcore.pipeline.draw import matplotlib_part
 from mpcore.verify.judge import STAGES, Verdict
 
 _STYLE = """
@@ -23,7 +25,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     lines = [f"{'layout':<{width}}  " + "  ".join(f"{stage:>12}" for stage in STAGES) + "  result (largest ULPs)"]
     for v in verdicts:
         cells = "  ".join(f"{_number(v, stage):>12}" for stage in STAGES)
-        lines.append(f"{v.layout:<{width}}  {cells}  {'equal' if v.equal else 'DIFFERS' if not v.error else 'FAILED'}")
+        lines.append(f"{v.layout:<{width}}  {cells}  {result(v)}")
     lines += [f"{v.layout}: {v.departure or v.error}" for v in verdicts if not v.equal]
     return "\n".join(lines)
 
@@ -34,10 +36,10 @@ def page(title: str, verdicts: Sequence[Verdict]) -> str:
     rows = []
     for v in verdicts:
         cells = "".join(f"<td>{_number(v, stage)}</td>" for stage in STAGES)
-        result = "equal" if v.equal else html.escape(str(v.departure or v.error))
+        why = "equal" if v.equal else html.escape(str(v.departure or v.error))
         rows.append(
             f'<tr class="{"equal" if v.equal else "off"}"><td><code>{html.escape(v.layout)}</code></td>{cells}'
-            f"<td>{result}</td></tr>"
+            f"<td>{why}</td></tr>"
         )
     equal = sum(v.equal for v in verdicts)
     return (
@@ -46,6 +48,45 @@ def page(title: str, verdicts: Sequence[Verdict]) -> str:
         f"largest differences in units of the last place of each tensor's largest value.</p>"
         f"<table><tr>{head}</tr>{''.join(rows)}</table>\n"
     )
+
+
+def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
+    """Draw layouts by parameters: how far each gradient is from the dense model's, in ULPs.
+
+    Args:
+        verdicts: of `verify`.
+        path: the picture; its ending says which kind (.png, .svg, .pdf).
+    """
+    names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
+    figure = matplotlib_part("figure").Figure(
+        figsize=(3.5 + 0.8 * len(verdicts), 1.8 + 0.26 * max(len(names), 1)), layout="constrained"
+    )
+    axes, norm = figure.add_subplot(), matplotlib_part("colors").LogNorm(0.1, 1e6, clip=True)
+    colours = matplotlib_part("pyplot").get_cmap("cividis")
+    for x, v in enumerate(verdicts):
+        for y, name in enumerate(names):
+            ulps = v.gradients.get(name)
+            shade = "#ffffff" if ulps is None else colours(norm(max(ulps, 0.1)))
+            axes.barh(y, 0.96, 0.94, x - 0.48, color=shade)
+            text = "-" if ulps is None else f"{ulps:.2g}" if ulps < 1e4 else f"{ulps:.0e}"
+            ink = "#111111" if ulps is None or norm(max(ulps, 0.1)) > 0.55 else "white"
+            first = v.departure is not None and v.departure.stage == "gradient" and v.departure.name == name
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, weight="bold" if first else "normal")
+    equal = sum(v.equal for v in verdicts)
+    axes.set_title(f"{equal} of {len(verdicts)} layouts are the dense model: gradients' largest\n"
+                   "differences, in units of the last place", loc="left", fontsize=10)  # fmt: skip
+    axes.set(xlim=(-0.5, len(verdicts) - 0.5), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)))
+    axes.set_yticklabels(names, fontsize=7)
+    axes.set_xticks(range(len(verdicts)), [f"{v.layout}\n{result(v)}" for v in verdicts],
+                    fontsize=8)  # fmt: skip
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, bottom=False)
+    figure.savefig(path, dpi=150)
+
+
+def result(verdict: Verdict) -> str:
+    """`equal`, `DIFFERS` or `FAILED`."""
+    return "equal" if verdict.equal else "FAILED" if verdict.error else "DIFFERS"
 
 
 def _number(verdict: Verdict, stage: str) -> str:

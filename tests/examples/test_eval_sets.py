@@ -59,6 +59,7 @@ def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
     (axes,) = figures[0].axes
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
     assert lines["held out"] == [(0, 3.0), (8, 2.0)]
+    assert axes.get_title(loc="left") == "held-out loss: lowest 2.000 after 8 tokens, 2.000 at the end"
     assert (lines["web"], lines["code"]) == ([(8, 1.0)], [(8, 4.0)])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "held out", "web", "code"]
 
