@@ -117,7 +117,8 @@ def read_command(words: Sequence[str]) -> Command:
     """
     words = [part for word in words for part in (word.split("=", 1) if _counts(word.split("=")[0]) else [word])]
     for i, word in enumerate(words):
-        named = word in ("-m", "--module") and i + 1 < len(words) and words[i + 1] not in LAUNCHERS
+        module = words[i + 1] if word in ("-m", "--module") and i + 1 < len(words) else "-"
+        named = module not in LAUNCHERS and not module.startswith("-")
         if named or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", word):
             found = {what: _number(words[j], words[j + 1]) for j in range(i) if (what := _counts(words[j]))}
             each, nodes = found.get("each"), found.get("nodes", 1)

@@ -157,6 +157,7 @@ WRONG = {
     "a rank out of range": (VARIABLES | {"RANK": "4"}, "RANK 4 isn't below WORLD_SIZE 4: number all processes"),
     "a negative rank": (VARIABLES | {"RANK": "-1"}, "RANK -1 isn't below WORLD_SIZE 4"),
     "a local rank out of range": (VARIABLES | {"LOCAL_RANK": "2"}, "LOCAL_RANK 2 isn't below LOCAL_WORLD_SIZE 2"),
+    "no local rank": (without(VARIABLES, "LOCAL_RANK"), "LOCAL_WORLD_SIZE is 2, but LOCAL_RANK isn't set: set both"),
     "no number": (VARIABLES | {"WORLD_SIZE": "4 "}, "WORLD_SIZE='4 ' is no whole number"),
     "no port": (VARIABLES | {"MASTER_PORT": "70000"}, "MASTER_PORT 70000 isn't between 1 and 65535"),
     "another world size than srun's": (step(0, 0, 0, "4") | {"WORLD_SIZE": "8"},
@@ -167,6 +168,7 @@ WRONG = {
                                 "Slurm started 4 tasks, and each runs a torchrun .*: start one task a node"),
     "a step without its variables": (without(step(1, 1, 0, "4"), "SLURM_PROCID"), "SLURM_PROCID isn't set: .* srun"),
     "a step of several components": (step(5, 1, 0, "2(x2)"), r"task 5 of 4, 1 on node 0, doesn't fit \[2, 2\] tasks"),
+    "a negative place": (step(0, -1, 0, "2(x2)"), r"task 0 of 4, -1 on node 0, doesn't fit \[2, 2\] tasks"),
     "an unknown list": (step(0, 0, 0, "2(x2)") | {"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "'2x2' is no list such as"),
 }  # fmt: skip
 

@@ -33,6 +33,11 @@ def test_a_calls_time_begins_when_all_ranks_have_started():
         pool.stop()
 
 
+def test_more_ranks_than_the_pool_has_are_refused():
+    with pytest.raises(ValueError, match="3 ranks of a pool of 2: make it with most=3"):
+        Pool(2)(3, print)
+
+
 def test_ranks_that_die_as_they_start_are_told_of():
     with pytest.raises(RankError, match="a rank died as it started"):
         Pool(1, prepare=die)(1, os.getpid)

@@ -111,6 +111,8 @@ def _read_torchrun(variables: Mapping[str, str], tasks: int, elastic: bool) -> L
     known = variables.get("LOCAL_RANK")
     local_rank = _number(variables, "LOCAL_RANK", rank)
     local_size = _number(variables, "LOCAL_WORLD_SIZE", local_rank + 1 if known else 1)
+    if not known and local_size > 1:
+        raise ValueError(f"LOCAL_WORLD_SIZE is {local_size}, but LOCAL_RANK isn't set: set both, or neither")
     if known and not 0 <= local_rank < local_size:
         raise ValueError(f"LOCAL_RANK {local_rank} isn't below LOCAL_WORLD_SIZE {local_size}: number them from 0")
     return Launch(
@@ -127,7 +129,7 @@ def _read_slurm(variables: Mapping[str, str], tasks: int) -> Launch:
         raise ValueError(f"a Slurm step of {tasks} tasks, but {', '.join(missing)} isn't set: start the task with srun")
     job, step, rank, local_rank, node = (_number(variables, f"SLURM_{name}", 0) for name in names[:5])
     sizes = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
-    if not (0 <= rank < tasks == sum(sizes) and node < len(sizes) and local_rank < sizes[node]):
+    if not (0 <= rank < tasks == sum(sizes) and 0 <= node < len(sizes) and 0 <= local_rank < sizes[node]):
         raise ValueError(
             f"task {rank} of {tasks}, {local_rank} on node {node}, doesn't fit {sizes} tasks a node: jobs of several "
             f"components need RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"

@@ -68,9 +68,12 @@ class Pool:
         """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
 
         Raises:
+            ValueError: if the pool has fewer ranks.
             RankError: if a rank failed, died, or was not done after `timeout` seconds, with where it stood then; the
                 pool begins anew.
         """
+        if size > self.most:
+            raise ValueError(f"{size} ranks of a pool of {self.most}: make it with most={size} or more")
         if not self.workers:
             self._start()
         if size not in (1, self.size):

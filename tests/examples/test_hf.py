@@ -307,6 +307,7 @@ REFUSED = [
     ({**LLAMA, "model_type": "mixtral", "shared_expert_intermediate_size": 8}, r"shared_expert_intermediate_size': 8"),
     ({**LLAMA, "model_type": "mixtral", "norm_topk_prob": True}, r"norm_topk_prob': True"),
     ({**QWEN3_MOE, "n_group": 2}, r"n_group': 2"),
+    ({**QWEN3_MOE, "moe_intermediate_size": 0}, r"moe d_ff 0 is not supported: it must be 1 or more"),
     ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, r"routed_scaling_factor': 2.5"),
     ({**QWEN3_MOE, "mlp_only_layers": [1]}, r"mlp_only_layers \[1\] put experts in the layers \[0, 2, 3\] of 4"),
     ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"put experts in the layers \[0, 2\] of 4"),

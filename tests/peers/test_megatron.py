@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 import mpcore as mp
+from examples.gpt.ramp import Ramp
 from mpcore import collectives as c
 from mpcore.layers.moe.router import Places
+from mpcore.mesh.layout import mesh_ranks
 from mpcore.optim.schedules import cosine, linear
 from tests.pool import mesh
 
@@ -80,6 +83,19 @@ def test_the_rate_after_warm_up_is_megatrons(step, schedule, rate):
     assert math.isclose(schedule(step, steps=1000, warmup=100, lr=0.1, floor=0.01), rate, rel_tol=1e-12)
 
 
+def test_a_ramp_takes_the_batches_of_megatron():
+    """test_num_microbatches_calculator.py: test_ramp_up, test_update_num_microbatches."""
+    ramp = Ramp(16, 32, stages=1, samples=96)
+    assert [ramp.after(0, steps) for steps in range(12)] == [0, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256]
+    assert [Ramp(16, 32, stages=2, samples=96).size(sample) // 8 for sample in (0, 48)] == [2, 3]
+
+
+def test_ranks_are_numbered_as_megatrons():
+    """test_parallel_state.py: test_pipeline_parallel_initializations, 8 ranks."""
+    for group in mesh_ranks(tp=2, pp=4)["pp"]:
+        assert all((rank % 2, after) == (group[0], rank + 2) for rank, after in pairwise(group))
+
+
 # --- transformer/moe/test_routers.py ----------------------------------------------------------------------------------
 
 
@@ -130,6 +146,17 @@ def test_a_token_goes_to_no_more_groups_than_allowed(best, groups, score):
     places = Places(torch.zeros(n).long(), torch.arange(n), torch.ones(n, dtype=torch.bool), 1, n)
     chosen = router(torch.randn(n, 12), places).experts // (16 // groups)
     assert max(len(set(row)) for row in chosen.tolist()) <= best
+
+
+def test_a_group_is_as_good_as_its_ceil_of_k_over_groups_best_experts():
+    """Megatron's group_limited_topk sums the floor: it would take experts 0, 2 and 3 here."""
+    router = mixture(experts=6, k=3, groups=3, top_groups=2, score="sigmoid").router
+    scores = torch.tensor([[0.9, 0.01, 0.5, 0.45, 0.46, 0.47]])
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(6, 12))
+    places = Places(torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1, dtype=torch.bool), 1, 1)
+    x = torch.cat([scores.logit(), torch.zeros(1, 6)], 1)
+    assert set(router(x, places).experts[0].tolist()) == {2, 4, 5}
 
 
 # --- for those who port: docs/megatron.md, "Conventions" ------------------------------------------------------------

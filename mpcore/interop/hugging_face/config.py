@@ -189,6 +189,9 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
     for rule in architecture.rules:
         RULES[rule][0](c, ours)
     c.finish(architecture.ignored)
+    for name in ("moe.experts", "moe.top_k", "moe.d_ff"):  # 0 would be read as a default of ours
+        if not ours.get(name, 1):
+            c.problems.append(f"{name.replace('.', ' ')} {ours[name]!r} is not supported: it must be 1 or more")
     nested: dict[str, Any] = {}
     for name, value in ours.items():
         outer, _, inner = name.rpartition(".")

@@ -1,0 +1,93 @@
+"""The table of peers' properties on docs/proofs.md, from the tests here: python -m tests.peers --write.
+
+A test that names its area in `AREAS` holds; the conventions are the rows of docs/megatron.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from mpcore.command_line import Parser
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+MARKS = "<!-- peers -->", "<!-- /peers -->"
+AREAS = {
+    "collectives, loss, layout": ("mappings", "ranks_are_numbered"),
+    "learning rate, batch size": ("rate", "ramp", "warm_up"),
+    "mixture of experts": ("router", "routing", "routed", "group", "balance_loss"),
+    "optimizer, clipping, loss scale": ("decay", "clipping", "loss_scale"),
+    "attention, labels": ("mask", "labels"),
+}
+# Megatron-LM's tests/unit_tests: what has no words in mpcore, and why.
+NOT_SAID = {
+    "`a2a_overlap`, `1f1b_combined`": "the messages of experts are not overlapped with another micro-batch",
+    "`inference`": "there is no server: `mpcore` trains, and decodes for checks alone",
+    "`ssm`, `models/test_mamba_model.py`": "there is no state-space layer",
+    "`models/test_bert_model.py`, `models/test_t5_model.py`": "they are transformers' own, by `parallelize`",
+    "`tensor_parallel/test_random.py`": "there is no state of random numbers: a word depends on its place alone",
+    "`test_parallel_state.py`: setters of sizes, `order`": "there is no global state, and one order of ranks",
+    "`test_parallel_state.py`: encoders with a tp of their own": "all stages have one tp",
+    "`transformer/moe`: tokens dropped within a whole micro-batch": "capacity is of a sequence, on any layout",
+    "`fusions`, Transformer Engine, CUDA graphs of a layer": "kernels are Triton's; graphs are `torch.compile`'s",
+}  # fmt: skip
+
+
+def properties() -> dict[str, list[str]]:
+    """The tests of peers by area.
+
+    Raises:
+        ValueError: if a test has no area.
+    """
+    found: dict[str, list[str]] = {area: [] for area in AREAS}
+    for path in sorted(HERE.glob("test_*.py")):
+        if path.name == "test_table.py":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                area = next((area for area, words in AREAS.items() if any(w in node.name for w in words)), None)
+                if area is None:
+                    raise ValueError(f"{path.name}: {node.name} has no area: add a word of its name to AREAS")
+                found[area].append(node.name)
+    return found
+
+
+def conventions() -> list[tuple[str, str]]:
+    """Megatron's word and ours, from docs/megatron.md."""
+    section = (DOCS / "megatron.md").read_text().partition("## Conventions")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [(row[0], row[1]) for row in rows[2:]]
+
+
+def table() -> str:
+    """The text between the marks."""
+    lines = ["| area | tests that hold |", "|---|---|"]
+    for area, names in properties().items():
+        lines.append(f"| {area} | {len(names)}: {', '.join(f'`{name[5:]}`' for name in names)} |")
+    lines += ["", f"Different by convention, {len(conventions())}, each on [the page on Megatron](megatron.md):", ""]
+    lines += [f"- Megatron: {theirs}. Here: {ours}." for theirs, ours in conventions()]
+    lines += ["", "Not to be said in mpcore:", "", *(f"- {what}: {why}." for what, why in NOT_SAID.items())]
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the table."""
+    return re.sub(f"({MARKS[0]}\n).*(\n{MARKS[1]})", lambda found: found[1] + table() + found[2], page, flags=re.DOTALL)
+
+
+def main() -> int:
+    """The command."""
+    parser = Parser(prog="python -m tests.peers", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/proofs.md")
+    page = DOCS / "proofs.md"
+    if parser.parse_args().write:
+        page.write_text(written(page.read_text()))
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
