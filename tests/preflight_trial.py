@@ -17,12 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from examples.gpt.preflight import Preflight
 from mpcore.preflight import FAILED, Options, run_checks
 from mpcore.verify.pool import Pool
+from tests.examples.planted import Lent
 from tests.examples.test_any_flags import draw_layout, draw_model
 from tests.fuzz import commands
 from tests.mutations.choice import Project
@@ -77,13 +79,14 @@ def draw(seed: int) -> list[str]:
 def try_valid(count: int, seed: int) -> int:
     """Draw commands until so many fit, and run the checks before `rank killed`. Returns the number with an alarm."""
     pool, alarms, tried, refused = Pool(8, preload=("examples.gpt.rehearse",)), 0, 0, 0
+    lent: Any = Lent(pool)  # whatever the first toy's size is
     seconds: list[float] = []
     try:
         while tried < count:
             flags = draw(seed)
             seed += 1
             with tempfile.TemporaryDirectory(prefix="preflight-trial-") as folder:
-                checks = Preflight([*flags, "--out", f"{folder}/out"], Options(timeout=300), pool).checks()[:-1]
+                checks = Preflight([*flags, "--out", f"{folder}/out"], Options(timeout=300), lent).checks()[:-1]
                 began, found = time.monotonic(), []
                 for result in run_checks(checks):
                     found.append(result)

@@ -29,11 +29,25 @@ class Bug:
     slow: bool = True
 
 
-class Planted:
+class Lent:
+    """A pool that its borrower neither sizes nor stops."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.workers = pool, [True]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list:
+        return self.pool(*args, **kwargs)
+
+    def stop(self) -> None:
+        """The lender stops it."""
+
+
+class Planted(Lent):
     """A pool in whose ranks a bug is planted for each call."""
 
     def __init__(self, pool: Pool, bug: str) -> None:
-        self.pool, self.bug, self.workers = pool, bug, [True]
+        super().__init__(pool)
+        self.bug = bug
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float, **kwargs: Any) -> list:
         return self.pool(size, planted, self.bug, check, args, kwargs, timeout=timeout)
