@@ -1,6 +1,7 @@
 """The table of docs/bitwise.md: 50 steps on each layout, and the SHA-256 of what they leave.
 
-`OMP_NUM_THREADS=1 python -m tests.bitwise_table [float32|bfloat16]` prints a row for each layout.
+`OMP_NUM_THREADS=1 python -m tests.bitwise_table [float32|bfloat16]` prints a row for each layout, or for those that
+`--only` names.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from tests.training.test_bitwise import CONFIG, Case, on
 STEPS = 50
 LAYOUTS = (
     "tp1", "mb2", "mb4", "tp2", "tp2sp", "tp4", "tp4sp", "dp2zero0", "dp2zero1", "dp2zero2", "dp2zero3", "dp4zero0",
-    "dp4zero2", "dp4zero3", "pp2", "pp2mb2", "pp2dp2zero1", "pp2dp2zero3", "tp2pp2", "tp2sppp2", "tp2dp2zero0",
-    "tp2spdp2zero1", "tp2spdp2zero2", "tp2dp2zero3", "tp2sppp2dp2zero2", "tp4spdp2zero3",
+    "dp4zero2", "dp4zero3", "pp2", "pp2mb2", "pp2 gpipe", "pp2dp2zero1", "pp2dp2zero1 gpipe", "pp2dp2zero3", "tp2pp2",
+    "tp2sppp2", "tp2dp2zero0", "tp2spdp2zero1", "tp2spdp2zero2", "tp2dp2zero3", "tp2sppp2dp2zero2", "tp4spdp2zero3",
 )  # fmt: skip
 OTHERS = (  # a layout, what of its blocks is recomputed, and the layout of the first half of the steps
     ("tp1", "full", ""), ("tp2sp", "selective", ""), ("pp2dp2zero1", "full", ""),
     ("tp2sp", "none", "dp2zero1"), ("pp2dp2zero1", "none", "tp4sp"), ("dp4zero3", "none", "pp2"),
 )  # fmt: skip
+DEEP = ("tp1", "pp2 interleaved", "pp2dp2zero1 interleaved", "tp2sppp2 interleaved", "pp4")  # of four blocks
 
 
 def row(case: Case, layout: str, recompute: str = "none", first: str = "") -> tuple[str, str, str]:
@@ -49,22 +51,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dtype", nargs="?", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", nargs="*", metavar="ROW", help="such as tp2 'pp2 gpipe' 'dp2zero1, resumed on tp2sp'")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    config = replace(CONFIG, vocab_size=36)
-    case, truth, equal = Case(config, dtype=args.dtype, steps=args.steps, samples=4), None, 0
     print(f"| {args.dtype}, {args.steps} steps on | losses and norms | weights | masters | equal |")
     print("| --- | --- | --- | --- | --- |")
-    every = [(layout, "none", "") for layout in LAYOUTS] + list(OTHERS)
-    for layout, recompute, first in every:
-        found = row(case, layout, recompute, first)
-        truth = truth or found
-        equal += found == truth
-        name = f"{first}, resumed on {layout}" if first else layout
-        name += "" if recompute == "none" else f", {recompute} recompute"
-        cells = " | ".join(found)
-        print(f"| {name} | {cells} | {found == truth} |", flush=True)
-    print(f"{equal} of {len(every)} equal")
+    equal = count = 0
+    for layers, rows in (
+        (2, [(layout, "none", "") for layout in LAYOUTS] + list(OTHERS)),
+        (4, [(layout, "none", "") for layout in DEEP]),
+    ):
+        case = Case(replace(CONFIG, vocab_size=36, layers=layers), dtype=args.dtype, steps=args.steps, samples=4)
+        truth = None
+        for layout, recompute, first in rows:
+            name = f"{first}, resumed on {layout}" if first else layout
+            name += "" if recompute == "none" else f", {recompute} recompute"
+            name += "" if layers == 2 else f", {layers} blocks"
+            if args.only and truth and name not in args.only:
+                continue
+            found = row(case, layout, recompute, first)
+            truth = truth or found
+            equal, count = equal + (found == truth), count + 1
+            print(f"| {name} | {' | '.join(found)} | {found == truth} |", flush=True)
+    print(f"{equal} of {count} equal")
 
 
 if __name__ == "__main__":

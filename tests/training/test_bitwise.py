@@ -15,6 +15,7 @@ import torch
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
+from examples.gpt.stages import build_stages
 from mpcore import AdamW, Mesh, collectives, prepare, simulate
 from mpcore.gradients import grad_norm, leaves
 from mpcore.layers import invariant, loss, mlp
@@ -22,7 +23,7 @@ from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.verify import verify
-from mpcore.verify.layout import parse_layout
+from mpcore.verify.layout import Layout, parse_layout
 from tests.pool import mesh as pool_mesh
 
 V = 4  # the virtual degree; sizes are odd multiples of it, and no multiple of a vector's length
@@ -43,13 +44,25 @@ class Case:
     steps: int = 3
 
 
+def planned(layout: str) -> tuple[Layout, str]:
+    """The layout and the schedule of `tp2` or `pp2 gpipe`."""
+    name, _, schedule = layout.partition(" ")
+    return parse_layout(name), schedule or "1f1b"
+
+
 def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp.Run:
-    plan = parse_layout(layout)
-    model = GPT(case.config, mesh, sequence_parallel=plan.sequence_parallel, device="meta")
+    plan, schedule = planned(layout)
+    count = plan.pp * (2 if schedule == "interleaved" else 1)  # of stages
+    held = [range(i * case.config.layers // count, (i + 1) * case.config.layers // count) for i in range(count)]
+    stages = build_stages(
+        case.config, mesh, held, [i % plan.pp for i in range(count)], sequence_parallel=plan.sequence_parallel,
+        device="meta",
+    )  # fmt: skip
     return prepare(
-        model, mesh, blocks={int(i): block for i, block in model.blocks.items()}, loss=model.loss, seed=3,
-        optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1), data=mp.Zero(plan.zero), recompute=recompute,
-        precision=case.dtype, micro_batches=plan.mb or 1, numerics="invariant",
+        stages, mesh, blocks={int(i): block for stage in stages for i, block in stage.blocks.items()}, seed=3,
+        loss=stages[-1].loss, schedule=schedule, optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1),
+        data=mp.Zero(plan.zero), recompute=recompute, precision=case.dtype, micro_batches=plan.mb or 1,
+        numerics="invariant",
     )  # fmt: skip
 
 
@@ -98,7 +111,7 @@ def trained(mesh: Mesh, case: Case, layout: str, recompute: str = "none", resume
 
 
 def sizes(layout: str) -> dict[str, int]:
-    plan = parse_layout(layout)
+    plan, _ = planned(layout)
     return {"tp": plan.tp, "pp": plan.pp, "dp": plan.dp}
 
 
