@@ -1,4 +1,4 @@
-"""The gradients of a step as a binary tree over its leaves, and their norm row by row, on meshes with virtual degrees.
+"""The gradients of a step as a binary tree over its leaves, on meshes with virtual degrees.
 
 A leaf is the batch's V-th part, V the virtual degree of the data ranks. Each forward and backward is of one leaf, so no
 shape depends on the layout; ranks and micro-batches decide only who holds which leaves. A rank joins its leaves as they
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from mpcore._torch import fsdp
 from mpcore.collectives import all_reduce, tree_sum
 from mpcore.gradients.accumulate import gradient_of, zero_gradients
-from mpcore.gradients.norm import owned_gradients
 from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad
-from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.declare import Sharding
-from mpcore.sharding.local import data_run, is_dtensor
 
 Node = tuple[int, Tensor | None]  # its level in the tree, and its sum; None: no leaf below used the parameter
 
@@ -42,7 +39,6 @@ class LeafGradients:
             tree.declared  # noqa: B018  read now: between micro-batches modules hold gathered parameters
         self.nodes: dict[nn.Parameter, list[Node]] = {}
         self.sharded: dict[nn.Parameter, Any] = {}  # torch's record of a parameter that data parallelism sharded
-        self.begins: dict[str, int] | None = None  # where the rows of each parameter begin in the norm
 
     def take(self, stage: nn.Module) -> None:
         """Take the gradients that the backward of a leaf left in one of the stages."""
@@ -106,55 +102,3 @@ class LeafGradients:
             mark_main_grad(parameter, MainGradState.ADDED)
         else:
             parameter.grad = total.to(parameter.dtype)
-
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Return the 2-norm of the whole model's gradient in float64, the same on every rank.
-
-        Squares are summed within rows of the logical parameters (within the virtual shards of a row), then over all
-        rows of the model in the order of the parameters' names. Ranks exchange the rows' sums, each held by one rank.
-        """
-        virtual = self.mesh.tp.virtual
-        if self.begins is None:
-            shapes = {name: sharding.shape for tree in self.trees.values() for name, _, sharding in tree.declared}
-            every = {
-                name: shape for found in gather_objects(shapes, self.mesh.pp.group) for name, shape in found.items()
-            }
-            self.begins, end = {}, 0
-            for name in sorted(every):
-                self.begins[name] = end
-                end += _rows(every[name], virtual)
-            self.length = end
-        rows = torch.zeros(self.length, dtype=torch.float64, device=self.mesh.device)
-        for tree in self.trees.values():
-            for name, sharding, found, grad in owned_gradients(tree, self.mesh, gradient_of):
-                index, squares = _row_sums(sharding, found, grad.double().square(), virtual)
-                rows[self.begins[name] + index] = squares
-        return all_reduce(rows, self.mesh.world).sum().sqrt()
-
-
-def _rows(shape: tuple[int, ...], virtual: int) -> int:
-    """How many rows the norm has of a parameter: its elements, or of a matrix the virtual shards of its rows."""
-    if len(shape) < 2:
-        return shape[0] if shape else 1
-    return shape[0] * (virtual if shape[1] % virtual == 0 else 1)
-
-
-def _row_sums(sharding: Sharding, found: Tensor, squares: Tensor, virtual: int) -> tuple[Tensor, Tensor]:
-    """The sums of this rank's rows, and the place of each among the parameter's."""
-    shape = sharding.shape
-    dims = [torch.arange(size, device=squares.device) for size in shape[:2]] or [
-        squares.new_zeros(1, dtype=torch.int64)
-    ]
-    for shard in sharding.shards:
-        dims[shard.dim] = torch.cat([dims[shard.dim][start:end] for start, end in shard.mine])
-    if is_dtensor(found):
-        start, end = data_run(found)
-        dims[0] = dims[0][start:end]
-    if len(shape) < 2:
-        return dims[0], squares.reshape(-1)
-    pieces = virtual if shape[1] % virtual == 0 else 1
-    width = shape[1] // pieces
-    index = dims[0][:, None] * pieces + dims[1][::width] // width
-    sums = squares.reshape(len(dims[0]), len(dims[1]) // width, -1).sum(-1)
-    return index.flatten(), sums.flatten()

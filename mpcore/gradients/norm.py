@@ -16,7 +16,7 @@ from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import ModelTree, declarations, tree_of
-from mpcore.sharding.declare import Sharding, check_lies_on
+from mpcore.sharding.declare import check_lies_on
 from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
@@ -49,13 +49,30 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
-    norms = [_norm(x, p) for *_, x in owned_gradients(model, mesh, of) if x.numel()]
+    norms = [_norm(x, p) for _, x in _owned(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
         each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")
     return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
+
+
+@torch.no_grad()
+def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
+    """As `grad_norm`, the same bits on every layout: squares are summed as integers, which no order changes."""
+    largest = grad_norm(model, mesh, math.inf)
+    unit = largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    digits = torch.zeros(3, dtype=torch.int64, device=mesh.device)  # each holds 20 bits of every square
+    for _, grad in _owned(model, mesh, gradient_of):
+        rest = (grad.double() / unit).square()
+        for digit in digits:
+            rest = rest * 2**20
+            digit += rest.long().sum()
+            rest = rest - rest.floor()
+    high, middle, low = all_reduce(digits, mesh.world).double()
+    squares = high * 2.0**-20 + middle * 2.0**-40 + low * 2.0**-60
+    return torch.where(largest.isfinite(), squares.sqrt() * unit, largest)
 
 
 def _norm(grad: Tensor, p: float) -> Tensor:
@@ -95,23 +112,16 @@ class TensorNorms:
             self.names = sorted({name for names in every for name in names})
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
         place = {name: i for i, name in enumerate(self.names)}
-        for name, *_, x in owned_gradients(self.tree, self.mesh, of):
+        for name, x in _owned(self.tree, self.mesh, of):
             squares[place[name]] += _norm(x, 2.0).square()
         norms = all_reduce(squares, self.mesh.world).sqrt().tolist()
         return dict(zip(self.names, norms, strict=True))
 
 
-def owned_gradients(
+def _owned(
     model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
-) -> Iterator[tuple[str, Sharding, Tensor, Tensor]]:
-    """Yield this rank's tensors without the elements that a lower rank holds as well.
-
-    Args:
-        model, mesh, of: as of `norm_of`.
-
-    Yields:
-        The parameter's name and declaration, what `of` gave, and the local tensor of that.
-    """
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors by name, without the elements that a lower rank holds as well."""
     for name, parameter, sharding in declarations(model):
         check_lies_on(name, parameter, sharding, mesh)
         found = of(parameter)
@@ -127,7 +137,7 @@ def owned_gradients(
                 begin = data_run(found)[0] if is_dtensor(found) and shard.dim == 0 else 0
                 runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
                 grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
-        yield name, sharding, found, grad
+        yield name, grad
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
+from mpcore.gradients.norm import exact_norm
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
@@ -205,7 +206,7 @@ class Run:
             reduce_gradients(self._tree)
             if self.scaler:
                 self.scaler.unscale(self._tree)
-            self._norm = self.invariant.gradients.norm() if self.invariant else grad_norm(self._tree, self.mesh)
+            self._norm = (exact_norm if self.invariant else grad_norm)(self._tree, self.mesh)
             self._next = "optimizer_step"
         self._may("optimizer_step")
         return self._norm

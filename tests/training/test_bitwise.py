@@ -22,6 +22,7 @@ from mpcore.layers import invariant, loss, mlp
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.training import run as training
 from mpcore.verify import verify
 from mpcore.verify.layout import Layout, parse_layout
 from tests.pool import mesh as pool_mesh
@@ -211,8 +212,7 @@ def at_once(function, axis, dim, *xs, blocks=1):
 PLANTS = {  # where what is planted, and a layout on which it must be seen
     "the products' tree": (invariant, "tree_sum", in_turn, "tp2"),
     "the order of leaves": (leaves.LeafGradients, "take", taken_in_turn, "dp2"),
-    "the norm of a rank's shard": (
-        leaves.LeafGradients, "norm", lambda self: grad_norm(next(iter(self.trees)), self.mesh), "tp2"),
+    "the norm of a rank's shard": (training, "exact_norm", grad_norm, "tp2"),
     "the tree over ranks": (collectives, "tree_sum", in_turn, "tp4"),
     "an order that values decide": (invariant, "tree_sum", largest_first, "tp4"),
     "the ring's sum": (invariant, "all_reduce", whole_sum, "tp4"),
