@@ -114,19 +114,14 @@ def whole_parameter(record: Any) -> nn.Parameter:
     return record.unsharded_param
 
 
-def take_gradient(record: Any) -> Tensor | None:
-    """Return the gradient that is not reduced over data yet, and forget it."""
-    whole, grad = _whole(record), record.unsharded_accumulated_grad
+def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:
+    """Set the gradient that is to be reduced over data, and return the one before."""
+    whole, before = _whole(record), record.unsharded_accumulated_grad
     if whole is not None:
-        grad = whole.grad if grad is None else grad
+        before = whole.grad if before is None else before
         whole.grad = None
-    record.unsharded_accumulated_grad = None
-    return grad
-
-
-def give_gradient(record: Any, grad: Tensor) -> None:
-    """Set the gradient that is to be reduced over data."""
     record.unsharded_accumulated_grad = grad
+    return before
 
 
 def end_backward(root: FSDPModule) -> None:

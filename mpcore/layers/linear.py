@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
-from mpcore.layers.invariant import check_pieces, column_linear, row_linear
+from mpcore.layers.invariant import ColumnProduct, RowProduct, check_pieces
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
@@ -168,7 +168,8 @@ class ColumnParallelLinear(ParallelLinear):
         """Compute this rank's output features."""
         held, how = (self.matrix(), self.bias, self.tp), self.mode
         if self.tp.virtual:
-            return column_linear(x, *held, self.sequence_dim if self.sequence_parallel else None, self.local_blocks)
+            dim = self.sequence_dim if self.sequence_parallel else None
+            return ColumnProduct.apply(x, *held, dim, self.local_blocks)
         if self.sequence_parallel:
             return all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
         return copy_linear(x, *held, *how)
@@ -223,7 +224,8 @@ class RowParallelLinear(ParallelLinear):
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.virtual:
-            return row_linear(x, self.matrix(), self.bias, self.tp, self.sequence_dim, self.sequence_parallel)
+            how = (self.tp, self.sequence_dim, self.sequence_parallel)
+            return RowProduct.apply(x, self.matrix(), self.bias, *how)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
             return self.project(x, self.bias)
         y = self.project(x, None)

@@ -83,8 +83,9 @@ class ParallelMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D], the hidden [..., F/tp] between."""
-        h = self.up(x)
-        return self.down(in_pieces(self.activation, self.up.tp, h.dim() - 1, h, blocks=self.parts))
+        if self.up.tp.virtual:
+            return self.down(in_pieces(self.activation, self.up.tp, x.dim() - 1, self.up(x), blocks=self.parts))
+        return self.down(self.activation(self.up(x)))
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:

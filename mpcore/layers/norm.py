@@ -37,10 +37,8 @@ class _Norm(ParallelModule):
         else:
             self.register_parameter("bias", None)
 
-    def _compute(self, norm: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> Tensor:
-        if self.tp.virtual:
-            return on_tokens(bind(norm, eps=self.eps), self.tp, self.sequence_dim, self.sequence_parallel, x, *weights)
-        return norm(x, *weights, self.eps)
+    def _on_tokens(self, norm: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> Tensor:
+        return on_tokens(bind(norm, eps=self.eps), self.tp, self.sequence_dim, self.sequence_parallel, x, *weights)
 
     def _narrowed(self, y: Tensor) -> Tensor:
         return y.to(self.weight.dtype) if self.weight.dtype in (torch.bfloat16, torch.float16) else y
@@ -72,7 +70,9 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self._narrowed(self._compute(rms_norm, x, self.weight))
+        if self.tp.virtual:
+            return self._narrowed(self._on_tokens(rms_norm, x, self.weight))
+        return self._narrowed(rms_norm(x, self.weight, self.eps))
 
 
 class LayerNorm(_Norm):
@@ -95,4 +95,6 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self._narrowed(self._compute(layer_norm, x, self.weight, self.bias))
+        if self.tp.virtual:
+            return self._narrowed(self._on_tokens(layer_norm, x, self.weight, self.bias))
+        return self._narrowed(layer_norm(x, self.weight, self.bias, self.eps))

@@ -52,9 +52,8 @@ def build_mesh(
             `mpcore.parallel.local_updates.DiLoCo`.
         timeout: seconds that ranks may take to arrive, and a collective of the default process group made here; None:
             torch's default.
-        virtual: the virtual degrees of tp and of the data ranks, each a power of two that its axis divides; one number
-            for both. Layers and `prepare(numerics="invariant")` then compute the same bits on every such mesh
-            (docs/bitwise.md). 0: none.
+        virtual: the virtual degrees of tp and of the data ranks, or one number for both: powers of two that the axes
+            divide. `prepare(numerics="invariant")` needs them (docs/bitwise.md). 0: none.
 
     Returns:
         The mesh as this rank sees it.
@@ -102,8 +101,7 @@ def build_mesh(
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun or srun") from None
         problem = str(error)
     if not dist.is_initialized():
-        sizes = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "workers": 1}
-        degrees = virtual_degrees(virtual, sizes)
+        degrees = virtual_degrees(virtual, dict.fromkeys(("tp", "cp", "ep", "dp", "workers"), 1))
         alike: dict[str, Any] = {name: Axis(role=name, virtual=n) for name, n in degrees.items()}
         return Mesh(device_type=device_type, **alike)
 
@@ -142,15 +140,7 @@ def build_mesh(
 
 
 def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the virtual degree of each axis that has one: a pure function.
-
-    Args:
-        virtual: as of `build_mesh`.
-        sizes: of the axes.
-
-    Raises:
-        ValueError: if a degree is no power of two, an axis doesn't divide it, or an axis can't go with it.
-    """
+    """Return the virtual degree of each axis that has one, of `build_mesh(virtual=...)` and the sizes of the axes."""
     tp, data = (virtual, virtual) if isinstance(virtual, int) else virtual
     if (tp, data) == (0, 0):
         return {}

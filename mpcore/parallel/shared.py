@@ -21,7 +21,7 @@ class DataParallel:
         zero: the ZeRO stage.
         units: with zero 1 to 3 the stage, then the blocks in it: each is gathered and reduced at once.
         shared: units of the parameters that several stages of this rank share.
-        leaves: hold the gradients of each micro-batch until `reduce_leaves`, on meshes with virtual degrees.
+        leaves: hold the gradients of each micro-batch until the step's last, on meshes with virtual degrees.
         gathered: whether a forward without gradients leaves parameters gathered, see `gathered`.
     """
 

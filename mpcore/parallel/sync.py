@@ -172,22 +172,10 @@ def reduce_held(model: nn.Module, last: bool) -> None:
     fsdp.end_backward(root)
 
 
-def reduce_once(model: nn.Module) -> None:
-    """After a pipeline's last backward: sum gradients that aren't summed each micro-batch."""
+def reduce_once(model: nn.Module, leaves: bool = False) -> None:
+    """After a step's last backward: sum gradients not summed each micro-batch, or those of leaves, by `leaves`."""
     state = state_of(model)
-    if not state.leaves and not reduces_each_micro_batch(model):
-        _reduce_now(state)
-
-
-def reduce_leaves(model: nn.Module) -> None:
-    """After a step's last backward, on meshes with virtual degrees: sum the gradients of the ranks' leaves."""
-    state = state_of(model)
-    if state.leaves:
-        _reduce_now(state)
-
-
-def _reduce_now(state: DataParallel) -> None:
-    if state.root is not None:
+    if state.root is not None and state.leaves == leaves and not reduces_each_micro_batch(model):
         state.root.set_is_last_backward(True)
         _set_backward(state, reduce=True, all_reduce=True, reshard=True)
         fsdp.end_backward(state.root)

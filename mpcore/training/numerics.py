@@ -1,4 +1,4 @@
-"""What `numerics="invariant"` asks of a mesh, a model, its policies and its optimizer (docs/bitwise.md)."""
+"""What `numerics="invariant"` asks of a run, and what it changes in a step (docs/bitwise.md)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.collectives import tree_sum
-from mpcore.gradients.leaves import LeafGradients
+from mpcore._torch import fsdp
+from mpcore.collectives import all_reduce, tree_sum
+from mpcore.gradients import gradient_of, zero_gradients
+from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.attention.multi_head import ParallelAttention
 from mpcore.layers.embedding import ColumnParallelEmbedding
@@ -18,18 +20,16 @@ from mpcore.layers.moe.router import Router
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.shared import shared_units
-from mpcore.parallel.sync import reduce_leaves
+from mpcore.parallel.sync import reduce_once
+from mpcore.sharding.declarations import ModelTree
+from mpcore.sharding.declare import Sharding
 from mpcore.training.policies import Precision
 
 NUMERICS = ("default", "invariant")
 
 
 def leaves_of_rank(numerics: str, mesh: Mesh, micro_batches: int) -> int:
-    """Return how many micro-batches a step has on each rank: one for each leaf where numerics is "invariant".
-
-    Raises:
-        ValueError: if numerics is unknown, doesn't go with the mesh, or leaves can't be dealt out to micro-batches.
-    """
+    """Return how many micro-batches a step has on each rank: where numerics is "invariant" one for each leaf."""
     if numerics not in NUMERICS:
         raise ValueError(f"numerics {numerics!r} is none of {', '.join(NUMERICS)}")
     if (numerics == "invariant") != (mesh.data.virtual > 0):
@@ -52,11 +52,7 @@ def leaves_of_rank(numerics: str, mesh: Mesh, micro_batches: int) -> int:
 def check_invariant(
     stages: Sequence[nn.Module], precision: Precision, policies: Mapping[str, Any], splits: bool
 ) -> None:
-    """Refuse what has no invariant form.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuse, by name, what has no invariant form."""
     data = policies["data"]
     asked = {
         "FP8": precision.fp8, "autocast": precision.autocast_dtype is not None, "compile": policies["compile"],
@@ -65,10 +61,8 @@ def check_invariant(
         "a reduce_dtype other than float32": data.reduce_dtype != torch.float32,
     }  # fmt: skip
     refused = [name for name, value in asked.items() if value]
-    for stage in stages:
-        for name, module in stage.named_modules():
-            if _has_no_form(module):
-                refused.append(f"{name}, a {type(module).__name__} with these options")
+    modules = [(name, module) for stage in stages for name, module in stage.named_modules() if _has_no_form(module)]
+    refused += [f"{name}, a {type(module).__name__} with these options" for name, module in modules]
     if refused:
         raise ValueError(f'numerics "invariant" doesn\'t go with {refused[0]}: see docs/bitwise.md')
 
@@ -83,15 +77,13 @@ def _has_no_form(module: nn.Module) -> bool:
 
 
 class InvariantStep:
-    """The parts of a run's step that `numerics="invariant"` changes.
+    """What `numerics="invariant"` changes in a run's step: its gradients are a binary tree over leaves.
 
-    Args:
-        stages: this rank's stages, laid out.
-        mesh: their mesh.
-        optimizer: the run's.
+    A leaf is the batch's V-th part, V the virtual degree of the data ranks. Each forward and backward is of one leaf,
+    so no shape depends on the layout; ranks and micro-batches decide only who holds which leaves. A rank joins its
+    leaves as they come, and holds log2 of their number and one more at a time; `all_reduce` joins the ranks' nodes.
 
-    Raises:
-        ValueError: if the optimizer is not mpcore's, or stages of a rank share parameters over data.
+    Of the run's stages, mesh and optimizer; an optimizer or a sharding without an invariant form is a ValueError.
     """
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer) -> None:
@@ -101,12 +93,15 @@ class InvariantStep:
                 f"{type(optimizer).__name__}: give optimizer=lambda model: mpcore.AdamW(model, lr=...)"
             )
         if any(shared_units(stages)):
-            raise ValueError(
-                'numerics "invariant" has no ZeRO of parameters that stages of one rank share: take Zero(0)'
-            )
+            raise ValueError('numerics "invariant" has no ZeRO of a table that stages of a rank share: take Zero(0)')
         optimizer.set_fused(False)
-        self.stages, self.gradients = stages, LeafGradients(stages, mesh)
+        self.ends, self.trees = mesh.ends, {stage: ModelTree(stage) for stage in stages}
+        for tree in self.trees.values():
+            tree.declared  # noqa: B018  read now: between micro-batches modules hold gathered parameters
         self.losses: list[Tensor] = []  # of this step's leaves
+        # of each parameter the levels and sums of the tree's nodes; None: no leaf below used it
+        self.nodes: dict[nn.Parameter, list[tuple[int, Tensor | None]]] = {}
+        self.sharded: dict[nn.Parameter, Any] = {}  # torch's record of a parameter that data parallelism sharded
 
     def watch_loss(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
         """Note the loss of each leaf."""
@@ -119,19 +114,68 @@ class InvariantStep:
 
         return watched
 
-    def finish(self, total: Tensor) -> Tensor:
-        """After the last leaf: sum the gradients of this rank's leaves, then those of ZeRO over ranks.
+    def take(self, stage: nn.Module) -> None:
+        """Take the gradients that the backward of a leaf left in one of the stages."""
+        tree = self.trees[stage]
+        if not self.sharded and tree.units:
+            self.sharded = {p: record for each in self.trees.values() for p, record in fsdp.records(each.units)}
+        for _, parameter, sharding in tree.declared:
+            if not parameter.requires_grad:
+                continue
+            held = self.nodes.setdefault(parameter, [])
+            held.append((0, self._take(parameter)))
+            while not self._is_tied(sharding) and len(held) > 1 and held[-1][0] == held[-2][0]:
+                (level, a), (_, b) = held[-2:]
+                held[-2:] = [(level + 1, b if a is None else a if b is None else a + b)]
 
-        Returns:
-            The sum of the leaves' losses where they are known, else `total`.
-        """
-        self.gradients.finish()
-        for stage in self.stages:
-            reduce_leaves(stage)
+    def finish(self, total: Tensor) -> Tensor:
+        """After the last leaf: sum gradients of leaves, with ZeRO over ranks too; return the sum of their losses."""
+        for stage, tree in self.trees.items():
+            for _, parameter, sharding in tree.declared:
+                nodes = [node for _, node in self.nodes.pop(parameter, [])]
+                if nodes and self._is_tied(sharding):
+                    nodes = [self._tied_sum(parameter, nodes)]
+                if nodes and nodes[0] is not None:
+                    self._give(parameter, nodes[0])
+            reduce_once(stage, leaves=True)
         losses, self.losses = self.losses, []
         return tree_sum(losses) if losses else total
 
     def drop(self) -> None:
         """Forget a step."""
-        self.losses = []
-        self.gradients.drop()
+        self.losses.clear()
+        self.nodes.clear()
+
+    def _is_tied(self, sharding: Sharding) -> bool:
+        return self.ends.size > 1 and any(axis.group is self.ends.group for axis in sharding.partial)
+
+    def _tied_sum(self, parameter: nn.Parameter, leaves: list[Tensor | None]) -> Tensor:
+        """Add what the first and the last stage have of each leaf, as autograd does in one stage; then sum the leaves.
+
+        The last stage returns zeros, so that the sum over both, which is still to come, changes nothing.
+        """
+        record = self.sharded.get(parameter)
+        computed = parameter if record is None else fsdp.whole_parameter(record)
+        zero = torch.zeros_like(computed, dtype=torch.promote_types(computed.dtype, torch.float32))
+        mine = torch.stack([zero if leaf is None else leaf for leaf in leaves])
+        total = all_reduce(mine, self.ends).to(computed.dtype).to(mine.dtype)
+        return tree_sum(total.unbind()) if self.ends.rank == 0 else zero
+
+    def _take(self, parameter: nn.Parameter) -> Tensor | None:
+        record = self.sharded.get(parameter)
+        grad = gradient_of(parameter) if record is None else fsdp.exchange_gradient(record, None)
+        # in a tensor of its own; -0 becomes 0: where a rank holds none of an element, others add 0 to it
+        grad = None if grad is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) + 0.0
+        if record is None:
+            zero_gradients([parameter])
+        return grad
+
+    def _give(self, parameter: nn.Parameter, total: Tensor) -> None:
+        record, main = self.sharded.get(parameter), main_grad(parameter)
+        if record is not None:
+            fsdp.exchange_gradient(record, total)
+        elif main is not None:
+            main.copy_(total)
+            mark_main_grad(parameter, MainGradState.ADDED)
+        else:
+            parameter.grad = total.to(parameter.dtype)

@@ -118,14 +118,8 @@ def prepare(
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile, "local_updates": local_updates}
     told = (recompute.kind, recompute.every, recompute.budget)
-    asked = {
-        "precision": precision,
-        "recompute": told,
-        "micro_batches": micro_batches,
-        "seed": seed,
-        "numerics": numerics,
-        **policies,
-    }
+    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed,
+             "numerics": numerics, **policies}  # fmt: skip
     if numerics == "invariant":
         asked["number of threads, by which kernels choose how to sum"] = torch.get_num_threads()
     check_same("arguments of prepare", asked)
@@ -183,11 +177,10 @@ def prepare(
     if local_updates is not None:
         made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
-    summed = run.scaled(loss)
+    summed, after = run.scaled(loss), None
     if numerics == "invariant":
         run.invariant = InvariantStep(stages, mesh, made)
-        summed = run.invariant.watch_loss(summed)
-    after = None if run.invariant is None else run.invariant.gradients.take
+        summed, after = run.invariant.watch_loss(summed), run.invariant.take
     run.pipeline = Pipeline(stages, mesh, leaves, summed, schedule, trace=trace, after_backward=after)
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)

@@ -17,12 +17,13 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.stages import build_stages
 from mpcore import AdamW, Mesh, collectives, prepare, simulate
-from mpcore.gradients import grad_norm, leaves
+from mpcore.gradients import grad_norm
 from mpcore.layers import invariant, loss, mlp
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.training import run as training
+from mpcore.training.numerics import InvariantStep
 from mpcore.verify import verify
 from mpcore.verify.layout import Layout, parse_layout
 from tests.pool import mesh as pool_mesh
@@ -62,8 +63,9 @@ def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp
     return prepare(
         stages, mesh, blocks={int(i): block for stage in stages for i, block in stage.blocks.items()}, seed=3,
         loss=stages[-1].loss, schedule=schedule, optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1),
-        data=mp.Zero(plan.zero), recompute=recompute, precision=case.dtype, micro_batches=plan.mb or 1,
-        numerics="invariant",
+        data=mp.Zero(plan.zero), recompute=recompute, precision=case.dtype,
+        micro_batches=plan.mb or (1 if mesh.data.virtual else plan.pp),
+        numerics="invariant" if mesh.data.virtual else "default",
     )  # fmt: skip
 
 
@@ -211,7 +213,7 @@ def at_once(function, axis, dim, *xs, blocks=1):
 
 PLANTS = {  # where what is planted, and a layout on which it must be seen
     "the products' tree": (invariant, "tree_sum", in_turn, "tp2"),
-    "the order of leaves": (leaves.LeafGradients, "take", taken_in_turn, "dp2"),
+    "the order of leaves": (InvariantStep, "take", taken_in_turn, "dp2"),
     "the norm of a rank's shard": (training, "exact_norm", grad_norm, "tp2"),
     "the tree over ranks": (collectives, "tree_sum", in_turn, "tp4"),
     "an order that values decide": (invariant, "tree_sum", largest_first, "tp4"),
@@ -275,7 +277,7 @@ def off_by_one_place(mesh: Mesh) -> GPT:
     """A model whose second block adds one unit in the last place on tp 2."""
     model = GPT(PLAIN, mesh)
     if mesh.tp.size > 1:
-        model.blocks["1"].mlp.down.register_forward_hook(lambda module, args, y: y * (1 + 2**-23))
+        model.get_submodule("blocks.1.mlp.down").register_forward_hook(lambda module, args, y: y * (1 + 2**-23))
     return model
 
 
