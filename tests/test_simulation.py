@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import mpcore as mp
 from examples import own_model
+from mpcore._torch.compile import eagerly
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.simulation import DeadlockError, RankError
+from mpcore.simulation import DeadlockError, RankError, turns
 from tests.examples import test_layouts as example
 from tests.pool import Simulated
 from tests.quick import some
@@ -309,11 +310,34 @@ def waits_for_a_message(mesh: mp.Mesh) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_a_deadlock_is_explained_at_once(work, sizes, words):
+def test_a_deadlock_is_explained_at_once(monkeypatch, work, sizes, words):
+    assert turns.PATIENCE_S < 5
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)
     began = time.monotonic()
     with pytest.raises(DeadlockError, match=words):
         mp.simulate(work, **sizes)
     assert time.monotonic() - began < 5
+
+
+def test_ranks_that_look_for_long_leave_one_that_came_late_its_turn(monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+
+    def work(mesh: mp.Mesh) -> None:
+        time.sleep(0.4 if mesh.world.rank == 7 else 0)  # so the others sleep for longer between their looks
+        mp.mesh.agreement.check_same("answer", "42")
+
+    mp.simulate(work, tp=8)
+
+
+def test_what_runs_without_graphs_on_ranks_leaves_the_callers_compiler_on():
+    def work(mesh: mp.Mesh) -> None:
+        with eagerly():  # each rank enters before the other leaves
+            all_reduce(torch.ones(1), mesh.tp)
+            all_reduce(torch.ones(1), mesh.tp)
+
+    traced = torch.compile(lambda x: x * torch.compiler.is_compiling(), backend="eager")
+    mp.simulate(work, tp=2)
+    assert traced(torch.ones(1)) == 1
 
 
 def test_a_deadlock_names_the_module_that_waits():

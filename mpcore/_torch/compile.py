@@ -29,6 +29,18 @@ def eagerly() -> AbstractContextManager[object]:
     return nullcontext() if nothing_compiled else torch.compiler.set_stance("force_eager")
 
 
+def stance() -> object:
+    """Return what this process does with compiled functions now; None: what it does by default."""
+    return torch._dynamo.eval_frame._stance if "torch._dynamo" in sys.modules else None
+
+
+def set_stance(value: object) -> None:
+    """Put back what `stance` returned, also inside a compiled function, where torch's own context refuses."""
+    if "torch._dynamo" in sys.modules:
+        frames = torch._dynamo.eval_frame
+        frames._stance = value or frames.DynamoStance()
+
+
 def allow_graphs(blocks: int) -> None:
     """Let so many blocks have graphs of their own, and share those that differ in a number alone, as dropout's key."""
     config = torch._dynamo.config

@@ -6,13 +6,17 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mpcore._torch.compile import set_stance, stance
+
 PATIENCE_S = 3.0  # that all threads may look, again and again, for what isn't there
-_AWAY_S = 1.5  # a thread that comes back to look after more than this did something else
+_LOOKS = 3  # of each thread, which a busy machine may stretch over more than that time
+_AWAY_S, _WORK_S = 1.5, 0.01  # a thread that looks again after more time, or processor time, did something else
 
 
 class RankError(RuntimeError):
@@ -24,7 +28,7 @@ class StoppedError(BaseException):
 
 
 def process_state() -> list[tuple[Callable[[Any], object], Any]]:
-    """Return what a process has one of, and each rank its own: the random states and the default dtype.
+    """Return what a process has one of, and each rank its own: random states, default dtype, the compiler's stance.
 
     Returns:
         Pairs (function, value): the calls `function(value)` put the state back.
@@ -33,6 +37,7 @@ def process_state() -> list[tuple[Callable[[Any], object], Any]]:
         (torch.set_rng_state, torch.get_rng_state()),
         (torch.set_default_dtype, torch.get_default_dtype()),
         (random.setstate, random.getstate()),
+        (set_stance, stance()),
     ]
     if torch.cuda.is_initialized():
         state.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
@@ -64,7 +69,8 @@ class Turns:
         self._states = [process_state()] * size
         self._waits: list[tuple[Callable[[], bool], bool] | None] = [None] * size  # None: it can go on
         self._looks: int | None = None  # the thread that was chosen to look again
-        self._looked = self._idle = 0.0
+        self._vain: Counter[int] = Counter()  # looks of each thread since anything changed
+        self._since = self._looked = self._worked = 0.0
 
     def begin(self) -> None:
         """Give the first turn to thread 0."""
@@ -77,7 +83,7 @@ class Turns:
 
     def changed(self) -> None:
         """Note that what a thread waits for may be there now."""
-        self._idle = 0.0
+        self._vain.clear()
 
     def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:
         """Let others run until `ready()`.
@@ -91,22 +97,26 @@ class Turns:
             StoppedError: if any thread has failed.
         """
         if polls and self._looks == rank:
-            away, self._looks = time.monotonic() - self._looked, None
-            self._idle = self._idle + away if away < _AWAY_S else 0.0
+            self._looks = None
+            if time.monotonic() - self._looked > _AWAY_S or time.thread_time() - self._worked > _WORK_S:
+                self.changed()
+            else:
+                self._since = self._since if self._vain else self._looked
+                self._vain[rank] += 1
         while self.failure is None and not ready():
             self._waits[rank] = ready, polls
             other = self._first(rank, self._can_go)
             if other is None:
-                other = self._first(rank, lambda thread: bool((self._waits[thread] or (0, False))[1]))
-                if other is None or self._idle > PATIENCE_S:
+                other = self._looks = self._next_look(rank)
+                if other is None:
                     self.fail(rank, self.stuck())
                     break
-                self._looks, self._looked = other, time.monotonic()
             if other != rank:
                 self._states[rank] = process_state()
                 self._locks[other].release()
                 self.take(rank)
             if self._looks == rank:
+                self._looked, self._worked = time.monotonic(), time.thread_time()
                 break
         self._waits[rank] = None
         if self.failure is not None:
@@ -121,8 +131,7 @@ class Turns:
             return
         other = self._first(rank, self._can_go)
         if other is None:
-            other = self._first(rank, lambda thread: bool((self._waits[thread] or (0, False))[1]))
-            self._looks, self._looked = other, time.monotonic()
+            other = self._looks = self._next_look(rank)
         if other is None:
             self.fail(rank, self.stuck())
             other = min(self.alive)
@@ -132,6 +141,17 @@ class Turns:
         """Keep the first error. From now on every thread that waits is stopped."""
         if self.failure is None:
             self.failure = rank, error
+
+    def _next_look(self, rank: int) -> int | None:
+        """Return the thread that looks again: one with the fewest looks in vain, this rank the first of all.
+
+        A thread may look just once and then go on, so all look before anyone looks twice.
+        """
+        polls = [thread for thread in self.alive if (self._waits[thread] or (0, False))[1]]
+        in_vain = all(self._vain[thread] >= _LOOKS for thread in polls)
+        if not polls or (in_vain and time.monotonic() - self._since > PATIENCE_S):
+            return None
+        return min(polls, key=lambda thread: (self._vain[thread], (thread - rank) % self.size))
 
     def _can_go(self, thread: int) -> bool:
         waits = self._waits[thread]
