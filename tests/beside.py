@@ -1,4 +1,8 @@
-"""Tests that run in processes of their own beside all others: in those, four ranks leave a third of two cores idle."""
+"""Tests that run in processes of their own beside all others, which keep hardly more than one core busy.
+
+The ranks of a test wait for each other, and many tests need one process. So a second pool runs a third of the tests of
+ranks: those that have no deadline but the pool's.
+"""
 
 import os
 import signal
@@ -12,27 +16,35 @@ import torch
 
 TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # the last test, which waits for them
-INTERPRETED = sorted(TESTS.glob("kernels/interpret/test_*.py"))
+INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
     ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "plan"),
     "examples": ("data", "latent_attention", "prepare", "tokenizer"),
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }
-RANKLESS = sorted(
-    {
-        *TESTS.glob("kernels/test_*.py"),
-        *(TESTS / folder / f"test_{name}.py" for folder, names in NO_RANKS.items() for name in names),
-    }
-    - {TESTS / "kernels" / "test_interpreter.py"}
-)
+RANKS = {
+    ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "lora", "memory", "optim", "parallelize",
+          "plans", "pretrained", "recompute"),
+    "examples": ("hf",),
+    "oracles": ("oracles",),
+}  # fmt: skip
+
+
+def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
+    """The test files of these names in these folders."""
+    return {TESTS / folder / f"test_{name}.py" for folder, each in names.items() for name in each}
+
+
+RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
+RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
 
 
 class Beside:
-    """The processes, started at the lowest priority: what is timed beside them is not slowed down.
+    """The processes, started at a low priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, unless there is a
-    GPU, which they would share.
+    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, and a fourth, as
+    long as no long proofs are asked for, what needs a pool. With a GPU, which they would share, these two don't run.
 
     Args:
         session: after its collection; what runs beside it is taken out.
@@ -41,21 +53,21 @@ class Beside:
     KEY = pytest.StashKey["Beside"]()
 
     def __init__(self, session: pytest.Session) -> None:
-        low, pytest_command = ["nice", "-n", "19"], [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
         chosen = session.config.option
         marked = ["-m", chosen.markexpr]
         interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
-        runs = [(INTERPRETED, marked, environment) for environment in interpret]
-        others = [item for item in session.items if item.path not in RANKLESS]
-        if any(item.path.parent.name == "layers" for item in others) and not torch.cuda.is_available():
-            session.items[:] = others
-            runs += [(RANKLESS, [*marked, "-k", chosen.keyword], {})]
+        runs = [(19, INTERPRETED, marked, environment) for environment in interpret]
+        if any(item.path.parent.name == "layers" for item in session.items) and not torch.cuda.is_available():
+            moved = [(19, RANKLESS), (5, RANKED)] if chosen.markexpr == "not slow" else [(19, RANKLESS)]
+            runs += [(*each, [*marked, "-k", chosen.keyword], {}) for each in moved]
+            session.items[:] = [item for item in session.items if not any(item.path in each for _, each in moved)]
         self.processes = []
-        for files, options, environment in runs:
+        for nice, paths, options, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
             process = subprocess.Popen(
-                [*low, *pytest_command, *options, *map(str, files)],
+                ["nice", "-n", str(nice), *pytest_command, *options, *map(str, sorted(paths))],
                 env=os.environ | threads | environment, stdout=said, stderr=subprocess.STDOUT,
             )  # fmt: skip
             self.processes.append((process, said))
