@@ -120,8 +120,6 @@ def rerun(pool: Pool, name: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(folder)
         for flags in commands:
-            pool.size = 0  # a world of its own: the example ends it
-            pool.lone = pool.worlds = pool.worlds + 1
             (found, *_) = pool(ranks, run, command(flags, folder), folder)
     return found
 

@@ -79,3 +79,14 @@ def test_a_call_is_repeated_once_after_a_crash_in_native_code(tmp_path, monkeypa
         pool.stop()
     assert len(told) == 1
     assert "SIGABRT in tests/test_pool.py::test_a_call_is_repeated" in told[0]
+
+
+def end_the_world() -> int:
+    dist.destroy_process_group()
+    return dist.get_world_size() if dist.is_initialized() else 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_after_one_that_ended_its_world_has_another(ranks, size):
+    assert ranks(size, end_the_world) == [0] * size
+    assert ranks(size, dist.get_world_size) == [size] * size

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from mpcore import Mesh
+
 
 class Documents(Protocol):
     """What `TokenSamples` needs of a dataset; `IndexedDataset` is one."""
@@ -165,6 +167,11 @@ class TokenSamples(Samples):
             if start < stop:
                 yield int(self._documents[k]), start - int(self._starts[k]), stop - start
             start, k = stop, k + 1
+
+
+def to_device(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Copy a batch to this rank's device. The host doesn't wait for the copy."""
+    return x.pin_memory().to(mesh.device, non_blocking=True) if mesh.device_type == "cuda" else x
 
 
 def permute(index: int, size: int, *, seed: int, epoch: int) -> int:

@@ -21,7 +21,7 @@ from examples.gpt.faults import Faults, is_timed
 from examples.gpt.model import GPT
 from examples.gpt.optimizer import build_optimizer, learning_rate
 from examples.gpt.policies import policies, residual_dtype
-from examples.gpt.samples import Samples
+from examples.gpt.samples import Samples, to_device
 from examples.gpt.setup import set_up
 from examples.gpt.stages import build_stages
 from examples.gpt.stop import Stop
@@ -67,15 +67,11 @@ class Trainer:
     def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name."""
         tokens, targets = samples.batch(indices)
-        arguments = {"samples": self.to_device(torch.tensor(list(indices)))}
+        arguments = {"samples": to_device(torch.tensor(list(indices)), self.mesh)}
         if self.args.document_masking:
-            arguments["documents"] = self.to_device(document_ids(tokens, self.setup.tokenizer.end_of_document))
-        x, y = (self.to_device(shard_sequence(t, self.mesh.cp, self.args.cp_kind)) for t in (tokens, targets))
+            arguments["documents"] = to_device(document_ids(tokens, self.setup.tokenizer.end_of_document), self.mesh)
+        x, y = (to_device(shard_sequence(t, self.mesh.cp, self.args.cp_kind), self.mesh) for t in (tokens, targets))
         return x, y, arguments
-
-    def to_device(self, x: Tensor) -> Tensor:
-        """Copy to this rank's device. The host doesn't wait for the copy."""
-        return x.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device_type == "cuda" else x
 
     def share(self, step: int) -> Sequence[int]:
         """Return the global indices of this rank's samples of a step. They depend on the step alone."""

@@ -39,7 +39,12 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # a rank is nowhere in particular in here
 _OURS = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), *name)
-    for name in (("collectives.py",), ("mesh", "agreement.py"), ("simulation", "nonfinite.py"))
+    for name in (
+        ("collectives.py",),
+        ("mesh", "agreement.py"),
+        ("pipeline", "messages.py"),
+        ("simulation", "nonfinite.py"),
+    )
 )
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 

@@ -85,6 +85,7 @@ class Pool:
             connection.send((rank, size, store, check, args, kwargs))
         results: list = [None] * size
         errors: dict[int, str] = {}
+        gone = False
         waiting = dict(zip(connections, range(size), strict=True))
         deadline = time.monotonic() + timeout
         while waiting:
@@ -92,7 +93,8 @@ class Pool:
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[index]
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value, there = connection.recv()  # type: ignore[union-attr]
+                    gone = gone or not there
                 except (EOFError, ConnectionResetError):
                     ok, value = False, _death(workers[rank][0])
                 if ok:
@@ -106,6 +108,9 @@ class Pool:
         if errors:
             self.stop()  # an error may leave a group or a collective half done: begin anew
             raise RankError("\n".join(f"--- rank {rank} of {size}\n{text}" for rank, text in sorted(errors.items())))
+        if gone:  # `check` ended its world, as programs do: the next call begins another
+            self.worlds += 1
+            self.size, self.lone = (0, self.lone) if size > 1 else (self.size, self.worlds)
         return results
 
     def _start(self) -> None:
@@ -178,7 +183,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
         except BaseException:
             result = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
-            connection.send(result)
+            connection.send((*result, dist.is_initialized()))
 
 
 @functools.cache

@@ -125,10 +125,10 @@ def test_srun_trains_one_model_on_unequal_nodes_with_the_losses_of_ranks_without
 
 def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on_bitwise(slurm, ranks, tmp_path):
     """The script of the examples, asked to stop by the signal that --signal=TERM sends."""
-    flags = [*FLAGS, "--tp", "2", "--steps", "200", "--save-every", "100000", "--dropout", "0.1"]
+    flags = [*FLAGS, "--tp", "2", "--steps", "80", "--save-every", "100000", "--dropout", "0.1"]
     out, log = tmp_path / "again", tmp_path / "log"
     job = slurm.submit(log, *flags, "--out", str(out))
-    wait("three steps", lambda: len(losses(out)) >= 3)
+    wait("a step", lambda: losses(out))
     assert slurm.run("scancel", "--signal=TERM", job)[0] == 0
     whole = tmp_path / "whole"
     assert ranks(2, main, [*flags, "--out", str(whole)]) == [0, 0]
@@ -136,9 +136,9 @@ def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on_bitwise(slurm, ra
     printed = log.read_text()
     stopped = re.search(r"resumed after step (\d+)", printed)
     assert stopped, printed
-    assert 3 <= int(stopped[1]) < 200
+    assert 1 <= int(stopped[1]) < 80
     found = losses(out)
-    assert found[-1][0] == 199
+    assert found[-1][0] == 79
     assert found == losses(whole)
 
 
