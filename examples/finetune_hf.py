@@ -3,6 +3,7 @@
     python -m examples.finetune_hf                                        # all weights of a small new model
     python -m examples.finetune_hf --model runs/finetune/model --lora 8   # then an adapter on what it learned
     torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --zero 3   # the same losses on any mesh
+    torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --pp 2 --micro-batches 2   # in two pipeline stages
 
 Nothing is downloaded: `--model` is a folder on this machine, and without it the model is made from a config.
 """
@@ -47,33 +48,37 @@ def token_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output["logits"].flatten(0, 1).float(), target.flatten(), reduction="sum")
 
 
-def finetune(args: argparse.Namespace) -> list[float]:
-    """Train, save, and return the loss before each step: the same on every mesh."""
-    adapts = bool(args.lora or args.adapter)
-    args.out = args.out or Path("runs/lora" if adapts else "runs/finetune")
-    if (args.out / "model").exists():
-        raise ValueError(f"{args.out / 'model'} is there: give another --out")
-    mesh = mp.build_mesh(tp=args.tp, device_type=args.device)  # dp is what tp leaves of the world
+def start(args: argparse.Namespace, pp: int) -> mp.Run:
+    """Lay the model out on a mesh with `pp` pipeline stages, ready to train."""
+    mesh = mp.build_mesh(tp=args.tp, pp=pp, device_type=args.device)  # dp is what tp and pp leave of the world
     model: Any = load_model(args.model)
-    vocabulary = args.model / "tokenizer.json" if args.model else Path()
-    tokenizer = load_tokenizer(vocabulary) if vocabulary.is_file() else ByteTokenizer()
-    train_samples, held_out = split_samples(IndexedDataset(default_corpus(tokenizer=tokenizer)), args.seq_len, seed=0)
-    assert held_out is not None
-
     model.config.use_cache = False  # training keeps no keys and values
     mp.parallelize(model, tp=mesh.tp).to(mesh.device)  # by the plan that the model carries
     if args.adapter is not None:
         mp.load_lora(model, args.adapter, mesh)
     elif args.lora:
         mp.add_lora(model, rank=args.lora, alpha=2 * args.lora)
-    trained, every = (sum(p.numel() for p in model.parameters() if p.requires_grad or f) for f in (False, True))
-
-    run = mp.prepare(
-        model, mesh, loss=token_loss, initialize=False,  # it has weights
-        blocks=next(module for module in model.modules() if isinstance(module, nn.ModuleList)),
+    stages, blocks, schedule = mp.pipeline_stages(model, mesh, micro_batches=args.micro_batches)
+    return mp.prepare(
+        stages, mesh, blocks=blocks, schedule=schedule, loss=token_loss, initialize=False,  # it has weights
         optimizer=lambda model: mp.AdamW(model, lr=args.lr), data=mp.Zero(args.zero), precision=args.dtype,
         recompute=args.recompute, micro_batches=args.micro_batches,
     )  # fmt: skip
+
+
+def finetune(args: argparse.Namespace) -> list[float]:
+    """Train, save, and return the loss before each step: the same on every mesh."""
+    adapts = bool(args.lora or args.adapter)
+    args.out = args.out or Path("runs/lora" if adapts else "runs/finetune")
+    if (args.out / "model").exists():
+        raise ValueError(f"{args.out / 'model'} is there: give another --out")
+    run: Any = start(args, args.pp)
+    mesh = run.mesh
+    vocabulary = args.model / "tokenizer.json" if args.model else Path()
+    tokenizer = load_tokenizer(vocabulary) if vocabulary.is_file() else ByteTokenizer()
+    train_samples, held_out = split_samples(IndexedDataset(default_corpus(tokenizer=tokenizer)), args.seq_len, seed=0)
+    assert held_out is not None
+    trained, every = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or f) for f in (False, True))
     first = mesh.job.rank == 0
     if first:
         print(f"trains {trained:,} of {every:,} parameters a rank")
@@ -91,11 +96,15 @@ def finetune(args: argparse.Namespace) -> list[float]:
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
     after = run.evaluate([batch(share, held_out)])
 
-    model.config.use_cache = True
+    if args.pp > 1:  # any layout reads a checkpoint: export from one without stages
+        run.save(args.out / "checkpoint")
+        run = start(args, 1)
+        run.load(mp.latest(args.out / "checkpoint", run.mesh))
     with run.parameters() as whole:
+        whole.config.use_cache = True
         if adapts:
-            mp.save_lora(whole, args.out / "adapter", mesh)
-        merged = mp.save_pretrained(whole, args.out / "model", mesh)  # with the adapter's product
+            mp.save_lora(whole, args.out / "adapter", run.mesh)
+        merged = mp.save_pretrained(whole, args.out / "model", run.mesh)  # with the adapter's product
     if first:
         print(f"loss on held-out text {before:.4f} -> {after:.4f}")
         print(f"the model, for AutoModelForCausalLM.from_pretrained: {merged}")
@@ -115,6 +124,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--adapter", type=Path, help="go on with the adapter in this folder, PEFT's or save_lora's")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages, of the decoder's layers")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO over the data ranks")
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations"
