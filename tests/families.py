@@ -94,6 +94,14 @@ class Row(NamedTuple):
     results: dict[str, str]
 
 
+def carriers() -> Iterator[str]:
+    """The causal models that carry a plan."""
+    for family in CAUSAL:
+        kind: Any = getattr(transformers, CLASSES[family])
+        if getattr(kind.config_class, "base_model_tp_plan", None) or getattr(kind, "_tp_plan", None):
+            yield family
+
+
 def shrunk(config: Any, family: str = "") -> dict[str, Any]:
     """Small sizes, under the names that a config and the configs within it have for them."""
     names = {**{name: name for name in SIZES}, **getattr(config, "attribute_map", {})}
@@ -215,7 +223,7 @@ def main() -> None:
         if given.rows and given.rows.exists()
         else []
     )
-    for family in given.families or (OTHERS if given.others else CAUSAL):
+    for family in given.families or (OTHERS if given.others else CAUSAL if not given.hidden else carriers()):
         if family not in {each.family for each in done}:
             done.append(row(family, given.tp, beside_own if given.hidden else tried))
             print(*done[-1], flush=True)
@@ -226,8 +234,8 @@ def main() -> None:
     print(f"{equal} of {len(done)} equal")
     if given.write:
         text = PAGE.read_text()
-        old = TABLE.findall(text)[2 if given.others else int(given.hidden)]
-        PAGE.write_text(text.replace(old, "\n".join(table(done)) + "\n"))
+        at = list(TABLE.finditer(text))[2 if given.others else int(given.hidden)]
+        PAGE.write_text(text[: at.start()] + "\n".join(table(done)) + "\n" + text[at.end() :])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from tests.equality import close, full_gradients
 from tests.lora_models import (
     ALPHA,
     LAYOUTS,
-    MODELS,
     RANK,
     V,
     batch,
@@ -152,17 +152,17 @@ def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, 
 
 @pytest.fixture(scope="module")
 def dense():
-    return {name: dense_losses(name) for name in MODELS}
+    return functools.cache(dense_losses)
 
 
 CASES = [("llama", layout) for layout in LAYOUTS] + [("phi3", "tp2"), ("gpt2", "zero3")]
 
 
-@pytest.mark.parametrize(("name", "layout"), some(("llama", "tp2 zero3"), ("gpt2", "tp2"), ("llama", "dp2"), of=CASES))
+@pytest.mark.parametrize(("name", "layout"), some(("llama", "zero3"), ("gpt2", "tp2"), of=CASES))
 def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ranks, dense, name, layout):
-    losses = dense[name][0]
+    losses, _ = wanted = dense(name)
     assert min(losses) < 0.95 * losses[0], "the adapters must learn, or any two runs agree"
-    ranks(LAYOUTS[layout][0], check_training, name, layout, dense[name])
+    ranks(LAYOUTS[layout][0], check_training, name, layout, wanted)
 
 
 # --- other parts of a run ---------------------------------------------------------------------------------------------

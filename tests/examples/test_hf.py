@@ -92,7 +92,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 MIXTURES = ("mixtral", "qwen3 moe", "deepseek v2", "deepseek v3")
-LONG = ("llama2", "qwen3", "deepseek v3 narrow")  # whose export has others that are like it
+LONG = (
+    "gpt2",
+    "llama2",
+    "llama biased",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "deepseek v2",
+    "deepseek v3 narrow",
+)  # like others
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -165,6 +174,7 @@ def test_pitfall_15_16_17_an_import_has_the_same_logits_on_every_layout(ranks, f
     """Show 3: fp32, no conversion step between; fused projections, replicated KV heads, 53 words over 4 ranks."""
     count = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
     here = {name: folder for name, folder in folders.items() if "ep" not in sizes or name in MIXTURES}
+    here = {name: folder for name, folder in here.items() if not zero or name not in LONG}
     for got in ranks(count, check_import, {n: str(f) for n, f in here.items()}, sizes, zero):
         for name in here:
             error = (got[name] - wanted[name]).abs().max() / wanted[name].abs().max()
@@ -222,7 +232,7 @@ def check_saved_wide(folder: str, path: str) -> None:
     save(path, model, mesh=on, step=3, config={"model": asdict(model.config), "corpus": {}})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "mixtral", "deepseek v3"])
+@pytest.mark.parametrize("name", some("gpt2", "mixtral", "deepseek v3", of=("qwen2", "qwen3")))
 def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_path, name):
     """Chunks of tp 2 x pp 2, the fused projections cut across theirs; one file, cast on the way if asked."""
     ranks(4, check_saved_wide, str(folders[name]), str(tmp_path / "step"))
@@ -722,6 +732,7 @@ print(middle - base, peak() - base)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+@pytest.mark.slow
 def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
     """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB.
 

@@ -13,6 +13,7 @@ import mpcore as mp
 from mpcore.checkpoint import latest
 from mpcore.pipeline.schedules import find_schedule
 from tests.pool import mesh
+from tests.quick import some
 
 hf = pytest.importorskip("transformers")
 
@@ -78,7 +79,7 @@ def same(found: list[list[float]], want: list[float]) -> None:
         assert losses == pytest.approx(want, rel=1e-11)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some("gpt2, tied", "bert, tied, with a second name of a bias", of=MODELS))
 def test_two_stages_train_as_one_process_and_each_resumes_the_others_checkpoint(ranks, tmp_path, name):
     (want,) = ranks(1, train, name, folder=f"{tmp_path}/one")
     assert len(set(want)) == 3
