@@ -177,7 +177,10 @@ def check_plain(name: str, module: nn.Module, style: Style) -> None:
     if base is None and not conv1d:
         raise ValueError(f"{name} is a {kind}, which {style} can't cut: it is for nn.Linear, nn.Embedding and Conv1D")
     if weight is None or is_dtensor(weight):
-        raise ValueError(f"{name} has no plain weight: parallelize before it is parametrized or sharded over data")
+        raise ValueError(
+            f"{name} has no plain weight: leave it out of the plan if it is parametrized, such as by weight norm, and "
+            f"parallelize before you shard over data"
+        )
     if not {"weight", "bias"}.issuperset(module._parameters):
         raise ValueError(
             f"{name} is a {kind} with parameters {sorted(module._parameters)}, of which a swap would lose some"
