@@ -658,7 +658,7 @@ def check_second():
         parallelize(model, OWN_PLAN, axis.tp)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     distribute_module(model[0], axis.device_mesh["tp"])
-    with pytest.raises(ValueError, match="0 has no plain weight: .* parallelize before"):
+    with pytest.raises(ValueError, match=r"0 has no plain weight: .* parallelize before"):
         parallelize(model, {"0": "colwise"}, axis.tp)
     assert parallelize(model, {"1": "rowwise"}, axis.tp)[1].weight.shape == (4, 3)
     with FakeTensorMode():
