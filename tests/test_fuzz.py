@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests import fuzz, fuzz_functions
@@ -43,6 +45,13 @@ def test_other_errors_than_refusals_are_failures(monkeypatch):
 
     monkeypatch.setattr(fuzz, "train", broken)
     assert judge(1, []) == ("failed", "IndexError: list index out of range")
+
+
+def test_a_limit_is_of_processor_time():
+    with fuzz.limited(0.05):
+        time.sleep(0.2)
+    with pytest.raises(TimeoutError, match="not done after"), fuzz.limited(0.05):
+        sum(iter(lambda: 0, 1))
 
 
 def test_cases_depend_on_their_seed_alone():

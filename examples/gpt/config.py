@@ -12,6 +12,8 @@ import torch
 from mpcore import Mesh
 from mpcore.layers.mlp import GATED
 
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -87,6 +89,8 @@ class GPTConfig:
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
+        if self.layers > MOST_LAYERS:  # each is built before a run begins
+            raise ValueError(f"layers {self.layers} is more than {MOST_LAYERS}")
         if self.latent is not None:
             self._check_latent(self.latent)
         elif self.head_dim is None and self.d_model % self.heads:

@@ -54,6 +54,7 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
         ("--layer 3", "flags", "unknown --layer; did you mean --layers?"),
         ("--tp 3 --seq-len 32 --sequence-parallel", "flags", "--seq-len 32 is not a multiple of the tp size 3 .*30 is"),
         ("--heads 2 --tp 4", "flags", "--heads 2 is smaller than the tp size 4"),
+        ("--layers 99999999999", "flags", "layers 99999999999 is more than 10000"),
         ("--heads 3", "flags", "d_model 128 is not a multiple of heads 3"),
         ("--kv-heads 3", "flags", "heads 4 is not a multiple of kv_heads 3"),
         ("--pp 4", "flags", "--layers 2 is smaller than the pp size 4"),

@@ -14,6 +14,7 @@ from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER, NE
 from mpcore.layers.rope import rope_frequencies
 
 JSON_LIMIT = 100 * 2**20  # bytes
+SIZES = ("vocab_size", "seq_len", "layers", "d_model", "heads", "d_ff")
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,14 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
             if value not in field.words:
                 c.problems.append(f"{name} {value!r} is none of {sorted(field.words)}")
             value = field.words.get(value)
+        if (
+            field.ours in SIZES
+            and field.default is not None
+            and (isinstance(value, bool) or not isinstance(value, int))
+        ):
+            c.problems.append(f"{name} {value!r} must be a whole number")
+        if field.ours == "norm_eps" and (value is None or isinstance(value, bool)):
+            c.problems.append(f"{name} {value!r} must be a number")
         ours |= dict.fromkeys(field.ours.split(), value)
     for name, wanted in architecture.only.items():
         c.expect(name, wanted)
