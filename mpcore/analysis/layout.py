@@ -169,7 +169,7 @@ class Counter:
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
         terms: list[tuple[int, tuple[Kept, Held]]] = []
-        raised = [dict.fromkeys(PEAKS, 0)]
+        raised: list[dict[str, int]] = [dict.fromkeys(PEAKS, 0)]
         for kind, blocks in by_kind.items():
             if len(blocks) <= few:
                 continue
