@@ -15,7 +15,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-ASKS = "test_kernels_in_the_interpreter"  # the last test, which waits for them
+ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
     ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "plan"),
@@ -36,6 +36,8 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
     return {TESTS / folder / f"test_{name}.py" for folder, each in names.items() for name in each}
 
 
+ALONE = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts",)})
+"""Those with deadlines run last, when all others have ended."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
 

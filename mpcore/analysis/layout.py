@@ -169,7 +169,7 @@ class Counter:
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
         terms: list[tuple[int, tuple[Kept, Held]]] = []
-        raised: list[dict[str, int]] = [dict.fromkeys(PEAKS, 0)]
+        raised: list[dict[str, int]] = []
         for kind, blocks in by_kind.items():
             if len(blocks) <= few:
                 continue
@@ -181,9 +181,10 @@ class Counter:
                 above = {name: getattr(kept, name) - grows[name] for name in PEAKS}
                 self._slopes[slope] = replace(kept, **grows), held, sizes.get("dp", 1), above
             kept, held, counted, above = self._slopes[slope]
-            raised.append(above if len(by_kind) == 1 else {**above, "backward_more": 0})  # it begins with the last kind
+            first = above["backward_more"] if len(by_kind) == 1 else min(above["backward_more"], 0)  # of the last kind
+            raised.append({**above, "backward_more": first})
             terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
-        peaks = {name: getattr(found[0], name) + max(above[name] for above in raised) for name in PEAKS}
+        peaks = {name: getattr(found[0], name) + max((above[name] for above in raised), default=0) for name in PEAKS}
         terms.append((1, (replace(found[0], **peaks), found[1])))
         kept = combine([(factor, kept) for factor, (kept, _) in terms])
         return kept, combine([(factor, held) for factor, (_, held) in terms])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -256,7 +255,7 @@ def _head(
     how = _loss_of((*tokens, weight.shape[0]), target, tp, **columns)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
-    gather = None if tp.size == 1 else partial(_gather_stats, tp=tp)
+    gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
     chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size))  # ranks' shards may be uneven
     options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
     return (rows, weight, target.reshape(-1)), options
@@ -344,10 +343,6 @@ def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> 
     return total.masked_fill(total == 0, 1)
 
 
-def _gather_stats(stats: Tensor, tp: Axis) -> Tensor:
-    return _gather_pieces(stats.unsqueeze(0), tp)
-
-
 def _gather_pieces(stats: Tensor, tp: Axis) -> Tensor:
     return stats if tp.size == 1 else wait(start_all_gather(stats, tp))
 
@@ -371,7 +366,7 @@ class _CrossEntropy(Function):
             masked = largest == -torch.inf  # from end to end of this shard
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
-            stats = _gather_stats(stats, tp)
+            stats = _gather_pieces(stats.unsqueeze(0), tp)
             largest = stats[:, 0].amax(0)
             totals = stats[:, 1] * (stats[:, 0] - largest).exp()
             total = totals.sum(0)
@@ -423,15 +418,15 @@ _CACHED = 2**18
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of [..., V] by tokens, with those of tensors that have as many tokens; under torch.compile one piece."""
+    """Pieces of [..., V] by tokens, and of tensors with as many tokens; one piece on a GPU and under torch.compile."""
     whole = (logits.reshape(-1, logits.shape[-1]), *(x.view(-1, *x.shape[logits.dim() - 1 :]) for x in others))
-    count = len(whole[0]) if torch.compiler.is_compiling() else max(1, _CACHED // logits.shape[-1])
+    pieces = logits.is_cpu and not torch.compiler.is_compiling()
+    count = max(1, _CACHED // logits.shape[-1] if pieces else len(whole[0]))
     yield from zip(*(x.split(count) for x in whole), strict=True)
 
 
 def _softmax(logits: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What backward needs (the softmax, or logits of half precision, which are smaller), its largest element of each
-    row, and the logit of that."""
+    """What backward needs (softmax; of half precision the logits), its largest of each row, and that one's logit."""
     if logits.dtype == wide:
         softmax = logits.softmax(-1)
         return softmax, softmax.amax(-1), logits.amax(-1)
