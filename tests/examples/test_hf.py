@@ -318,6 +318,7 @@ REFUSED = [
     ({**LLAMA, "model_type": "mixtral", "norm_topk_prob": True}, r"norm_topk_prob': True"),
     ({**QWEN3_MOE, "n_group": 2}, r"n_group': 2"),
     ({**LLAMA, "intermediate_size": None}, r"intermediate_size None must be a whole number"),
+    ({**LLAMA, "hidden_size": 32.5}, r"hidden_size 32.5 must be a whole number"),
     ({**LLAMA, "rms_norm_eps": None}, r"rms_norm_eps None must be a number"),
     ({**QWEN3_MOE, "moe_intermediate_size": 0}, r"moe d_ff 0 is not supported: it must be 1 or more"),
     ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, r"routed_scaling_factor': 2.5"),
