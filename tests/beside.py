@@ -1,7 +1,7 @@
 """Tests that run in processes of their own beside all others, which keep hardly more than one core busy.
 
 The ranks of a test wait for each other, and many tests need one process. So a second pool runs a third of the tests of
-ranks: those that have no deadline but the pool's.
+ranks. None of them has a deadline of its own.
 """
 
 import os
@@ -37,7 +37,7 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
 
 
 ALONE = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts",)})
-"""Those with deadlines run last, when all others have ended."""
+"""Tests with deadlines of their own. They run last, when all other tests have ended."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
 

@@ -51,7 +51,15 @@ class Row:
 
 @dataclass
 class Result:
-    """What was measured of a row. Times are seconds a step by round: all ranks' processor time, the slowest's wall."""
+    """The measurements of a row.
+
+    Attributes:
+        row: what was measured.
+        problem: why there are no times, or "".
+        cpu: by side, for each round the seconds of processor time that a step took on all ranks together.
+        wall: the same in seconds on the clock, of the slowest rank.
+        peak_mib: by side, the most memory.
+    """
 
     row: Row
     problem: str = ""

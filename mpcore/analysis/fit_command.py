@@ -124,7 +124,8 @@ def main(argv: list[str] | None = None) -> None:
         timed = [run for run in runs if run.row.seconds is not None]
         if timed:
             print(results_table(leave_one_out(timed, machine)))
-        print("\n".join(memory_lines(runs, machine)), end="\n" if memory_lines(runs, machine) else "")
+        for line in memory_lines(runs, machine):
+            print(line)
         if args.test:
             print(tested(found, count_rows(read_all(args.test), _tell, not args.cpu)))
         if args.out:

@@ -181,8 +181,9 @@ class Counter:
                 above = {name: getattr(kept, name) - grows[name] for name in PEAKS}
                 self._slopes[slope] = replace(kept, **grows), held, sizes.get("dp", 1), above
             kept, held, counted, above = self._slopes[slope]
-            first = above["backward_more"] if len(by_kind) == 1 else min(above["backward_more"], 0)  # of the last kind
-            raised.append({**above, "backward_more": first})
+            if len(by_kind) > 1:  # backward begins with the last block: another kind doesn't raise its peak
+                above = {**above, "backward_more": min(above["backward_more"], 0)}
+            raised.append(above)
             terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
         peaks = {name: getattr(found[0], name) + max((above[name] for above in raised), default=0) for name in PEAKS}
         terms.append((1, (replace(found[0], **peaks), found[1])))
@@ -235,10 +236,11 @@ class Counter:
 
 
 def _growth(more: Kept, is_split: bool) -> dict[str, int]:
-    """What another block adds to the peaks while operators run, given what it adds to a stage of few blocks.
+    """How much each peak of a long stage grows by another block; `more` is what a block added to a short stage.
 
-    Forward ends with the most. Backward begins with the most, so that a block neither raises nor lowers its peak; only
-    where it is split, what waits for W may grow faster than what is let go.
+    Forward holds most at its end, so each block adds its activations. Backward holds most at its beginning, so another
+    block adds nothing; only a split backward may hold more and more, as long as what waits for W grows faster than
+    activations are freed.
     """
     waits = more.between - more.activations if is_split and more.backward_more > 0 else 0
     weights = is_split * max(more.weight_more, 0)

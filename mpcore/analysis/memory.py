@@ -21,9 +21,14 @@ def parts_of(found: Found) -> dict[str, int]:
     }  # fmt: skip
 
 
+def unit_of(size: int) -> str:
+    """The largest unit of which a size is a tenth at least."""
+    return next((name for name, unit in UNITS.items() if size >= unit / 10), "KiB")
+
+
 def table(found: Found) -> str:
-    """Print a line for each kind of memory, in the largest unit of which the total is a tenth at least."""
-    name = next((name for name, unit in UNITS.items() if found.most >= unit / 10), "KiB")
+    """Print a line for each kind of memory, in one unit."""
+    name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]

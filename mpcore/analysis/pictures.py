@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpcore.analysis.memory import UNITS, parts_of
+from mpcore.analysis.memory import UNITS, parts_of, unit_of
 from mpcore.analysis.report import COLOURS
 from mpcore.analysis.work import Found
 from mpcore.mesh.layout import mesh_ranks
@@ -23,7 +23,7 @@ def draw_memory(ranks: Sequence[Found], path: Path | str) -> None:
     """
     most = max(found.most for found in ranks)
     fullest = next(i for i, found in enumerate(ranks) if found.most == most)
-    name = next((name for name, unit in UNITS.items() if most >= unit / 10), "KiB")
+    name = unit_of(most)
     figure = matplotlib_part("figure").Figure(figsize=(max(5.0, 1.5 + 0.7 * len(ranks)), 4), layout="constrained")
     axes = figure.add_subplot()
     bottom = [0.0] * len(ranks)

@@ -62,7 +62,7 @@ def cut_pieces(
 
 
 def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = (1,)) -> Tensor:
-    """What `cut_pieces` cut."""
+    """Put the virtual shards of `cut_pieces` together again."""
     if len(pieces) == 1:
         return pieces[0]
     if len(blocks) == 1:
@@ -85,8 +85,8 @@ def on_tokens(
 ) -> Tensor:
     """Call `norm(x, *weights)`, a function of tokens, on each virtual shard of the sequence, and join its results.
 
-    The sequence is dimension `dim` of x, and `sharded` over the axis or whole. Gradients of the weights, of which each
-    is a tensor without a sequence or None, are summed over all tokens on every rank: declare them partial over nothing.
+    The sequence is dimension `dim` of x; `sharded` says whether this rank has a shard of it or all. Each weight is a
+    tensor without a sequence, or None. Its gradient is summed over all tokens on every rank: declare no partial axis.
     """
     n = _runs_of_tokens(x, axis, dim, sharded)
     copies = [[None] * n if w is None else _FanOut.apply(w, n, axis if sharded else Axis()) for w in weights]
@@ -96,10 +96,12 @@ def on_tokens(
 
 def _runs_of_tokens(x: Tensor, axis: Axis, dim: int, sharded: bool) -> int:
     """How many virtual shards of the sequence are here; 1: V does not divide it, which sequence parallel needs."""
+    if x.dim() < 3:
+        return 1
     n = axis.pieces if sharded else axis.virtual
-    if x.dim() >= 3 and x.shape[dim] % n == 0:
+    if x.shape[dim] % n == 0:
         return n
-    if x.dim() >= 3 and sharded:
+    if sharded:
         raise ValueError(
             f"sequence length {x.shape[dim] * axis.size} is not a multiple of the virtual degree {axis.virtual} of "
             f"{axis.name}, as sequence_parallel needs: pad it to {-(-x.shape[dim] // n) * n * axis.size} with ignored "

@@ -426,7 +426,7 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _softmax(logits: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What backward needs (softmax; of half precision the logits), its largest of each row, and that one's logit."""
+    """Return what backward keeps (softmax, or logits of half precision), and each row's largest softmax and logit."""
     if logits.dtype == wide:
         softmax = logits.softmax(-1)
         return softmax, softmax.amax(-1), logits.amax(-1)

@@ -1,4 +1,4 @@
-"""What `numerics="invariant"` asks of a run, and what it changes in a step (docs/bitwise.md)."""
+"""`numerics="invariant"`: which runs can have it, and how their step sums gradients (docs/bitwise.md)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _has_no_form(module: nn.Module) -> bool:
 
 
 class InvariantStep:
-    """What `numerics="invariant"` changes in a run's step: its gradients are a binary tree over leaves.
+    """Sums the gradients of an invariant run by a binary tree over the leaves of its batch.
 
     A leaf is the batch's V-th part, V the virtual degree of the data ranks. Each forward and backward is of one leaf,
     so no shape depends on the layout; ranks and micro-batches decide only who holds which leaves. A rank joins its

@@ -184,11 +184,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
             if value not in field.words:
                 c.problems.append(f"{name} {value!r} is none of {sorted(field.words)}")
             value = field.words.get(value)
-        if (
-            field.ours in SIZES
-            and field.default is not None
-            and (isinstance(value, bool) or not isinstance(value, int))
-        ):
+        if field.ours in SIZES and field.default is not None and type(value) is not int:
             c.problems.append(f"{name} {value!r} must be a whole number")
         if field.ours == "norm_eps" and (value is None or isinstance(value, bool)):
             c.problems.append(f"{name} {value!r} must be a number")

@@ -159,7 +159,7 @@ class _Sources(TorchDispatchMode):
 
 @dataclass
 class _Flow:
-    """What each linear layer's input was made from, and the norms on the way.
+    """For each linear layer, the layers whose outputs reach its input, and the norms that they pass.
 
     Attributes:
         patterns: by module name in the twin. Where modules of several kinds match a pattern, each kind has a label.
@@ -292,7 +292,7 @@ def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles
 
 
 def _counts(owner: nn.Module, n_out: int, n_in: int) -> dict[str, int]:
-    """Attributes that may be a number of heads or groups, those that say so first."""
+    """Attributes that may be a number of heads or groups; first those whose names say so."""
     held = {name: value for name, value in vars(owner).items() if type(value) is int and name not in HEAD_DIMS}
     found = {name: value for name, value in held.items() if HEADS.fullmatch(name)}
     return found | {n: v for n, v in held.items() if v > 1 and (n_in % v == 0 or n_out % v == 0) and v < n_in}
