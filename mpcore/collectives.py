@@ -152,16 +152,6 @@ def tree_sum(parts: Iterable[Tensor]) -> Tensor:
     return parts[0]
 
 
-def gather_shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather equal shards of `dim`, without autograd."""
-    return x if _alone(axis) else _gather(x, axis, dim, None)
-
-
-def reduce_scatter_shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over the axis and keep this rank's shard of `dim`, without autograd."""
-    return x if _alone(axis) else _reduce_scatter(x, axis, dim)
-
-
 def _alone(axis: Axis) -> bool:
     check_axis(axis)
     return axis.size == 1

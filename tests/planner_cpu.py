@@ -98,8 +98,8 @@ def rates() -> dict[str, float]:
     big, to = torch.randn(2**24), torch.empty(2**24)
     kinds = {
         "all_reduce": lambda x: collectives.all_reduce(x, on.tp),
-        "all_gather": lambda x: collectives.gather_shards(x.chunk(2)[0], on.tp, 0),
-        "reduce_scatter": lambda x: collectives.reduce_scatter_shards(x, on.tp, 0),
+        "all_gather": lambda x: collectives.gather(x.chunk(2)[0], on.tp, 0),
+        "reduce_scatter": lambda x: collectives.reduce_scatter(x, on.tp, 0),
         "all_to_all": lambda x: collectives.all_to_all(x, on.tp, 0, 1),
     }
     took = {kind: [typical(lambda call=call, x=x: call(x)) for x in (small, large)] for kind, call in kinds.items()}

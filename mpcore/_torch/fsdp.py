@@ -49,7 +49,7 @@ def make_root(unit: FSDPModule) -> None:
 
 def was_gathered(unit: FSDPModule) -> bool:
     """Tell whether the unit's parameters were gathered before, so that the memory to gather them in exists."""
-    return all(_whole(p) is not None for group in _groups(_state(unit)) for p in group.fsdp_params)
+    return all(whole_parameter(p) is not None for group in _groups(_state(unit)) for p in group.fsdp_params)
 
 
 def backward_failed(unit: FSDPModule) -> bool:
@@ -62,7 +62,7 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
     for context in _contexts(units):
         for group in _groups_of(context):
             for p in group.fsdp_params:
-                whole = _whole(p)
+                whole = whole_parameter(p)
                 held = (
                     group._partial_reduce_output,
                     p.unsharded_accumulated_grad,
@@ -96,7 +96,7 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
                 group._partial_reduce_output = None
             for p in mine:
                 p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model's may be gathered ones
-                whole = _whole(p)
+                whole = whole_parameter(p)
                 if whole is not None and whole.grad is not None:
                     whole.grad = None
 
@@ -109,14 +109,9 @@ def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
                 yield p.sharded_param, p
 
 
-def whole_parameter(record: Any) -> nn.Parameter:
-    """Return the parameter that is computed with, whose memory may be freed now."""
-    return record.unsharded_param
-
-
 def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:
     """Set the gradient that is to be reduced over data, and return the one before."""
-    whole, before = _whole(record), record.unsharded_accumulated_grad
+    whole, before = whole_parameter(record), record.unsharded_accumulated_grad
     if whole is not None:
         before = whole.grad if before is None else before
         whole.grad = None
@@ -145,7 +140,7 @@ def reduce_unused(unit: FSDPModule) -> None:
 
         def post_backward(*_: Any, group: Any = group) -> None:
             for p in group.fsdp_params if group.reduce_grads else ():
-                whole = _whole(p)
+                whole = whole_parameter(p)
                 if whole is None or whole.grad is not None or p.unsharded_accumulated_grad is not None:
                     continue
                 if whole.requires_grad:
@@ -180,6 +175,6 @@ def _has_failed(context: Any) -> bool:
     return context.post_backward_final_callback_queued and not autograd.in_backward()
 
 
-def _whole(p: Any) -> nn.Parameter | None:
-    """The gathered parameter, in memory that may be freed now; None before the first gather."""
+def whole_parameter(p: Any) -> nn.Parameter | None:
+    """Return the gathered parameter, in memory that may be freed now; None before the first gather."""
     return getattr(p, "_unsharded_param", None)  # torch sets it at the first gather

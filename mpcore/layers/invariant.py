@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from mpcore.collectives import all_reduce, gather_shards, reduce_scatter_shards, shard_sizes, tree_sum
+from mpcore.collectives import all_reduce, gather, reduce_scatter, shard_sizes, tree_sum
 from mpcore.layers.linear_ops import flat_tokens, unsafe_view
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
-
-_ALIGNMENT = 64  # bytes: where torch's allocator begins a tensor; MKL may look at it
 
 
 def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, rest: int = 0) -> None:
@@ -35,9 +33,9 @@ def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, res
 
 
 def own(x: Tensor) -> Tensor:
-    """Return the tensor contiguous, and at an address as a new one has."""
+    """Return the tensor contiguous, and at an address as a new one has, a multiple of 64 bytes: MKL may look at it."""
     x = x.contiguous()
-    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+    return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 class _Own(Function):
@@ -61,11 +59,11 @@ def cut_pieces(
     return [own(each[0] if len(each) == 1 else torch.cat(each, dim)) for each in zip(*parts, strict=True)]
 
 
-def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = (1,)) -> Tensor:
+def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Tensor:
     """Put the virtual shards of `cut_pieces` together again."""
     if len(pieces) == 1:
         return pieces[0]
-    if len(blocks) == 1:
+    if len(blocks) < 2:
         return torch.cat(list(pieces), dim)
     parts = zip(*(piece.split([length // len(pieces) for length in blocks], dim) for piece in pieces), strict=True)
     return torch.cat([each for part in parts for each in part], dim)
@@ -81,33 +79,39 @@ def in_pieces(function: Callable[..., Tensor], axis: Axis, dim: int, *xs: Tensor
 
 
 def on_tokens(
-    norm: Callable[..., Tensor], axis: Axis, dim: int, sharded: bool, x: Tensor, *weights: Tensor | None
+    function: Callable[..., Tensor], axis: Axis, dim: int, sharded: bool, x: Tensor, *weights: Tensor | None
 ) -> Tensor:
-    """Call `norm(x, *weights)`, a function of tokens, on each virtual shard of the sequence, and join its results.
+    """Call a function of tokens on each virtual shard of the sequence, and join the results.
 
-    The sequence is dimension `dim` of x; `sharded` says whether this rank has a shard of it or all. Each weight is a
-    tensor without a sequence, or None. Its gradient is summed over all tokens on every rank: declare no partial axis.
+    Args:
+        function: `function(x, *weights)`, which computes each token by itself, such as `torch.mul`.
+        axis: tensor parallel, with a virtual degree.
+        dim: the dimension of x that is the sequence.
+        sharded: whether this rank has a shard of the sequence, by sequence parallel, or all of it.
+        x: [B, T, ...], or of two dimensions: then the function is called once.
+        weights: tensors without a sequence, or None. Their gradients are summed over all tokens on every rank, so
+            declare no pending sum (`partial`).
+
+    Raises:
+        ValueError: if the virtual degree does not divide a sequence that is sharded.
+
+    Example:
+        >>> tp = mpcore.build_mesh(virtual=2).tp
+        >>> mpcore.layers.on_tokens(torch.mul, tp, 1, False, torch.ones(1, 4, 2), torch.tensor([1.0, 3.0])).sum()
+        tensor(16.)
     """
-    n = _runs_of_tokens(x, axis, dim, sharded)
+    n = axis.pieces if sharded else axis.virtual
+    if x.dim() < 3 or (x.shape[dim] % n and not sharded):
+        n = 1  # not cut on any rank
+    elif x.shape[dim] % n:
+        length, V = x.shape[dim] * axis.size, axis.virtual
+        raise ValueError(
+            f"sequence length {length} is not a multiple of the virtual degree {V} of {axis.name}, which sequence "
+            f"parallel needs: pad it to {-(-length // V) * V} with ignored targets"
+        )
     copies = [[None] * n if w is None else _FanOut.apply(w, n, axis if sharded else Axis()) for w in weights]
     pieces = zip(cut_pieces(x, dim, n, own=_Own.apply), *copies, strict=True)
-    return _join([_Own.apply(norm(*piece)) for piece in pieces], dim)
-
-
-def _runs_of_tokens(x: Tensor, axis: Axis, dim: int, sharded: bool) -> int:
-    """How many virtual shards of the sequence are here; 1: V does not divide it, which sequence parallel needs."""
-    if x.dim() < 3:
-        return 1
-    n = axis.pieces if sharded else axis.virtual
-    if x.shape[dim] % n == 0:
-        return n
-    if sharded:
-        raise ValueError(
-            f"sequence length {x.shape[dim] * axis.size} is not a multiple of the virtual degree {axis.virtual} of "
-            f"{axis.name}, as sequence_parallel needs: pad it to {-(-x.shape[dim] // n) * n * axis.size} with ignored "
-            f"targets"
-        )
-    return 1
+    return _join([_Own.apply(function(*piece)) for piece in pieces], dim)
 
 
 class _FanOut(Function):
@@ -130,11 +134,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _sum_tokens(dy: Tensor, axis: Axis, dim: int, sharded: bool) -> Tensor:
-    """The sum over all tokens of each feature, whole on every rank."""
-    pieces = cut_pieces(dy, dim, _runs_of_tokens(dy, axis, dim, sharded))
-    total = tree_sum(flat_tokens(piece).sum(0, dtype=_wide(piece[:0]).dtype) for piece in pieces)
-    return all_reduce(total, axis) if sharded else total
+def _spread(whole: Tensor, rows: Tensor, bias: Tensor | None, tp: Axis, blocks: tuple[int, ...] = ()) -> Tensor:
+    """[..., D] @ rows.T + bias, this rank's [F/tp, D] and [F/tp]: [..., F/tp], a product for each virtual shard."""
+    flat, n = flat_tokens(whole), tp.pieces
+    biases = [None] * n if bias is None else cut_pieces(bias, 0, n, blocks)
+    ys = [F.linear(flat, w, b) for w, b in zip(cut_pieces(rows, 0, n, blocks), biases, strict=True)]
+    return unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(rows)))  # no view
+
+
+def _tree_product(x: Tensor, rows: Tensor, tp: Axis, dim: int | None, blocks: tuple[int, ...] = ()) -> Tensor:
+    """The tree sum over ranks of [..., F/tp] @ rows, [F/tp, D]: [..., D], or this rank's shard of dimension `dim`."""
+    pairs = zip(cut_pieces(flat_tokens(x), 1, tp.pieces, blocks), cut_pieces(rows, 0, tp.pieces, blocks), strict=True)
+    y = tree_sum(_wide(piece @ w) for piece, w in pairs).view(*x.shape[:-1], rows.shape[1])
+    return (all_reduce(y, tp) if dim is None else reduce_scatter(y, tp, dim)).to(x.dtype)
 
 
 class ColumnProduct(Function):
@@ -148,57 +160,40 @@ class ColumnProduct(Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, blocks: tuple[int, ...]
     ) -> Tensor:
-        whole = own(x if dim is None else gather_shards(x, tp, dim))
+        whole = own(x if dim is None else gather(x, tp, dim))
         ctx.save_for_backward(whole, weight)
-        ctx.tp, ctx.dim, ctx.blocks = tp, dim, blocks
-        n, flat = tp.pieces, flat_tokens(whole)
-        biases = [None] * n if bias is None else cut_pieces(bias, 0, n, blocks)
-        ys = [F.linear(flat, w, b) for w, b in zip(cut_pieces(weight, 0, n, blocks), biases, strict=True)]
-        return unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(weight)))  # no view
+        ctx.how = tp, dim, blocks
+        return _spread(whole, weight, bias, tp, blocks)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
-        x, weight = ctx.saved_tensors
-        tp, blocks, n = ctx.tp, ctx.blocks, ctx.tp.pieces
-        dys, dx = cut_pieces(flat_tokens(dy), 1, n, blocks), None
-        if ctx.needs_input_grad[0]:
-            dx = tree_sum(_wide(d @ w) for d, w in zip(dys, cut_pieces(weight, 0, n, blocks), strict=True)).view(
-                x.shape
-            )
-            dx = all_reduce(dx, tp) if ctx.dim is None else reduce_scatter_shards(dx, tp, ctx.dim)
-            dx = dx.to(x.dtype)
-        dweight = _join([d.t() @ flat_tokens(x) for d in dys], 0, blocks) if ctx.needs_input_grad[1] else None
-        dbias = _join([d.sum(0) for d in dys], 0, blocks) if ctx.needs_input_grad[2] else None
+        (x, weight), (tp, _, blocks), wanted = ctx.saved_tensors, ctx.how, ctx.needs_input_grad
+        dys = cut_pieces(flat_tokens(dy), 1, tp.pieces, blocks)
+        dx = _tree_product(dy, weight, *ctx.how) if wanted[0] else None
+        dweight = _join([d.t() @ flat_tokens(x) for d in dys], 0, blocks) if wanted[1] else None
+        dbias = _join([d.sum(0) for d in dys], 0, blocks) if wanted[2] else None
         return dx, dweight, dbias, None, None, None
 
 
 class RowProduct(Function):
-    """The tree sum over ranks of `x @ weight.T`, plus the bias.
+    """The tree sum over ranks of `x @ weight.T`.
 
-    Of x [..., F/tp], weight [D, F/tp], bias [D] or None, tp, the dimension that is the sequence, and whether to return
-    this rank's shard of it.
+    Of x [..., F/tp], weight [D, F/tp], tp, and the dimension of which to return this rank's shard, or None.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, sharded: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, tp: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.dim, ctx.sharded = tp, dim, sharded
-        pairs = zip(cut_pieces(flat_tokens(x), 1, tp.pieces), cut_pieces(weight, 1, tp.pieces), strict=True)
-        y = tree_sum(_wide(F.linear(piece, w)) for piece, w in pairs).view(*x.shape[:-1], len(weight))
-        y = (reduce_scatter_shards(y, tp, dim) if sharded else all_reduce(y, tp)).to(x.dtype)
-        return y if bias is None else y + bias.to(y.dtype)
+        ctx.tp, ctx.dim = tp, dim
+        return _tree_product(x, weight.t(), tp, dim)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
         x, weight = ctx.saved_tensors
-        tp, n = ctx.tp, ctx.tp.pieces
-        dbias = _sum_tokens(dy, tp, ctx.dim, ctx.sharded).to(dy.dtype) if ctx.needs_input_grad[2] else None
-        whole = own(flat_tokens(gather_shards(dy, tp, ctx.dim) if ctx.sharded else dy))
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = _join([whole @ w for w in cut_pieces(weight, 1, n)], 1).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            dweight = _join([whole.t() @ piece for piece in cut_pieces(flat_tokens(x), 1, n)], 1)
-        return dx, dweight, dbias, None, None, None
+        whole = own(dy if ctx.dim is None else gather(dy, ctx.tp, ctx.dim))
+        dx = _spread(whole, weight.t(), None, ctx.tp) if ctx.needs_input_grad[0] else None
+        xs = cut_pieces(flat_tokens(x), 1, ctx.tp.pieces) if ctx.needs_input_grad[1] else []
+        dweight = _join([flat_tokens(whole).t() @ piece for piece in xs], 1) if xs else None
+        return dx, dweight, None, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
-from mpcore.layers.invariant import ColumnProduct, RowProduct, check_pieces
+from mpcore.layers.invariant import ColumnProduct, RowProduct, check_pieces, on_tokens
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
 from mpcore.mesh.axis import Axis, check_axis
@@ -225,7 +225,8 @@ class RowParallelLinear(ParallelLinear):
         check_last(x, self.local_in_features, self.local_in_features_name)
         if self.tp.virtual:
             how = (self.tp, self.sequence_dim, self.sequence_parallel)
-            return RowProduct.apply(x, self.matrix(), self.bias, *how)
+            y = RowProduct.apply(x, self.matrix(), self.tp, self.sequence_dim if self.sequence_parallel else None)
+            return y if self.bias is None else on_tokens(Tensor.add, *how, y, self.bias)
         if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
             return self.project(x, self.bias)
         y = self.project(x, None)

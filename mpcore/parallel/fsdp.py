@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -35,14 +35,11 @@ class ShardPolicy:
 class TreeReduceScatter:
     """The reduce-scatter of `fully_shard` as the binary tree over ranks."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-        async_op: bool = False,
-    ) -> None:  # fmt: skip
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
         """Sum the ranks' inputs, and keep this rank's part of the sum."""
         terms = torch.empty_like(input_tensor)
         dist.all_to_all_single(terms, input_tensor, group=group)

@@ -25,26 +25,20 @@ from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.declare import Sharding
 from mpcore.training.policies import Precision
 
-NUMERICS = ("default", "invariant")
-
 
 def leaves_of_rank(numerics: str, mesh: Mesh, micro_batches: int) -> int:
     """Return how many micro-batches a step has on each rank: where numerics is "invariant" one for each leaf."""
-    if numerics not in NUMERICS:
-        raise ValueError(f"numerics {numerics!r} is none of {', '.join(NUMERICS)}")
+    if numerics not in ("default", "invariant"):
+        raise ValueError(f"numerics {numerics!r} is none of default, invariant")
     if (numerics == "invariant") != (mesh.data.virtual > 0):
         way_out = "build_mesh(..., virtual=8)" if numerics == "invariant" else 'prepare(..., numerics="invariant")'
-        raise ValueError(
-            f"numerics {numerics!r} on a mesh with the virtual degree {mesh.data.virtual} of the data ranks: take "
-            f"{way_out} too"
-        )
+        raise ValueError(f"numerics {numerics!r} on a mesh with virtual degree {mesh.data.virtual}: take {way_out} too")
     if numerics == "default":
         return micro_batches
     leaves = mesh.data.pieces
     if leaves % micro_batches:
         raise ValueError(
-            f"micro_batches {micro_batches} does not divide the {leaves} leaves of a rank, virtual degree "
-            f"{mesh.data.virtual} / {mesh.data.size} data ranks: take a number that does"
+            f"micro_batches {micro_batches} does not divide the {leaves} leaves of a rank: take one that does"
         )
     return leaves
 
@@ -155,7 +149,8 @@ class InvariantStep:
         The last stage returns zeros, so that the sum over both, which is still to come, changes nothing.
         """
         record = self.sharded.get(parameter)
-        computed = parameter if record is None else fsdp.whole_parameter(record)
+        whole = None if record is None else fsdp.whole_parameter(record)
+        computed = parameter if whole is None else whole
         zero = torch.zeros_like(computed, dtype=torch.promote_types(computed.dtype, torch.float32))
         mine = torch.stack([zero if leaf is None else leaf for leaf in leaves])
         total = all_reduce(mine, self.ends).to(computed.dtype).to(mine.dtype)

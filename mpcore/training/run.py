@@ -188,10 +188,8 @@ class Run:
         self._may("forward_backward")
         if micro_batches != self.pipeline.micro_batches:
             if self.invariant is not None:
-                raise ValueError(
-                    f'{micro_batches} micro-batches: numerics "invariant" has {self.pipeline.micro_batches} leaves a '
-                    f"rank in every step"
-                )
+                kept = self.pipeline.micro_batches
+                raise ValueError(f'{micro_batches} micro-batches: numerics "invariant" has {kept} leaves in every step')
             self.pipeline.set_micro_batches(micro_batches)
 
     def finish_gradients(self) -> Tensor:
