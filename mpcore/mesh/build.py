@@ -107,9 +107,8 @@ def build_mesh(
 
     if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
         torch.cuda.set_device(launch.local_rank % gpus)
-    plan = (
-        problem or f"{device_type} {shape} {degrees} {hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()}"
-    )
+    places = hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()
+    plan = problem or f"{device_type} {shape} {degrees} {places}"
     check_same("mesh", plan)
     check_same("process groups made before", str(group_count()))
     if problem:
@@ -147,7 +146,7 @@ def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) ->
     for name, size, degree in (("tp", sizes["tp"], tp), ("dp", sizes["dp"], data)):
         if degree < 1 or degree & (degree - 1) or degree % size:
             raise ValueError(
-                f"virtual degree {degree} of {name}, of size {size}: take a power of two that is a multiple of the size"
+                f"virtual degree {degree} of {name}, of size {size}: take a power of two, and a size that divides it"
             )
     for name in ("cp", "ep", "workers"):
         if sizes[name] > 1:

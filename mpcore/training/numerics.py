@@ -76,16 +76,11 @@ class InvariantStep:
     A leaf is the batch's V-th part, V the virtual degree of the data ranks. Each forward and backward is of one leaf,
     so no shape depends on the layout; ranks and micro-batches decide only who holds which leaves. A rank joins its
     leaves as they come, and holds log2 of their number and one more at a time; `all_reduce` joins the ranks' nodes.
-
-    Of the run's stages, mesh and optimizer; an optimizer or a sharding without an invariant form is a ValueError.
     """
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer) is not AdamW:
-            raise ValueError(
-                f'numerics "invariant" steps by mpcore.AdamW, whose step rounds alike on every layout, not by '
-                f"{type(optimizer).__name__}: give optimizer=lambda model: mpcore.AdamW(model, lr=...)"
-            )
+            raise ValueError(f'numerics "invariant" has no {type(optimizer).__name__}: take optimizer=mpcore.AdamW')
         if any(shared_units(stages)):
             raise ValueError('numerics "invariant" has no ZeRO of a table that stages of a rank share: take Zero(0)')
         optimizer.set_fused(False)
@@ -149,8 +144,7 @@ class InvariantStep:
         The last stage returns zeros, so that the sum over both, which is still to come, changes nothing.
         """
         record = self.sharded.get(parameter)
-        whole = None if record is None else fsdp.whole_parameter(record)
-        computed = parameter if whole is None else whole
+        computed: Any = parameter if record is None else fsdp.whole_parameter(record)
         zero = torch.zeros_like(computed, dtype=torch.promote_types(computed.dtype, torch.float32))
         mine = torch.stack([zero if leaf is None else leaf for leaf in leaves])
         total = all_reduce(mine, self.ends).to(computed.dtype).to(mine.dtype)
