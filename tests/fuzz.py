@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import math
 import random
@@ -77,7 +78,10 @@ def spoil(seed: int, words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if a block takes more processor time, or ten times as long on the clock."""
+    """Raise TimeoutError if a block takes more processor time, or ten times as long on the clock.
+
+    All threads' stacks are printed after five times as long: a block that stands still may not reach its error.
+    """
     used, began = time.process_time(), time.monotonic()
 
     def late(*_: Any) -> None:
@@ -86,11 +90,13 @@ def limited(seconds: float) -> Iterator[None]:
         else:
             raise TimeoutError(f"not done after {seconds:.0f} s")
 
+    faulthandler.dump_traceback_later(5 * seconds, file=sys.__stderr__)
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

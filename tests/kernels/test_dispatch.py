@@ -215,6 +215,23 @@ def test_a_traced_choice_is_that_of_all_rows_or_the_rule(gpu, monkeypatch):
         assert choose(X).tolist() == [triton, triton], rows
 
 
+def test_each_operator_hands_on_the_sizes_that_measurements_have(monkeypatch):
+    """A size that isn't handed on would match every row of the table."""
+    seen = {}
+
+    def record(impl, x, operator, any_dtype=False, **sizes):
+        seen.setdefault(operator, set()).add("".join(sorted(sizes)))
+        return "reference"
+
+    monkeypatch.setattr(_dispatch, "implementation", record)
+    for name in _self_test.TESTS:
+        _self_test.run_kernel(name, "reference", torch.float64, "cpu")
+    one = {"adamw": "n", "attention": "", "cross_entropy": "V", "cross_replica_hash": "n", "dropout_add": "D",
+           "fp8_matmul": "KMN", "geglu": "F", "gelu": "F", "grouped_linear": "DEF", "layer_norm": "D",
+           "quantize_fp8": "K", "relu_squared": "F", "rms_norm": "D", "rope": "K", "swiglu": "F"}  # fmt: skip
+    assert seen == {"moe_permute": {"E", "D"}} | {name: {letters} for name, letters in one.items()}
+
+
 def test_one_context_switches_every_kernel_and_is_undone(gpu):
     with use_kernels("reference"):
         assert implementation(None, X, "rms_norm") == "reference"
