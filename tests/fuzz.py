@@ -90,7 +90,7 @@ def limited(seconds: float) -> Iterator[None]:
         else:
             raise TimeoutError(f"not done after {seconds:.0f} s")
 
-    faulthandler.dump_traceback_later(5 * seconds, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(5 * seconds, file=sys.__stderr__ or sys.stderr)
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -1,7 +1,7 @@
 """The trial of `mpcore preflight`: valid commands must pass every check, and broken copies of the library must not.
 
 python -m tests.preflight_trial --valid 200       commands drawn at random, on up to 1,024 ranks; a minute each
-python -m tests.preflight_trial --broken          the hand-written mutations that depend on the layout, in copies
+python -m tests.preflight_trial --broken 57       the hand-written mutations that depend on the layout, in copies
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -16,12 +17,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from examples.gpt.preflight import Preflight
+from examples.gpt.rehearse import Rehearsal
+from examples.gpt.toy import Toy
 from mpcore.preflight import FAILED, Options, run_checks
 from mpcore.verify.pool import Pool
 from tests.examples.planted import Lent
@@ -46,6 +51,25 @@ AREAS = {
     "pipeline": "--pp 2 --dp 2 --tie-embeddings",
     "checkpoint": "--tp 2 --dp 2 --zero 2 --optimizer adamw-bf16",
     "dropout keys": "--tp 2 --dp 2 --dropout 0.2 --sequence-parallel",
+}
+
+FLAGS = {  # of a mutation that other runs of its area don't reach
+    "copy sums its gradient in place": "--tp 2 --dp 2",
+    "reduce sums its gradient again": "--tp 2 --dp 2",
+    "reduce writes to its input": "--tp 2 --dp 2",
+    "a row bias under sequence parallelism is not pending": "--tp 2 --dp 2 --sequence-parallel --preset gpt2",
+    "the row bias is added on every rank": "--tp 2 --dp 2 --preset gpt2",
+    "experts are reduced over all data ranks": "--ep 2 --dp 4 --experts 4",
+    "the norm is of this stage alone": "--pp 2 --dp 2",
+    "a table that stages share is not summed": "--pp 2 --dp 2 --zero 2 --tie-embeddings",
+    "replicas of shards are never summed": "--dp 4 --zero 3 --replicate 2",
+    "recomputed tokens are counted again": "--ep 2 --dp 2 --experts 4 --balance bias --recompute full",
+    "the balance loss ignores the loss scale": "--ep 2 --dp 2 --experts 4 --dtype float16",
+    "evaluation counts": "--ep 2 --dp 2 --experts 4 --balance bias",
+    "a product that backward splits is not summed over tp": "--pp 2 --tp 2 --schedule zb",
+    "the first stage answers for the last": "--pp 2 --dp 2 --schedule zbv",
+    "torch narrows the masters that it loads": "--tp 2 --dp 2 --dtype bfloat16",
+    "sequence shards share a mask": "--tp 2 --cp 2 --dropout 0.2 --sequence-parallel",
 }
 
 
@@ -111,46 +135,74 @@ def try_valid(count: int, seed: int) -> int:
     return alarms
 
 
-def try_broken(every: int) -> int:
-    """Run the command in copies with a mutation. Returns the number that it does not find."""
+def first_failure(flags: list[str]) -> dict[str, Any]:
+    """Run the checks before `rank killed` until one fails; return it, and a hash of each run of a toy."""
+    pool = Pool(8)
+    preflight = Preflight(flags, Options(), pool)
+    train, runs = preflight.train, {}
+
+    def recorded(toy: Toy, out: str, **how: Any) -> list[Rehearsal]:
+        ranks = train(toy, out, **how)
+        seen = [
+            (r.losses, r.norms, r.scales, r.validation, sorted((name, x.tolist()) for name, x in r.state.items()))
+            for r in ranks
+        ]
+        runs[f"{out} {sorted(how)}"] = sha256(pickle.dumps([repr(x) for x in seen])).hexdigest()
+        return ranks
+
+    preflight.train = recorded  # type: ignore[method-assign]
+    try:
+        checks = run_checks(preflight.checks()[:-1])
+        found = next((result for result in checks if result.state == FAILED), None)
+        return {"found": found and f"{found.name}: {' '.join(found.detail.split())}", "runs": runs}
+    finally:
+        pool.stop()
+
+
+def try_broken(count: int, seed: int) -> int:
+    """Check runs of copies that have a mutation, in a random order. Returns the number that no check finds."""
     project = Project(Path(__file__).parents[1])
-    chosen = [hand for hand in MUTATIONS if hand.area in AREAS][::every]
+    chosen = [hand for hand in MUTATIONS if hand.area in AREAS]
+    chosen = random.Random(seed).sample(chosen, min(count, len(chosen)))
     kinds: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="preflight-trial-") as folder:
         copy = Copy(project.root, Path(folder) / "copy")
-        for hand in chosen:
+        environment = {**os.environ, "PYTHONPATH": str(copy.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+        @cache
+        def sound(words: str) -> dict[str, str]:
+            got = check(words)
+            assert not got["found"], got["found"]
+            return got["runs"]
+
+        def check(words: str) -> dict[str, Any]:
+            command = f"{sys.executable} -m tests.preflight_trial --flags {words} --out {folder}/out".split()
+            ran = subprocess.run(command, cwd=copy.folder, env=environment, text=True, capture_output=True, timeout=600)
+            last = (ran.stdout.strip() or ran.stderr.strip()).splitlines()[-1]
+            return json.loads(last) if last.startswith("{") else {"found": last, "runs": {}}
+
+        for tried, hand in enumerate(chosen, 1):
+            words = f"{SMALL} {FLAGS.get(hand.what, AREAS[hand.area])}"
+            want = sound(words)
             module, mutant = locate(project, hand)
             file = copy.folder / project.paths[module]
             before = file.read_text()
             file.write_text(mutant.applied(project.texts[module]))
             began = time.monotonic()
-            words = [*SMALL.split(), *AREAS[hand.area].split(), "--out", f"{folder}/out"]
             try:
-                run = [
-                    sys.executable,
-                    "-m",
-                    "mpcore",
-                    "preflight",
-                    "--json",
-                    "--",
-                    "-m",
-                    "examples.gpt.pretrain",
-                    *words,
-                ]
-                ran = subprocess.run(
-                    run, cwd=copy.folder, env={**os.environ, "PYTHONPATH": str(copy.folder)}, text=True,
-                    capture_output=True, timeout=600,
-                )  # fmt: skip
-                failed = [each for each in json.loads(ran.stdout) if each["state"] == FAILED]
-            except (ValueError, subprocess.TimeoutExpired) as error:
-                failed = [{"name": type(error).__name__, "detail": str(error)[:200]}]
+                got = check(words)
+            except subprocess.TimeoutExpired:
+                got = {"found": "no end after 600 s", "runs": {}}
             finally:
                 file.write_text(before)
-            kinds["found" if failed else "missed"] += 1
-            told = f"{failed[0]['name']}: {failed[0]['detail'][:160]}" if failed else "every check passes"
-            kind, seconds = "found" if failed else "MISSED", time.monotonic() - began
-            print(f"{kind}, {seconds:.0f} s: {hand.area}: {hand.what}: {told}", flush=True)
-    print(f"{kinds['found']} of {len(chosen)} mutations found")
+            changed = sorted(name for name, run in got["runs"].items() if run != want.get(name))
+            kind = "found" if got["found"] else "missed" if changed else "without effect"
+            if kind == "missed" and any(name.startswith(("dense", "dtype-dense")) for name in changed):
+                kind = "in one process too"
+            kinds[kind] += 1
+            told = f"{hand.area}, {hand.what}: {kind}: {(got['found'] or ', '.join(changed))[:240]}"
+            print(f"{tried} of {len(chosen)}, {time.monotonic() - began:.0f} s, {told}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), f"of {len(chosen)} mutations")
     return kinds["missed"]
 
 
@@ -161,13 +213,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--valid", type=int, metavar="N", help="so many valid commands")
-    parser.add_argument("--seed", type=int, default=0, help="of the first command (default 0)")
-    parser.add_argument("--broken", action="store_true", help="broken copies of the library")
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th of them (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first command and of the copies' order")
+    parser.add_argument("--broken", type=int, metavar="N", help="so many broken copies of the library")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, help="print what these flags' checks find, as JSON")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     bad = try_valid(args.valid, args.seed) if args.valid else 0
-    bad += try_broken(args.every) if args.broken else 0
+    bad += try_broken(args.broken, args.seed) if args.broken else 0
+    if args.flags is not None:
+        print(json.dumps(first_failure(args.flags)))
     return int(bad > 0)
 
 

@@ -275,12 +275,20 @@ class Preflight:
         args, toy = self.args, self.toys[0]
         own = {name: getattr(args, name) for name in ("dtype", "autocast", "residual_dtype", "fp8")}
         mine = Toy(with_flags(toy.args, **own), toy.config, toy.sizes, toy.ranks)
-        dense = self.train(toy.alone(**own), "dtype-dense", until=1)
+        dense = self.train(toy.alone(**own), "dtype-dense", poison_at=1)
         whole = self.train(mine, "dtype", save_at=2, poison_at=1)
+        near = OWN_DTYPE.get(args.dtype, 0.03)
         for rank in whole:
-            got, want = rank.losses[0], pick(dense, rank.worker).losses[0]
-            if not abs(got - want) <= OWN_DTYPE.get(args.dtype, 0.03) * abs(want):
+            alone = pick(dense, rank.worker)
+            got, want = rank.losses[0], alone.losses[0]
+            if not abs(got - want) <= near * abs(want):
                 raise ValueError(f"the first loss in {args.dtype} is {got:.6g}, on one process {want:.6g}")
+            for step, norm in rank.norms.items():
+                if abs(norm - alone.norms[step]) > 8 * near * alone.norms[step]:
+                    raise ValueError(
+                        f"the norm of step {step} in {args.dtype} is {norm:.6g}, on one process "
+                        f"{alone.norms[step]:.6g}: a gradient of this dtype is lost, kept or counted twice"
+                    )
         for rank in self.train(mine, "dtype-loaded", resume=str(Path(self.folder.name) / "dtype")):
             resumed(rank, pick(whole, rank.worker), 2, f"resumed in {args.dtype}")
         return f"{args.dtype}{', fp8' if args.fp8 else ''}: first loss {got:.4f}, on one process {want:.4f}"
