@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mpcore.analysis.calibrate import count_rows, fit, suggest
+from mpcore.analysis.calibrate import count_rows, predict_sweep
 from mpcore.analysis.machine import PROFILES, load_machine
 from mpcore.analysis.rows import read_row
 from mpcore.pipeline.draw import matplotlib_part
@@ -129,14 +129,11 @@ def write_profile(measured: dict[str, float], when: str) -> None:
 
 def predictions(measured: list[dict]) -> tuple[list[str], list[tuple[str, float, float]]]:
     """The names of the suggested rows, and of each other row its name, seconds and predicted seconds."""
-    machine = load_machine("this-cpu")
     runs = count_rows([read_row(row) for row in measured], stands_for_gpu=False)
-    chosen = suggest(runs, machine, SUGGESTED)
-    found = fit(chosen, machine)
-    others = [run for run in runs if run not in chosen]
-    return [run.row.name for run in chosen], [
-        (run.row.name, run.row.seconds or 0.0, found.predict(run).step) for run in others
-    ]
+    swept = predict_sweep(runs, load_machine("this-cpu"), SUGGESTED)
+    seconds = {run.row.name: run.row.seconds or 0.0 for run in runs}
+    others = [(name, seconds[name], seconds[name] * (1 + error)) for name, error in swept.errors.items()]
+    return [run.row.name for run in swept.chosen], others
 
 
 def draw(results: list[tuple[str, float, float]], path: Path) -> None:

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 from examples.gpt.plan import build
-from mpcore.analysis.calibrate import Run, count_rows, fit, leave_one_out
-from mpcore.analysis.fit_command import groups_of, mean_and_most, scalars_table
+from mpcore.analysis.calibrate import Run, count_rows, fit, leave_one_out, predict_sweep
+from mpcore.analysis.fit_command import groups_of, mean_and_most, memory_lines, scalars_table, tested
 from mpcore.analysis.layout import Counter
-from mpcore.analysis.machine import load_machine
-from mpcore.analysis.rows import PUBLISHED, read_rows
+from mpcore.analysis.machine import Machine, load_machine
+from mpcore.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
 from mpcore.analysis.seconds import estimate
 from mpcore.analysis.state import state_table
+from tests.planner_cpu import SUGGESTED
 from tests.planner_cpu import section as cpu_section
 
 GPT = "--preset megatron-gpt --dtype bfloat16 --sequence-parallel --micro-batch 1 --even-stages"
@@ -63,7 +64,7 @@ A row of a JSON list, or of a CSV file with the same columns, is a run with a kn
 - `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. `dp` is what the others leave of `gpus`.
 - `seconds` of a step; or `tflops` a GPU, with `flops` of a step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
   (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
-- `attention`: `unfused` where its scores are in memory. `set`: rows that are fitted together. `machine`: a profile.
+- `attention`: `unfused` where its scores are in memory. `gradient_bytes`: 2 where the run summed gradients in 16 bits. `set`: rows that are fitted together. `machine`: a profile.
 - `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
   `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
 
@@ -106,8 +107,8 @@ def speed() -> str:
 
 
 def published() -> str:
-    """Each set of rows that comes with the package: the fit, and the errors of rows left out."""
-    parts = []
+    """Each set of rows that comes with the package: the fit, the errors of rows left out, and those of rows held out."""
+    parts, others = [], groups_of(read_rows(HELD_OUT), None)
     for (name, profile), rows in groups_of(read_rows(PUBLISHED), None).items():
         runs, machine = count_rows(rows), load_machine(profile)
         results = leave_one_out(runs, machine)
@@ -116,8 +117,28 @@ def published() -> str:
         parts.append(f"Mean absolute error of rows left out: **{mean:.1%}**, largest {most:.1%}.\n")
         parts.append("| row | seconds | fitted | left out | error | planned GB |\n|---|---|---|---|---|---|")
         parts += [_line(result.row.name, result, run) for result, run in zip(results, runs, strict=True)]
-        parts.append(f"\n```\n{scalars_table(fit(runs, machine))}\n```\n")
+        found = fit(runs, machine)
+        parts.append(f"\n```\n{scalars_table(found)}\n```\n")
+        if tests := others.pop((name, profile), None):
+            parts.append(f"Rows that were never fitted:\n\n```\n{tested(found, count_rows(tests))}\n```\n")
+    parts += [sweep(name, load_machine(profile), rows) for (name, profile), rows in others.items()]
     return "\n".join(parts)
+
+
+def sweep(name: str, machine: Machine, rows: list[Row]) -> str:
+    """A set of which no row is fitted but those that the planner suggests."""
+    runs = count_rows(rows)
+    found = predict_sweep(runs, machine, SUGGESTED)
+    errors, regrets = [abs(e) for e in found.errors.values()], found.regrets.values()
+    measured = "\n".join(f"  measured {run.row.name}" for run in found.chosen)
+    return "\n".join([
+        f"### {name}, a sweep of {len(rows)} layouts, from the profile {machine.name}\n",
+        f"Fitted to the {SUGGESTED} layouts that `--suggest {SUGGESTED}` names alone. Mean absolute error of the other "
+        f"{len(errors)} that ran: **{sum(errors) / len(errors):.1%}**, largest {max(errors):.1%}. "
+        f"Of {len(regrets)} models with several layouts, the one that is predicted to be the fastest takes "
+        f"**{sum(regrets) / len(regrets):.1%}** longer than the fastest on average, {max(regrets):.1%} at most.\n",
+        f"```\n{measured}", *memory_lines(runs, machine), f"{scalars_table(found.found)}\n```\n",
+    ])  # fmt: skip
 
 
 def _line(name: str, result: object, run: Run) -> str:

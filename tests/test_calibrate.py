@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpcore.analysis.calibrate import Run, fit, leave_one_out, scalars_of, suggest, with_scalars
+from mpcore.analysis.calibrate import Run, fit, leave_one_out, predict_sweep, scalars_of, suggest, with_scalars
 from mpcore.analysis.fit_command import main, mean_and_most
 from mpcore.analysis.layout import Layout
 from mpcore.analysis.machine import load_machine
@@ -73,6 +73,29 @@ def test_the_suggested_runs_say_most():
 
     assert spread(chosen) < min(spread(runs[i : i + 4]) for i in (3, 4))
     assert suggest(runs, start, 1, measured=chosen[:1]) != chosen[:1]
+
+
+def test_a_sweep_is_predicted_from_the_suggested_runs():
+    """The layout that is predicted to be fastest is; and where the truth is another, it says what the choice costs."""
+    start = load_machine("h100")
+    true = replace(start, e_gemm=0.6, x_tp=0.9)
+    times = [(run, estimate(run.layout, true).step) for run in candidates()]
+    runs = [Run(replace(run.row, seconds=time, name=str(i)), run.layout) for i, (run, time) in enumerate(times)]
+    found, before = predict_sweep(runs, start, 4), predict_sweep(runs, start, 0)
+    assert len(found.chosen) == len(found.errors) == 4
+    print(found.errors, before.errors)
+    assert all(abs(error) < abs(before.errors[name]) for name, error in found.errors.items()), "nearer than the profile"
+    assert list(found.regrets.values()) == [0.0], "one model"
+    worse = [Run(replace(run.row, seconds=9.0 if run is runs[4] else run.row.seconds), run.layout) for run in runs]
+    others = [run.row.seconds or 0.0 for run in worse]
+    assert list(predict_sweep(worse, start, 0).regrets.values()) == [pytest.approx(9.0 / min(others) - 1)]
+
+
+def test_gradients_of_two_bytes_need_less_memory():
+    kept, held = Kept(unsummed=400), Held(parameters=50, gradients=100)
+    layout = replace(candidates()[0].layout, stages=(kept,), held=(held,))
+    assert layout.fullest[1] == 50 + 100 + 400
+    assert layout.with_gradients(2).fullest[1] == 50 + 50 + 200
 
 
 def test_a_row_is_the_same_from_json_and_from_csv(tmp_path):

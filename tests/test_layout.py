@@ -7,8 +7,8 @@ import random
 import pytest
 
 from examples.gpt.plan import build
-from mpcore.analysis.dry_run import dry_run
-from mpcore.analysis.layout import PEAKS, Counter
+from mpcore.analysis.dry_run import dry_run, on_mesh
+from mpcore.analysis.layout import PEAKS, Counter, TooLargeError
 
 FLAGS = "--d-model 32 --heads 4 --d-ff 48 --seq-len 16 --global-batch 32 --micro-batch 1".split()  # noqa: SIM905
 SHORT = [("--layers 4 --zero 1 --sequence-parallel --recompute selective --dtype bfloat16", {"tp": 2, "dp": 2})]
@@ -38,7 +38,7 @@ def draw_flags(seed: int) -> tuple[str, dict[str, int]]:
 
 
 def check_equal(flags: str, sizes: dict[str, int], gpu: bool = True) -> None:
-    counter, pp, world = Counter(build, gpu), sizes.get("pp", 1), 1
+    counter, pp, world, most = Counter(build, gpu), sizes.get("pp", 1), 1, 0
     for size in sizes.values():
         world *= size
     for pp_rank in range(pp):
@@ -52,6 +52,9 @@ def check_equal(flags: str, sizes: dict[str, int], gpu: bool = True) -> None:
         for name in ("held", "stages", "times", "peak", "theory"):
             assert getattr(full, name) == getattr(fast, name), (name, rank)
         assert full.ledger.counts == fast.ledger.counts
+        most = max(most, full.most)
+    with on_mesh(0, **sizes) as mesh:
+        assert build.outline(mesh, [*FLAGS, *flags.split()]).least <= most, "it would be ruled out, and may fit"
 
 
 @pytest.mark.parametrize(("flags", "sizes"), SHORT, ids=str)
@@ -64,6 +67,16 @@ def test_few_blocks_count_what_all_blocks_count(flags, sizes):
 def test_any_flags_count_what_all_blocks_count(flags, sizes):
     for gpu in (True, False):
         check_equal(flags, sizes, gpu)
+
+
+def test_a_layout_that_fits_is_never_ruled_out():
+    """Also in every case of `check_equal`."""
+    flags = [*FLAGS, *"--layers 4 --zero 1 --dtype bfloat16 --d-model 256 --d-ff 512".split()]  # noqa: SIM905
+    with on_mesh(0, dp=2) as mesh:
+        least = build.outline(mesh, flags).least
+    with pytest.raises(TooLargeError, match=f"{least} bytes at least, of {least - 1}"):
+        Counter(build).layout(flags, room=least - 1, dp=2)
+    assert least <= Counter(build).layout(flags, room=least, dp=2).fullest[1] < least / 0.8, "it is a bound of use"
 
 
 def test_layouts_share_counts_and_agree_with_their_fullest_rank():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt.plan import build as build_gpt
+from examples.gpt.plan import given_blocks
 from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
@@ -376,3 +377,9 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
 
 def test_an_estimate_that_does_not_fit_has_no_step():
     assert Estimate({}, ()).step == float("inf")
+
+
+def test_the_blocks_of_each_stage_may_be_given():
+    assert given_blocks("1,3,2", 6, 3) == [range(1), range(1, 4), range(4, 6)]
+    with pytest.raises(ValueError, match="--stage-blocks 1,3 are 4 blocks of 2 stages, not 6 of 3"):
+        given_blocks("1,3", 6, 3)

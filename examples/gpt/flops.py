@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from mpcore import GroupedLinear
 from mpcore.sharding import owners
 
 
+@lru_cache(maxsize=16)
+def parameter_shares(config: GPTConfig) -> tuple[int, int, int, float]:
+    """Count the logical parameters of the blocks without their experts, of the experts, and of all else; and the share
+    of the experts that a token uses."""
+    model, shares = GPT(config, device="meta"), {1.0}
+    counts = dict.fromkeys(("blocks", "experts", "ends"), 0)
+    for name, module, _, p in owners(model):
+        if isinstance(module, GroupedLinear):
+            shares.add(module.used_share)
+        kind = "experts" if isinstance(module, GroupedLinear) else "blocks" if name.startswith("blocks.") else "ends"
+        counts[kind] += p.numel() if p.requires_grad else 0
+    return counts["blocks"], counts["experts"], counts["ends"], min(shares)
+
+
 def count_parameters(config: GPTConfig) -> int:
     """Count the logical parameters of the whole model."""
-    return sum(p.numel() for p in GPT(config, device="meta").parameters() if p.requires_grad)
+    return sum(parameter_shares(config)[:3])
 
 
 def count_active_parameters(config: GPTConfig) -> int:
     """Count the logical parameters that one token uses: of the experts, only the `top_k` that the router chooses."""
-    if config.moe is None:
-        return count_parameters(config)
-    held = owners(GPT(config, device="meta"))
-    trained = [(p.numel(), module) for _, module, _, p in held if p.requires_grad]
-    return round(sum(n * (m.used_share if isinstance(m, GroupedLinear) else 1) for n, m in trained))
+    blocks, experts, ends, used = parameter_shares(config)
+    return round(blocks + experts * used + ends)
 
 
 def flops_of_token(config: GPTConfig) -> int:

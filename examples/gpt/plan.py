@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 from examples.gpt.arguments import flag, parse
 from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
 from examples.gpt.config import GPTConfig
+from examples.gpt.flops import parameter_shares
 from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
 from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
 from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
-from mpcore.analysis.work import Choice, Model, Outline, Work
+from mpcore.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
 from mpcore.command_line import Parser
+from mpcore.layers.mlp import GATED
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
@@ -50,7 +53,10 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         V = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages).stages // pp
     else:
         check_schedule(args.schedule, pp, micro_batches, V)
-    blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
+    if own.stage_blocks is not None:
+        blocks = given_blocks(own.stage_blocks, config.layers, pp * V)
+    else:
+        blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
     return Outline(
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.has_experts,
@@ -60,14 +66,17 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         sharded=args.zero > 0,
         few=max(args.zero, 1) if mesh.data.size > 1 else 1,
         key=(str(config), *((name, str(value)) for name, value in vars(args).items() if name not in UNSHARED)),
+        least=least_bytes(args, config, mesh, micro_batches, sum(len(stage) for stage in blocks[::pp])),
     )  # fmt: skip
 
 
 build = Model(outline)
+DEFAULTS = vars(parse([]))
 SPLITTING = ("zb", "zbv", "dualpipev")
 UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a stage don't depend on
 OWN = Parser(prog="examples.gpt.plan:build", add_help=False)
 OWN.add_argument("--vocab-size", type=int, help="tokens of the vocabulary (default: the preset's)")
+OWN.add_argument("--stage-blocks", metavar="N,N,..", help="the number of blocks of each stage")
 OWN.add_argument("--even-stages", action="store_true", help="as many blocks on each stage, whatever the head costs")
 
 
@@ -78,7 +87,7 @@ def check_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     there["cp_inner"] = None if levels is None else levels[1].size
     for name, size in there.items():
         given = getattr(args, name)
-        if given not in (size, parse([]).__dict__[name]):
+        if given not in (size, DEFAULTS[name]):
             raise ValueError(
                 f"{flag(name)} {given} among the run's flags, on a mesh that has {size}: the mesh is the planner's"
             )
@@ -88,12 +97,51 @@ def check_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
         raise ValueError("--compile is not counted here: what it keeps for backward is known once it has run")
 
 
+def least_bytes(args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_batches: int, first: int) -> int:
+    """Return a lower bound of the bytes of the fullest rank: what ranks hold on average between steps and at their end,
+    and what pipeline rank 0, with so many blocks, holds when it begins to wait for the first backward."""
+    in_blocks, experts, ends, _ = parameter_shares(config)
+    half, n = args.dtype not in ("float32", "float64") and args.autocast is None, mesh.data.size // args.replicate
+    state = 8 if args.optimizer == "adamw" else 4  # Adam's moments
+    whole = args.zero == 0 or n == 1
+    kept = 8 + state + 2 * half if whole else (8 + state) / max(n, mesh.edp.size)  # with masters and gradients
+    waiting = 0 if whole else 4 * (args.zero < 2)  # gradients that aren't reduced yet
+    average = (in_blocks + ends) / mesh.tp.size / mesh.pp.size + experts / mesh.ep.size / mesh.etp.size / mesh.pp.size
+    least = average * (kept + waiting)
+    if config.moe is None and config.latent is None and args.schedule in ("1f1b", "interleaved", *HOLD_ALL):
+        tp, cp = mesh.tp.size, mesh.cp.size
+        width = 1 if args.fp8 else 2 if half or args.autocast is not None else 4
+        gathered = 0 if whole else 2 * (args.zero < 3)
+        saved = config.d_model / (tp if args.sequence_parallel else 1)  # of a token: the input
+        if recompute_kind(args.recompute)[0] in ("none", "selective"):  # and what products gave, but for the last
+            heads = config.heads + 2 * (config.kv_heads or config.heads)
+            saved += (heads * config.head_width + (1 + (config.activation in GATED)) * config.hidden) / tp
+        held = micro_batches if args.schedule in HOLD_ALL else min(micro_batches, mesh.pp.size)
+        tokens = held * args.micro_batch * config.seq_len / cp
+        mine = first * in_blocks / config.layers / tp
+        again = waiting if micro_batches > mesh.pp.size and args.schedule not in HOLD_ALL else 0  # F behind B
+        reduced = kept if whole else state / n + 4 / n  # without gradients
+        least = max(least, mine * (reduced + gathered + again) + first * tokens * saved * width)
+    return int(least)
+
+
 def even_blocks(layers: int, stages: int) -> list[range]:
     """Return as many blocks for each stage."""
     each, rest = divmod(layers, stages)
     if rest:
         raise ValueError(f"--even-stages: {layers} layers are not a multiple of {stages} stages")
     return [range(i * each, (i + 1) * each) for i in range(stages)]
+
+
+def given_blocks(text: str, layers: int, stages: int) -> list[range]:
+    """Return so many blocks for each stage."""
+    counts = [int(count) for count in text.split(",")]
+    if (len(counts), sum(counts)) != (stages, layers) or min(counts) < 1:
+        raise ValueError(
+            f"--stage-blocks {text} are {sum(counts)} blocks of {len(counts)} stages, not {layers} of {stages}"
+        )
+    ends = list(itertools.accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def work(

@@ -96,7 +96,8 @@ def count_rows(
         try:
             if row.target not in counters:
                 counters[row.target] = Counter(find_object(row.target), stands_for_gpu, share=True)
-            runs.append(Run(row, counters[row.target].layout(row.arguments, **row.sizes)))
+            layout = counters[row.target].layout(row.arguments, **row.sizes)
+            runs.append(Run(row, layout.with_gradients(row.gradient_bytes)))
         except (ValueError, SystemExit) as error:
             raise ValueError(f"{row.name}: {error}") from error
         each(i, len(rows))
@@ -208,6 +209,44 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
         chosen.append(best)
         weight = weight + torch.outer(rows[best], rows[best]) / NOISE**2
     return [runs[i] for i in chosen]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep of layouts, predicted after some of them were measured.
+
+    Attributes:
+        chosen: the runs to measure first.
+        found: the fit to these.
+        errors: of each other run with a time, the relative error of its predicted time.
+        regrets: for each model and batch with several layouts, how much longer than the fastest of them the one takes
+            that is predicted to be the fastest; relative.
+    """
+
+    chosen: tuple[Run, ...]
+    found: Fit
+    errors: Mapping[str, float]
+    regrets: Mapping[str, float]
+
+
+LAID_OUT = ("--micro-batch", "--schedule", "--virtual-stages", "--stage-blocks", "--zero", "--recompute")
+"""Flags with a value that are of the layout, not of the model."""
+
+
+def predict_sweep(runs: Sequence[Run], machine: Machine, n: int) -> Sweep:
+    """Choose n runs of a sweep by `suggest`, fit the machine to them, and predict all."""
+    timed = [run for run in runs if run.row.seconds is not None]
+    chosen = suggest(timed, machine, n)
+    found = fit(chosen, machine)
+    steps = [(run, run.row.seconds or 0.0, found.predict(run).step) for run in timed]
+    models: dict[str, list[tuple[float, float]]] = {}
+    for run, seconds, step in steps:
+        words = run.row.arguments
+        kept = [w for i, w in enumerate(words) if w not in LAID_OUT and (not i or words[i - 1] not in LAID_OUT)]
+        models.setdefault(" ".join([*kept, str(run.row.gradient_bytes)]), []).append((step, seconds))
+    regrets = {name: min(m)[1] / min(s for _, s in m) - 1 for name, m in models.items() if len(m) > 1}
+    errors = {run.row.name: step / seconds - 1 for run, seconds, step in steps if run not in chosen}
+    return Sweep(tuple(chosen), found, errors, regrets)
 
 
 def uncertainty(run: Run, machine: Machine) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpcore.analysis.calibrate import NAMES, Fit, Result, Run, count_rows, fit, leave_one_out, suggest
 from mpcore.analysis.machine import Machine, load_machine, profile_names, save_machine
-from mpcore.analysis.rows import PUBLISHED, Row, read_rows
+from mpcore.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
 from mpcore.analysis.runs import read_run
 from mpcore.command_line import Parser
 
@@ -24,7 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     examples = ["mpcore calibrate published", "mpcore calibrate rows.csv --machine a100-80 --out mine.json"]
     parser = Parser(prog="mpcore calibrate", description=(__doc__ or "").partition("\n\n")[0], examples=examples)
     add = parser.add_argument
-    add("rows", nargs="+", help="files .json or .csv of rows, folders of runs, or published")
+    add("rows", nargs="+", help="files .json or .csv of rows, folders of runs, published, or heldout")
     add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
     add("--set", action="append", default=[], help="only rows of this set; may be given again")
     add("--test", action="append", default=[], metavar="ROWS", help="rows to predict, which are not fitted")
@@ -38,7 +38,7 @@ def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
     """Read rows from files and folders."""
     rows: list[Row] = []
     for name in names:
-        path = PUBLISHED if name == "published" else Path(name)
+        path = {"published": PUBLISHED, "heldout": HELD_OUT}.get(name) or Path(name)
         rows += [read_run(path)] if path.is_dir() else read_rows(path, need_times=not suggesting)
     return rows
 
@@ -127,7 +127,9 @@ def main(argv: list[str] | None = None) -> None:
         for line in memory_lines(runs, machine):
             print(line)
         if args.test:
-            print(tested(found, count_rows(read_all(args.test), _tell, not args.cpu)))
+            tests = read_all(args.test)
+            own = [row for row in tests if row.set == of]  # of the set, where there are any
+            print(tested(found, count_rows(own or tests, _tell, not args.cpu)))
         if args.out:
             save_machine(found.machine, args.out, f"{machine.name}, fitted to {len(timed)} runs")
             print(f"  wrote {args.out}")

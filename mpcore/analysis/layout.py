@@ -8,6 +8,7 @@ for integer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,12 @@ class Layout:
         ranks = {rank for each in alike.values() for rank in (each[0], each[-1])}
         return max(((rank, self.bytes_of(rank)) for rank in ranks), key=lambda pair: pair[1])
 
+    def with_gradients(self, size: int) -> Layout:
+        """The same in a runtime whose gradients take so many bytes each, instead of 4."""
+        stages = tuple(replace(kept, unsummed=kept.unsummed * size // 4) for kept in self.stages)
+        held = tuple(replace(each, gradients=each.gradients * size // 4) for each in self.held)
+        return replace(self, stages=stages, held=held)
+
     def signature(self, index: int) -> tuple[bool, bool, int]:
         """What tells stages apart: whether it is the first, whether it is the last, and its number of blocks."""
         return index == 0, index == len(self.stages) - 1, self.blocks[index]
@@ -77,6 +84,14 @@ class Layout:
 
 PEAKS = ("forward_more", "backward_more", "weight_more")
 """The only counts that are not linear in the blocks, since each is a maximum."""
+
+
+class TooLargeError(ValueError):
+    """A layout that needs more memory than there is; `least` is a lower bound of what it needs."""
+
+    def __init__(self, least: int, room: float) -> None:
+        super().__init__(f"the fullest rank holds {least} bytes at least, of {room:.0f}")
+        self.least = least
 
 
 class Counter:
@@ -121,10 +136,18 @@ class Counter:
                 plan, mesh.pp.rank, [kept for kept, _ in counted], times, held, ledger, outline.theory(mine)
             )
 
-    def layout(self, arguments: Sequence[str] = (), **sizes: Any) -> Layout:
+    def layout(self, arguments: Sequence[str] = (), room: float = math.inf, **sizes: Any) -> Layout:
         """Count all pipeline ranks of a layout, on the ranks with the last part of sequences.
 
         With causal masks these see the most keys where cp doesn't balance them.
+
+        Args:
+            arguments: of the build function.
+            room: bytes that a rank has; a layout whose lower bound is larger isn't counted.
+            sizes: of the mesh's axes.
+
+        Raises:
+            TooLargeError: if it can't fit.
         """
         arguments, pp = list(arguments), sizes.get("pp", 1)
         tp, cp, dp = (sizes.get(axis, 1) for axis in ("tp", "cp", "dp"))
@@ -133,6 +156,8 @@ class Counter:
             return self._whole(arguments, sizes, first, None)
         with on_mesh(first[0], **sizes) as mesh:
             outline, axes = self.build.outline(mesh, arguments), Ledger(mesh).ranks_of
+        if outline.least > room:
+            raise TooLargeError(outline.least, room)
         if not outline.linear:
             return self._whole(arguments, sizes, first, outline)
         short = outline.short(ROUNDS)

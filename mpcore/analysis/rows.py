@@ -11,6 +11,7 @@ A row names the mesh, what the run took, and flags of the target:
                                         time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 .., `flops_of`)
     name, set, machine                  what it is called, whose errors are averaged together, and a profile's name
     attention                           "unfused": its scores are in memory
+    gradient_bytes                      of each parameter, where the run sums gradients: 2 or 4 (4)
     target                              `module:function`; default examples.gpt.plan:build
     layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
                                         any other column is a flag of the target: true is the flag alone
@@ -28,8 +29,8 @@ from typing import Any
 
 AXES = ("tp", "pp", "cp", "ep", "dp", "etp", "cp_inner")
 TARGET = "examples.gpt.plan:build"
-PUBLISHED = Path(__file__).parent / "rows" / "published.json"
-OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target")
+PUBLISHED, HELD_OUT = (Path(__file__).parent / "rows" / f"{name}.json" for name in ("published", "heldout"))
+OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes")
 ALIASES = {
     "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
     "stages_per_rank": "virtual_stages", "mb": "micro_batch", "gbs": "global_batch", "mbs": "micro_batch",
@@ -50,6 +51,7 @@ class Row:
         arguments: flags of the target.
         seconds: of a step; None: it ran out of memory.
         unfused: attention is written out.
+        gradient_bytes: of each parameter, in the run's runtime.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Row:
     arguments: tuple[str, ...]
     seconds: float | None
     unfused: bool = False
+    gradient_bytes: int = 4
 
 
 def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
@@ -119,7 +122,7 @@ def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
     return Row(
         str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
         str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where) if timed else None,
-        unfused == "unfused",
+        unfused == "unfused", _integer(values.get("gradient_bytes", 4), "gradient_bytes", where),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpcore.analysis.calibrate import Run, uncertainty
-from mpcore.analysis.layout import Counter
+from mpcore.analysis.layout import Counter, TooLargeError
 from mpcore.analysis.machine import Machine
 from mpcore.analysis.rows import AXES, Row
 from mpcore.analysis.seconds import Seconds, estimate
@@ -26,6 +26,7 @@ class Estimate:
         sizes: of the mesh's axes.
         arguments: of the build function, that other layouts don't have.
         memory: bytes of the fullest rank, without the machine's reserve.
+        bound: whether `memory` is only a lower bound, by which the layout was ruled out before it was counted.
         seconds: where the seconds of a step go; None where it doesn't fit or is refused.
         spread: the relative standard error of the step.
         refused: why the layout is refused, or "".
@@ -37,6 +38,7 @@ class Estimate:
     seconds: Seconds | None = None
     spread: float = 0.0
     refused: str = ""
+    bound: bool = False
 
     @property
     def step(self) -> float:
@@ -98,7 +100,9 @@ def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: C
     """Estimate one layout: its memory first, and its seconds where it fits."""
     sizes, own = choice
     try:
-        layout = counter.layout([*given, *own], **sizes)
+        layout = counter.layout([*given, *own], machine.memory - machine.reserve, **sizes)
+    except TooLargeError as error:
+        return Estimate(sizes, own, error.least, bound=True)
     except ValueError as error:
         return Estimate(sizes, own, refused=str(error))
     memory = layout.fullest[1]
