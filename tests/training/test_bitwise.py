@@ -44,7 +44,7 @@ class Case:
     samples: int = 12  # three in a leaf
     dtype: str = "float32"
     steps: int = 3
-    frozen: str = ""  # a parameter that is not trained
+    frozen: str = ""  # a parameter that is frozen after `prepare`
 
 
 def planned(layout: str) -> tuple[Layout, str]:
@@ -61,15 +61,16 @@ def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp
         case.config, mesh, held, [i % plan.pp for i in range(count)], sequence_parallel=plan.sequence_parallel,
         device="meta",
     )  # fmt: skip
-    for p in (p for stage in stages for name, p in stage.named_parameters() if name == case.frozen):
-        p.requires_grad_(False)
-    return prepare(
+    run = prepare(
         stages, mesh, blocks={int(i): block for stage in stages for i, block in stage.blocks.items()}, seed=3,
         loss=stages[-1].loss, schedule=schedule, optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1),
         data=mp.Zero(plan.zero), recompute=recompute, precision=case.dtype,
         micro_batches=plan.mb or (1 if mesh.data.virtual else plan.pp),
         numerics="invariant" if mesh.data.virtual else "default",
     )  # fmt: skip
+    for p in (p for stage in run.stages for name, p in stage.named_parameters() if name == case.frozen):
+        p.requires_grad_(False)  # the optimizer holds it, and would decay it if it had a gradient
+    return run
 
 
 def train(run: mp.Run, case: Case, steps: int) -> list[tuple[float, float]]:
