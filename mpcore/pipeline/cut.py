@@ -67,7 +67,8 @@ def pipeline_stages(
 
     Raises:
         ValueError: on every pipeline rank, if no layers are found, they aren't called once each in their order, there
-            are fewer than stages, a parameter is used in two stages, or the stages don't compute what the model does.
+            are fewer than stages, a parameter is used in two stages, the model fails on `example`, or the stages don't
+            compute what the model does.
 
     Note:
         - Pass what all stages need as keyword arguments of `forward_backward`, such as `attention_mask`.
@@ -258,6 +259,11 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     handles += [unit.register_forward_hook(made) for unit in units.values()]
     try:
         want = list(_run(model, [model], ids, trace.options))
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{type(model).__name__} fails on ids {tuple(ids.shape)}: {said}. Give ids [B, T] that it takes as example="
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -149,6 +149,7 @@ class Words(nn.Module):
             x = layer(x) + (first if self.change == "long residual" else 0)
             x = self.between(x) if i == 1 and self.change == "between" else x
             x = x * 2 if self.change == "between in words" else x
+            x = x + torch.zeros(6, 8) if self.change == "at most six tokens" else x
         return self.head(x)
 
 
@@ -159,6 +160,7 @@ class Words(nn.Module):
         (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
         (lambda: Words("between"), "between is called between the layers"),
         (lambda: Words("both tied"), "is used in the stages .*: only a table and the head may be tied"),
+        (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
         (lambda: Words("long residual"), "in a row they return other values than the model"),
         (lambda: nn.Linear(4, 4), "Linear has no nn.ModuleList of layers"),
         (lambda: Words().to("meta"), "table.weight has no values"),
@@ -176,3 +178,4 @@ def test_a_scaled_stream_between_layers_and_too_many_stages():
     with pytest.raises(ValueError, match="4 blocks are fewer than the 5 stages"):
         alone(Words(), pp=5)
     assert len(alone(Words(), pp=4)) == 4
+    assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
