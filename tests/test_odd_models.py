@@ -18,17 +18,21 @@ SHARES |= {"torch's": 0.7, "vision": 0.7, "table read as a head": 0.8, "max norm
 TP = mp.Axis(size=2, rank=0, name="tp")
 
 
-def found(name):
-    return mp.suggest_plan(models.MODELS[name](), example=models.example(name))
+def found(name, tp=2):
+    return mp.suggest_plan(models.MODELS[name](), tp, example=models.example(name))
 
 
-@pytest.mark.parametrize("name", some(*KINDS, of=list(models.MODELS)))
-def test_the_plan_found_trains_as_the_whole_model(ranks, name):
-    suggestion, batch = found(name), {"x": models.example(name)}
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    some(*((n, "tp2") for n in KINDS), of=[(n, at) for n in models.MODELS for at in ("tp2", "tp3", "tp2dp2zero3")]),
+)
+def test_the_plan_found_trains_as_the_whole_model(ranks, name, layout):
+    tp, batch = int(layout[2]), {"x": models.example(name)}
+    suggestion = found(name, tp)
     assert suggestion.share > SHARES.get(name, 0.93)
-    mp.parallelize(models.MODELS[name](), suggestion.plan, TP, example=batch["x"], strict=True)
+    mp.parallelize(models.MODELS[name](), suggestion.plan, mp.Axis(tp, 0, name="tp"), example=batch["x"], strict=True)
     build = partial(models.build, name, suggestion.plan)
-    (verdict,) = verify(build, batch, ["tp2"], loss=models.loss, pool=ranks)
+    (verdict,) = verify(build, batch, [layout], loss=models.loss, pool=ranks)
     assert verdict.equal, verdict
 
 

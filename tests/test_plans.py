@@ -156,6 +156,12 @@ def check_refusal():
         late(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
     right = parallelize(Two(), {"0": "colwise_rep", "1": "rowwise_split_input"}, axis)
     assert right(torch.ones(3, 4), {"whole": torch.ones(3, 4)}).shape == (3, 4)
+    wrapped = nn.parallel.DistributedDataParallel(right)
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] has given all ranks of tp 2 the shards of rank 0"):
+        wrapped(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
+    single, _ = torch.distributed.new_subgroups_by_enumeration([[0], [1]])
+    alone = nn.parallel.DistributedDataParallel(right, process_group=single)
+    assert alone(torch.ones(3, 4), {"whole": torch.ones(3, 4)}).shape == (3, 4)
 
 
 class Two(nn.ModuleList):

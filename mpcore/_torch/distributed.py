@@ -39,6 +39,12 @@ def as_group(x: object) -> dist.ProcessGroup | None:
         return None
 
 
+def ranks_of_running_ddp() -> list[int]:
+    """Return the ranks over which a `DistributedDataParallel` copies its model, while its forward runs; else none."""
+    running: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return [] if running is None else dist.get_process_group_ranks(running.process_group)
+
+
 def group_count() -> int:
     """Return the number after which torch names the next process group: all ranks must have the same."""
     return dist.distributed_c10d._world.group_count

@@ -294,7 +294,7 @@ LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_hidden_layers": 4}
 DEEPSEEK_V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "hidden_act": "silu", "first_k_dense_replace": 1}
 REFUSED = [
-    ({**LLAMA, "model_type": "gemma2"}, r"model_type 'gemma2'"),
+    ({**LLAMA, "model_type": "opt"}, r"model_type 'opt'. Supported are .* Train it as it is, with mpcore"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "hidden_act": "relu"}, r"hidden_act 'relu'"),

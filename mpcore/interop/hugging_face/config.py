@@ -69,13 +69,12 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
         ValueError: if the architecture or a field is not supported, or a field is not known to be harmless.
     """
     kind = values.get("model_type")
-    if kind in REFUSED:
-        raise ValueError(
-            f"{where} has model_type {kind!r}, which the blocks here cannot be: {REFUSED[kind]}. Train it as it is, "
-            f"with mpcore.from_pretrained; supported are {list(ARCHITECTURES)}"
-        )
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{where} has model_type {kind!r}: supported are {list(ARCHITECTURES)}")
+        why = f", which the blocks here cannot be: {REFUSED[kind]}" if kind in REFUSED else ""
+        raise ValueError(
+            f"{where} has model_type {kind!r}{why}. Supported are {list(ARCHITECTURES)}. Train it as it is, with "
+            f"mpcore.from_pretrained"
+        )
     ours, problems = _read(ARCHITECTURES[kind], values, where)
     if problems:
         raise ValueError(f"{where} cannot be imported: {'; '.join(problems)}")

@@ -12,11 +12,13 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3, for the 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from mpcore._torch.distributed import ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
@@ -84,6 +86,8 @@ def parallelize(
     Note:
         - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for whole logits.
+        - Don't wrap it in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it gives all of
+          them rank 0's shards. Its forward refuses. Over ranks of dp alone it is right.
         - Call transformers' `generate` on every rank of tp. It refuses what would have ranks choose different tokens.
 
     Example:
@@ -117,7 +121,21 @@ def parallelize(
         later.watch(model)
     if tp.size > 1:
         guard_generate(model, tp)
+        model.register_forward_pre_hook(partial(_refuse_ddp, tp))
     return model
+
+
+def _refuse_ddp(tp: Axis, *_: Any) -> None:
+    """Raise inside of a `DistributedDataParallel` that copied one rank's shards to others of tp: a hook of forwards."""
+    if torch.compiler.is_compiling() or tp.group is None:
+        return
+    ranks = ranks_of_running_ddp()
+    if ranks and len({*ranks} & {*torch.distributed.get_process_group_ranks(tp.group)}) > 1:
+        raise ValueError(
+            f"DistributedDataParallel over ranks {ranks} has given all ranks of tp {tp.size} the shards of rank "
+            f"{ranks[0]}: parallelize a new model, and give it to mpcore.prepare, or wrap it with "
+            f"process_group=mesh.dp.group. Trainer and accelerate wrap it over all ranks"
+        )
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
