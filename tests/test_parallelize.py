@@ -26,6 +26,7 @@ from mpcore import (
 from mpcore.interop.parallelize import swap
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
+from mpcore.interop.parallelize.twin import shape_copy
 from tests.equality import close, full_gradients
 from tests.pool import mesh
 from tests.quick import some
@@ -345,6 +346,14 @@ def test_a_model_on_the_meta_device_is_cut_there_and_takes_the_whole_state_dict(
     want = parallelize(build("gpt2"), GPT2_PLAN, on(1))
     for (name, a), b in zip(model.named_parameters(), want.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_copy_of_shapes_has_zeros_where_a_buffer_has_no_values():
+    with FakeTensorMode():
+        fake = nn.BatchNorm1d(3)
+    for model in (nn.BatchNorm1d(3, device="meta"), fake):
+        assert shape_copy(model).running_var.tolist() == [0, 0, 0]
+    assert shape_copy(nn.BatchNorm1d(3)).running_var.tolist() == [1, 1, 1]
 
 
 def test_a_single_layer_is_returned_swapped_and_a_copy_works():
