@@ -139,7 +139,7 @@ class Transposed(nn.Module):
         weight = layer.get_parameter("weight").detach()
         if named:
             self.nf = len(weight)
-        self.weight, self.bias = nn.Parameter(weight.t().clone()), nn.Parameter(torch.zeros(len(weight)))
+        self.weight, self.bias = nn.Parameter(weight.t().contiguous()), nn.Parameter(torch.zeros(len(weight)))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])

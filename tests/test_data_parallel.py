@@ -1162,6 +1162,10 @@ def check_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks\.0\.plain of strides \(1, 5\) can't be cut by zero 1: make"):
         shard_data_parallel(model, on, model.blocks)
     model = Parts()
+    model.blocks[0].table = nn.Embedding(3, 5, max_norm=1.0)
+    with pytest.raises(ValueError, match=r"blocks\.0\.table has max_norm: each of \d data ranks would scale"):
+        shard_data_parallel(model, on, model.blocks, zero=0)
+    model = Parts()
     model.blocks[0].tiny.data = model.blocks[0].tiny.data.float()
     with pytest.raises(ValueError, match=r"trained parameters of one Part are of torch.float32 and torch.float64"):
         shard_data_parallel(model, on, model.blocks, zero=2)

@@ -33,7 +33,10 @@ def test_the_plan_found_trains_as_the_whole_model(ranks, name, layout):
     mp.parallelize(models.MODELS[name](), suggestion.plan, mp.Axis(tp, 0, name="tp"), example=batch["x"], strict=True)
     build = partial(models.build, name, suggestion.plan)
     (verdict,) = verify(build, batch, [layout], loss=models.loss, pool=ranks)
-    assert verdict.equal, verdict
+    if name == "max norm" and "dp" in layout:
+        assert "table has max_norm: each of 2 data ranks would scale" in verdict.error
+    else:
+        assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,12 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
             raise ValueError(f"the block {type(block).__name__} is no submodule of the model")
     if any(isinstance(module, FSDPModule) or state_of(module) is not UNSEEN for module in within):
         raise ValueError("the model is sharded over data already")
+    capped = next((n for stage in stages for n, m in stage.named_modules() if getattr(m, "max_norm", None)), None)
+    if capped is not None and mesh.data.size > 1:
+        raise ValueError(
+            f"{capped} has max_norm: each of {mesh.data.size} data ranks would scale the rows of its own tokens alone, "
+            f"and the replicas would part. Scale the rows that are looked up in your forward instead"
+        )
     for stage in stages:
         check_experts(stage, mesh)
         for name, parameter, sharding in declarations(stage):
