@@ -175,7 +175,8 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
             raise ValueError(f"the block {type(block).__name__} is no submodule of the model")
     if any(isinstance(module, FSDPModule) or state_of(module) is not UNSEEN for module in within):
         raise ValueError("the model is sharded over data already")
-    capped = next((n for stage in stages for n, m in stage.named_modules() if getattr(m, "max_norm", None)), None)
+    tables = [(n, m) for s in stages for n, m in s.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    capped = next((name for name, table in tables if table.max_norm is not None), None)
     if capped is not None and mesh.data.size > 1:
         raise ValueError(
             f"{capped} has max_norm: each of {mesh.data.size} data ranks would scale the rows of its own tokens alone, "
