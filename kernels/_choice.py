@@ -150,10 +150,10 @@ def _measured(operator: str, x: Any, sizes: Mapping[str, int]) -> str | None:
     return row.impl if row is not None and row.distance(sizes) <= 1 else None
 
 
-def describe(device: torch.device | None = None) -> Iterator[str]:
+def describe(device: torch.device) -> Iterator[str]:
     """List what runs on a device, one line for an operator or a measurement, as `mpcore doctor` prints it."""
-    name = _self_test.device_name(device) if device is not None else None
-    rows = [r for r in measurements if name in (None, r.device)]
+    name = _self_test.device_name(device)
+    rows = [r for r in measurements if r.device == name]
     for operator in _self_test.OPERATORS:
         own = [r for r in rows if r.operator == operator]
         if not own:

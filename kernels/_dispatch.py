@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._choice import REFERENCE, TRITON, by_rule, chosen, forced
-from ._torch import has_no_values, is_on_gpu, mutated_arguments
+from ._torch import has_no_values, is_on_gpu, is_tracing, mutated_arguments
 from ._triton import HAS_TRITON, INTERPRETING
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -74,11 +74,12 @@ def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> No
 
 
 def can_read(ids: Tensor) -> bool:
-    """Return whether the values of `ids` can be read now: on a CPU, not while compiling, and not of a fake tensor.
+    """Return whether the values of `ids` can be read now: on a CPU, not while compiling, and not in a dry run.
 
     On a GPU a read would wait for the device.
     """
-    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
+    known = type(ids) is Tensor and ids.device.type == "cpu" and ids.numel() > 0
+    return known and not torch.compiler.is_compiling() and not is_tracing()
 
 
 def outside(ids: Tensor, size: int, ignore_index: int | None = None) -> int | None:

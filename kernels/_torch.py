@@ -5,6 +5,7 @@ Read in torch 2.11 and 2.13:
 - `torch._subclasses.fake_tensor.FakeTensor`, the tensors with which `torch.compile` and dry runs trace;
 - `torch._C._will_engine_execute_node`, which torch's own `torch.autograd.graph` calls too;
 - `torch._C._current_graph_task_id`, which is -1 outside a backward pass;
+- `torch._C._get_dispatch_mode`, which tells whether operators are traced on fake tensors now;
 - `OpOverload._schema`, from which torch's own code reads the arguments that an operator mutates.
 """
 
@@ -21,6 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 def has_no_values(x: Tensor) -> bool:
     """Return whether `x` is a meta or a fake tensor: it has a shape, a dtype and a device, and no values to read."""
     return x.is_meta or isinstance(x, FakeTensor)
+
+
+def is_tracing() -> bool:
+    """Return whether operators run on fake tensors now, as in a dry run: then results of real tensors are fake too."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_on_gpu(x: Tensor) -> bool:

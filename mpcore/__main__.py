@@ -27,7 +27,7 @@ COMMANDS = {
         "say whether two runs differ by rounding alone, or name the step and tensor",
     ),
     "replay": ("mpcore.simulation.replay", "play a step of a run again, and name the first operator that isn't finite"),
-    "doctor": ("mpcore.doctor", "check this machine, and print what an issue needs"),
+    "doctor": ("mpcore.doctor", "check this machine, and print the versions for a bug report"),
 }
 """By name: the module whose `main(arguments)` runs it, and what it does."""
 TAKES_NAME = ("plan", "calibrate", "memory", "ledger")

@@ -53,7 +53,7 @@ class Finding:
 
 
 def versions() -> Iterator[str]:
-    """List the versions, devices and back ends that an issue needs."""
+    """List the versions, devices and back ends, for a bug report."""
     for name in PACKAGES:
         try:
             yield f"{name:<16}{metadata.version(name)}"
@@ -128,9 +128,12 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def choices() -> Iterator[str]:
-    """List which implementation of each operator runs on the first GPU, or would run on any where there is none."""
-    yield "implementations on " + ("this GPU" if torch.cuda.is_available() else "a GPU; on this CPU plain torch runs")
-    yield from _choice.describe(torch.device("cuda", 0) if torch.cuda.is_available() else None)
+    """List which implementation of each operator runs on the first GPU; without a GPU plain torch runs."""
+    if not torch.cuda.is_available():
+        yield "implementations: plain torch, as there is no GPU"
+        return
+    yield "implementations on this GPU"
+    yield from _choice.describe(torch.device("cuda", 0))
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mpcore doctor",
         description="Check each kernel against its reference, each collective between two processes against its "
-        "definition, and what a launch needs; print the versions and back ends that an issue needs.",
+        "definition, and what a launch needs; print the versions and back ends, which belong in every bug report.",
         examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"],
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"the port that a launch meets at ({PORT})")

@@ -282,6 +282,12 @@ def differs(mesh: mp.Mesh) -> None:
     all_reduce(torch.ones(4), mesh.tp) if mesh.tp.rank == 0 else all_gather(torch.ones(4), mesh.tp, 0)
 
 
+def skips_one_of_two(mesh: mp.Mesh) -> None:
+    if mesh.tp.rank == 0:
+        all_reduce(torch.ones(4), mesh.tp)  # forgotten on rank 1, whose next call has the same form
+    all_reduce(torch.ones(4), mesh.tp)
+
+
 def circle(mesh: mp.Mesh) -> None:
     for axis in (mesh.tp, mesh.dp) if mesh.world.rank in (0, 3) else (mesh.dp, mesh.tp):
         all_reduce(torch.ones(1), axis)
@@ -304,6 +310,8 @@ def waits_for_a_message(mesh: mp.Mesh) -> None:
                              r"while rank 1 never did: it is at the end of its function"),
         (differs, {"tp": 2}, r"disagree about call 2: rank 0 entered all_reduce\(tp\).* while rank 1 entered "
                              r"_all_gather_base\(tp\) of \[4\]"),
+        (skips_one_of_two, {"tp": 2}, r"(?s)rank 1 never did.*made at different places is call 1: rank 0 entered .* at "
+                                      r"tests/test_simulation.py:\d+ while rank 1 entered"),
         (circle, {"tp": 2, "dp": 2}, r"wait in a circle: rank 0 waits in all_reduce\(tp\).* for rank 1, rank 1 waits"),
         (polls, {"tp": 2}, r"rank 1 waits for nobody while others wait"),
         (waits_for_a_message, {"tp": 2}, r"rank 0: waits at .* in receiving from rank 1"),

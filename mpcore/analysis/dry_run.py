@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -170,7 +172,10 @@ def count_stages(
                 _run_stage(work, i, index, pattern, mesh.pp.rank, ledger) for i, (index, pattern) in enumerate(stages)
             ]
         except NoValueError as error:
-            raise ValueError(f"a forward reads the value of a tensor ({error.func}), and a dry run has none") from error
+            raise ValueError(
+                f"a forward reads the value of a tensor ({error.func}){_place_of(error, owner)}, and a dry run has no "
+                f"values: compute it from shapes"
+            ) from error
         ledger.counts = {}
         with ledger:
             finish_gradients(work.stages)
@@ -188,6 +193,18 @@ def count_stages(
         masters = [stand_in for p, stand_in in zip(trained, stepped, strict=True) if p in half]
         held.optimizer = storage_bytes(local_tensor(x) for x in (*states, *masters))
     return kept, held, ledger
+
+
+def _place_of(error: Exception, owner: nn.Module) -> str:
+    """Name the innermost module whose forward raised, and the line of it: " in blocks.0.mlp at model.py:44"."""
+    names = {module: name for name, module in owner.named_modules()}
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            name = names[module].partition(".")[2] or "the model"
+            place = f" in {name} at {Path(frame.f_code.co_filename).name}:{line}"
+    return place
 
 
 def _master(p: nn.Parameter) -> nn.Parameter:

@@ -21,8 +21,9 @@ def describe(path: str | os.PathLike[str]) -> str:
     m = inspect(path)
     sizes = {name: sum(entry.size(chunk) for chunk in entry.chunks) for name, entry in m.tensors.items()}
     layout = " x ".join(f"{name} {size}" for name, size in m.mesh.items() if size > 1) or "one process"
+    sample = f", next sample {m.sample}" if m.sample else ""  # 0: a loop that doesn't count its samples
     lines = [
-        f"{path}: step {m.step}, next sample {m.sample}, seed {m.seed}, written on {layout}",
+        f"{path}: step {m.step}{sample}, seed {m.seed}, written on {layout}",
         f"config {m.config}",
         f"extra {m.extra}",
         f"{len(m.files)} files, {sum(record.bytes for record in m.files.values()):,} bytes",

@@ -19,8 +19,9 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,9 +37,10 @@ from mpcore.fault_tolerance.leave import give_no_answer
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # a rank is nowhere in particular in here
 _OURS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), *name)
+    os.path.join(_PACKAGE, *name)
     for name in (
         ("collectives.py",),
         ("mesh", "agreement.py"),
@@ -58,7 +60,7 @@ class Call:
         number: its place among the collectives of the group and backend, from 1.
         kind: such as "all_reduce".
         shape, dtype: of its input.
-        site: file and line that called it, outside of torch.
+        site: file and line that called it, outside of torch, and where that is in mpcore the line that called mpcore.
         done: whether it came back.
         time: when it began, in nanoseconds of the host's clock.
         backend: such as "gloo". On "nccl" the device waits, not the host.
@@ -154,7 +156,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
         dtype = e["input_dtypes"][0] if e["input_dtypes"] else ""
         done = e["retired"] or e["state"] == "completed"
         backend, _, kind = e["profiling_name"].rpartition(":")
-        site = next((s for f in e["frames"] if (s := _site(f["filename"], f["line"]))), "an unknown place")
+        site = _places((f["filename"], f["line"]) for f in e["frames"])
         group, number, time_ns = e["process_group"][0], e["collective_seq_id"], e["time_created_ns"]
         calls.append(Call(group, number, kind, shape, dtype, site, done, time_ns, backend))
     return sorted(calls, key=lambda call: call.time)
@@ -167,12 +169,21 @@ def _site(file: str, line: int) -> str | None:
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
 
 
+def _places(lines: Iterable[tuple[str, int]]) -> str:
+    """The first place of a stack, innermost first, and after a place in mpcore the first outside of it."""
+    first = ""
+    for file, line in lines:
+        site = _site(file, line)
+        if site and not (first and file.startswith(_PACKAGE)):
+            if first or not file.startswith(_PACKAGE):
+                return f"{first}, called at {site}" if first else site
+            first = site
+    return first or "an unknown place"
+
+
 def call_site(frame: FrameType | None) -> str:
-    """Return the innermost file and line of a stack outside of torch, such as `layers/linear.py:88`."""
-    site = None
-    while frame is not None and site is None:
-        site, frame = _site(frame.f_code.co_filename, frame.f_lineno), frame.f_back
-    return site or "an unknown place"
+    """Return where a stack is outside of torch, such as `layers/linear.py:88, called at gpt/model.py:40`."""
+    return _places((f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame))
 
 
 def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
@@ -210,6 +221,9 @@ def explain(logs: Sequence[Log], size: int) -> str:
     by_rank = {log.rank: log for log in logs}
     silent = [rank for rank in range(size) if rank not in by_rank]
     verdict = _mismatch(by_rank) or _lag(by_rank, silent) or _idle(by_rank, silent)
+    parted = _first_pair(by_rank, lambda call: call.site)
+    if parted and "disagree" not in verdict:
+        verdict += f"\n  the first call that ranks made at different places is {parted}"
     lines = [f"  rank {log.rank}: {_stands(log)}" for _, log in sorted(by_rank.items())]
     lines += [f"  rank {rank}: no answer" for rank in silent]
     return "\n".join([verdict, *lines])
@@ -217,6 +231,12 @@ def explain(logs: Sequence[Log], size: int) -> str:
 
 def _mismatch(logs: dict[int, Log]) -> str | None:
     """The first collective that the ranks of a group entered differently."""
+    pair = _first_pair(logs, form_of)
+    return pair and f"the ranks disagree about {pair}"
+
+
+def _first_pair(logs: dict[int, Log], key: Callable[[Call], object]) -> str | None:
+    """The first collective of which two ranks have another key: its number, and how each of the two entered it."""
     entered: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, log in logs.items():
         for call in log.calls:
@@ -224,10 +244,10 @@ def _mismatch(logs: dict[int, Log]) -> str | None:
     found: list[tuple[int, str]] = []
     for calls in entered.values():
         (first, one), *others = sorted(calls.items())
-        rank, other = next((entry for entry in others if form_of(entry[1]) != form_of(one)), (first, one))
+        rank, other = next((entry for entry in others if key(entry[1]) != key(one)), (first, one))
         if rank != first:
             text = f"{_entered(first, one, logs)} while {_entered(rank, other, logs)}"
-            found.append((min(one.time, other.time), f"the ranks disagree about call {one.number}: {text}"))
+            found.append((min(one.time, other.time), f"call {one.number}: {text}"))
     return min(found)[1] if found else None
 
 

@@ -85,7 +85,7 @@ def accumulate(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Forget all gradients, main gradients included.
+    """Forget all gradients: `.grad`, and the float32 main gradients of bfloat16 and float16 parameters.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)

@@ -78,7 +78,9 @@ class Dropout(ParallelLayer, RandomModule):
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give every `RandomModule`, such as `Dropout` and `Router`, its own stream, from the seed and its full name.
+    """Give each module that draws random numbers, such as `Dropout` and `Router`, a key of its own.
+
+    The key depends on the seed and on the module's full name in the model, so it is the same on every layout.
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.1), mpcore.Dropout(0.1))

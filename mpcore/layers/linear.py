@@ -105,18 +105,21 @@ class ParallelLinear(ParallelModule):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """`y = x W^T + b` with the rows of W (the output features) sharded over tp: x is I, y is S(-1).
+    """`y = x W^T + b` with the rows of W (the output features) sharded over tp.
+
+    Each rank takes the whole x and returns its shard of y's last dimension: x is I, y is S(-1) in the terms of
+    `mpcore.collectives`.
 
     Args:
-        in_features, out_features, bias: as of `torch.nn.Linear`. Sizes are logical; shards may be uneven.
+        in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
         gather_output: return the whole output on every rank.
         regather: with sequence parallel, gather the input again in backward instead of keeping the whole.
-        unit: output features that may not be torn apart, such as `head_dim`.
+        unit: so many neighbouring output features stay on one rank, such as `head_dim`.
         options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
             sequence parallel the input is this rank's shard of the sequence, gathered here.
 
     Raises:
-        ValueError: if there are fewer units of output features than ranks.
+        ValueError: if out_features / unit is smaller than the number of ranks.
 
     Example:
         >>> layer = mpcore.ColumnParallelLinear(4, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
@@ -176,18 +179,19 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """`y = x W^T + b` with the columns of W (the input features) sharded over tp: x is S(-1), y is I.
+    """`y = x W^T + b` with the columns of W (the input features) sharded over tp.
 
-    The bias is added once, after the sum over ranks.
+    Each rank takes its shard of x's last dimension, as a column-parallel layer returns it, and the ranks sum to the
+    whole y: x is S(-1), y is I in the terms of `mpcore.collectives`. The bias is added once, after the sum.
 
     Args:
-        in_features, out_features, bias: as of `torch.nn.Linear`. Sizes are logical; shards may be uneven.
+        in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
         input_is_parallel: `x` is this rank's shard; otherwise it is whole, and split here.
-        unit: input features that may not be torn apart, such as `head_dim`.
+        unit: so many neighbouring input features stay on one rank, such as `head_dim`.
         options: `LayerOptions`. With sequence parallel the output is this rank's shard of the sequence.
 
     Raises:
-        ValueError: if there are fewer units of input features than ranks.
+        ValueError: if in_features / unit is smaller than the number of ranks.
 
     Example:
         >>> layer = mpcore.RowParallelLinear(6, 4, tp=mpcore.Axis(size=2, rank=0), device="meta")

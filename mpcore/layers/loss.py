@@ -201,16 +201,16 @@ def linear_cross_entropy(
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_log_prob` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
+    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk: all logits are never in memory at once.
 
-    Backward computes the logits of each chunk again: with its gradients that makes four products, not three.
+    Backward computes the logits of each chunk again, which costs one matrix product more than keeping them.
 
     Args:
         x, weight, target, head: as of `linear_cross_entropy`.
 
     Returns:
-        `(log_prob, entropy)`, [...] of the whole sequence in fp32 (fp64 for fp64 logits), in nats, both
-        differentiable; both 0 for ignored tokens.
+        `(log_prob, entropy)`, of the shape of `target`, in fp32 (fp64 for fp64 logits), in nats, both differentiable;
+        both 0 for ignored tokens.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)

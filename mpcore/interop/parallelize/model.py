@@ -51,44 +51,45 @@ def parallelize(
 ) -> nn.Module:
     """Make an existing model tensor parallel: swap its linear layers and embeddings in place, with their weights.
 
-    Every rank holds the whole model on entry, with the same weights, and keeps its shard. dtype, device, requires_grad,
-    training mode and ties stay; the other end of a tied weight follows where the plan doesn't name it, and gives whole
-    outputs. On an axis of size 1 the parameters stay the same objects; otherwise make the optimizer afterwards.
-    After each backward call `mpcore.reduce_gradients`. A model with dropout needs the same random seed on all ranks of
-    tp, and even shards.
+    Every rank holds the whole model on entry, with the same weights, and keeps its shard. Create the optimizer
+    afterwards: sharding replaces parameters. After each backward call `mpcore.reduce_gradients`. A model with dropout
+    needs the same random seed on all ranks of tp, and even shards.
 
-    Before a weight is moved the plan is tried: a copy of the model on the CPU of rank 0, in float64, with random
-    weights and few of many equal layers, is run whole and sharded. Its outputs and all gradients must be equal.
+    Before any weight is sharded, the plan is checked: rank 0 runs a small copy of the model (on its CPU, in float64,
+    with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must be equal.
 
     Args:
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
-        plan: styles (a name of `STYLES`, or `Colwise(...)` and the like) by pattern of module or parameter name. `*`
-            matches within one component ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with
-            fewer stars wins. "auto" or None: the plan that a Hugging Face model carries (`model_plan`), whose patterns
-            may match nothing.
+        plan: a style for each pattern of module or parameter names. A style is a key of `mpcore.STYLES`, such as
+            "colwise", or an object such as `Colwise(...)`. `*` matches within one component
+            ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with fewer stars wins. "auto" or
+            None: the plan that a Hugging Face model carries (`mpcore.model_plan`).
         tp: the axis.
-        check: try the plan. False: trust it.
-        example: arguments of a forward for that: a tensor, a tuple of arguments, or a dict of them by name. None: they
-            are guessed from the model's forward; where that fails, the first forward tries the plan on its arguments.
-        skip: patterns of modules that stay whole, though the plan names them.
+        check: check the plan as above. False: trust it.
+        example: arguments of a forward for the check: a tensor, a tuple of arguments, or a dict of them by name. None:
+            guess them from the model's forward; if that fails, the first forward checks the plan on its arguments.
+        skip: patterns of modules that stay replicated, though the plan names them.
         strict: raise where there would be a warning: less than half of the model is sharded, or the plan can't be
-            tried.
+            checked.
 
     Returns:
-        The model itself (or its replacement, where it is one layer and the plan names it by "").
+        The model itself. If the model is a single layer, which a plan names by "", its replacement.
 
     Raises:
         ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
-            or unsupported or doesn't fit its module, sizes don't fit tp, the plan shards heads whose number it leaves
-            undivided, the ranks hold different models, or the copy computes something else sharded than whole: the
-            message names the first module that departs.
+            or unsupported or doesn't fit its module, sizes don't fit tp, the model's code keeps a number of heads that
+            the plan shards, the ranks hold different models, or the sharded copy differs from the unsharded one: the
+            message names the first module that differs.
 
     Note:
+        - dtype, device, requires_grad, training mode and ties stay. Where the plan names one end of a tied weight, the
+          other end is sharded too, and returns whole outputs.
+        - On an axis of size 1 the parameters stay the same objects.
         - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for whole logits.
         - Don't wrap it in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it gives all of
           them rank 0's shards. Its forward refuses. Over ranks of dp alone it is right.
-        - Call transformers' `generate` on every rank of tp. It refuses what would have ranks choose different tokens.
+        - Call transformers' `generate` on every rank of tp. Options by which ranks would choose different tokens raise.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
