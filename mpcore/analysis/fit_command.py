@@ -144,7 +144,8 @@ def tested(found: Fit, runs: Sequence[Run]) -> str:
             continue
         errors.append(step / run.row.seconds - 1)
         predicted = f"predicted {step:.3f} +- {found.uncertainty(run):.0%}"
-        lines.append(f"  {run.row.name}: {run.row.seconds:.3f} s, {predicted}, {errors[-1]:+.1%}")
+        held = f"{run.layout.fullest[1] / 1e9:.0f} GB"
+        lines.append(f"  {run.row.name}: {run.row.seconds:.3f} s, {predicted}, {errors[-1]:+.1%}, {held}")
     if errors:
         mean = sum(map(abs, errors)) / len(errors)
         lines.append(f"  mean absolute error {mean:.1%}, largest {max(map(abs, errors)):.1%}")
