@@ -144,11 +144,16 @@ class _Passed(nn.Module):
 
 
 class _Blank(nn.Module):
-    """In the place of a module before the layers: zeros of the right shape, which no layer sees."""
+    """In the place of a module before the layers: zeros of the right shape, which no layer sees.
 
-    def __init__(self, shape: tuple[int, ...], inlet: _Inlet) -> None:
+    A forward that reads a table of the module, such as `position.weight[:T]`, finds zeros that take no memory.
+    """
+
+    def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module) -> None:
         super().__init__()
         self.shape, self.inlet = shape, inlet
+        for name, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            self.__dict__[name] = x.new_zeros(()).expand(x.shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.inlet.x is not None
@@ -191,7 +196,7 @@ def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace)
         layers.register_module(str(i), passed)
     if inlet is not None:
         for name in trace.before:
-            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet))
+            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet, stage.get_submodule(name)))
     for name in trace.after if held.stop < count else ():
         _put(stage, name, _Elsewhere())
     stage.__class__ = type(f"PipelineStage{type(model).__name__}", (_Stage, type(model)), {})
@@ -377,7 +382,7 @@ def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[l
     try:
         got = list(_run(model, chain, ids, {}))
     except Exception as error:
-        raise ValueError(f"{said}: in a row they fail: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{said}: run in turn, they fail: {type(error).__name__}: {error}") from error
     pairs = list(zip(want, got, strict=True))
     same = [
         len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))

@@ -26,7 +26,7 @@ class Zero:
         stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
         replicate: shard within groups of `data.size / replicate` ranks, such as a node, and replicate across them.
         param_dtype: gather and compute parameters in this dtype; None: in their own.
-        reduce_dtype: sum gradients in this dtype.
+        reduce_dtype: sum gradients in this dtype. Gradients of float64 parameters are summed in float64.
 
     Raises:
         ValueError: if the stage is none of 0, 1, 2 and 3.

@@ -134,6 +134,7 @@ class Words(nn.Module):
         super().__init__()
         self.change = change
         self.table, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+        self.position = nn.Embedding(16, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         if change == "shared":
             self.layers[3] = self.layers[0]
@@ -143,7 +144,7 @@ class Words(nn.Module):
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
-        x = first = self.table(ids)
+        x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
             x = layer(x) + (first if self.change == "long residual" else 0)
@@ -178,4 +179,6 @@ def test_a_scaled_stream_between_layers_and_too_many_stages():
     with pytest.raises(ValueError, match="4 blocks are fewer than the 5 stages"):
         alone(Words(), pp=5)
     assert len(alone(Words(), pp=4)) == 4
+    first, second = alone(Words("reads a table"))
+    assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
