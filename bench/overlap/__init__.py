@@ -1,0 +1,1 @@
+"""Exposed communication on a link that is slow on purpose: `python -m bench.overlap`."""

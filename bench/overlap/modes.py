@@ -1,0 +1,116 @@
+"""What is measured: a model of few, tiny layers for each way of parallelism, on two ranks, and a step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+
+WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A line of the table.
+
+    Attributes:
+        name: what is parallel.
+        hidden: which messages run beside which work.
+        build: on each of two ranks, returns a step.
+    """
+
+    name: str
+    hidden: str
+    build: Callable[[], Callable[[], object]]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """A loss that sums."""
+    return (y - target).square().sum()
+
+
+def prepared(mesh: mp.Mesh, model: Any, blocks: Any, x: Tensor, **options: Any) -> Callable[[], object]:
+    """Forward, backward and optimizer step by a `Run`."""
+    run = mp.prepare(
+        model, mesh, blocks=blocks, loss=squares, initialize=False,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01), **options,
+    )  # fmt: skip
+
+    def step() -> None:
+        run.forward_backward(x, torch.zeros_like(x))
+        run.optimizer_step()
+
+    return step
+
+
+def data(zero: int) -> Callable[[], object]:
+    """Blocks of two plain linear layers."""
+    mesh = mp.build_mesh(device_type="cpu")
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(BLOCKS)))
+    return prepared(mesh, model, list(model), torch.ones(ROWS, WIDTH), data=mp.Zero(zero))
+
+
+def layers(model: nn.Module, shape: tuple[int, ...]) -> Callable[[], object]:
+    """Forward and backward alone, whose gradients go on to a layer before."""
+    x = torch.ones(shape, requires_grad=True)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return step
+
+
+def tensor(sequence_parallel: bool) -> Callable[[], object]:
+    """MLPs without biases."""
+    tp = mp.build_mesh(tp=2, device_type="cpu").tp
+    like = {"bias": False, "tp": tp, "sequence_parallel": sequence_parallel}
+    mlps = nn.Sequential(*(mp.ParallelMLP(WIDTH, 2 * WIDTH, "relu", **like) for _ in range(BLOCKS)))
+    return layers(mlps, (1, ROWS, WIDTH))
+
+
+def context() -> Callable[[], object]:
+    """Attention on a ring, with the reference on CPUs, whose products are torch's."""
+    cp = mp.build_mesh(cp=2, device_type="cpu").cp
+    return layers(nn.Sequential(*(mp.ParallelAttention(WIDTH, 2, cp=cp, context="ring") for _ in range(2))),
+                  (1, ROWS, WIDTH))  # fmt: skip
+
+
+def experts() -> Callable[[], object]:
+    """Experts on both ranks, whose tokens travel, beside a shared one."""
+    mesh = mp.build_mesh(ep=2, device_type="cpu")
+    mixtures = (
+        mp.ParallelMoE(WIDTH, WIDTH, 2, 1, "gelu", shared_experts=1, dispatch="all_to_all", ep=mesh.ep, etp=mesh.etp)
+        for _ in range(2)
+    )
+    return layers(nn.Sequential(*mixtures), (1, ROWS, WIDTH))
+
+
+def pipeline() -> Callable[[], object]:
+    """Two stages under 1F1B."""
+    mesh = mp.build_mesh(pp=2, device_type="cpu")
+    stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    run = mp.Pipeline(stage, mesh, MICRO_BATCHES, squares)
+    x = torch.ones(32 * MICRO_BATCHES, WIDTH)
+    return lambda: run.forward_backward(x, x)
+
+
+MODES = [
+    Mode("ZeRO-0 on dp 2", "nothing: all gradients are summed at the end", partial(data, 0)),
+    Mode("ZeRO-1 on dp 2", "on a CPU nothing; on a GPU reduce-scatters in backward, gathers ahead", partial(data, 1)),
+    Mode("ZeRO-2 on dp 2", "the same, each micro-batch", partial(data, 2)),
+    Mode("ZeRO-3 on dp 2", "the same, gathers ahead in both passes", partial(data, 3)),
+    Mode("tensor parallel, tp 2", "in backward the input's gradient is summed beside the weight's product",
+         partial(tensor, False)),
+    Mode("the same with sequence parallel", "the same with reduce-scatters; forward's gathers are exposed",
+         partial(tensor, True)),
+    Mode("ring attention on cp 2", "the next keys travel while attention runs", context),
+    Mode("experts on ep 2, one shared", "nothing: see docs/decisions.md", experts),
+    Mode("1F1B on pp 2", "sends beside the work of other micro-batches", pipeline),
+]  # fmt: skip
