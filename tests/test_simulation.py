@@ -348,6 +348,12 @@ def test_what_runs_without_graphs_on_ranks_leaves_the_callers_compiler_on():
     assert traced(torch.ones(1)) == 1
 
 
+def test_ranks_that_shard_one_model_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    with pytest.raises(RankError, match="simulated ranks 0 and 1 shard one Sequential: build the model inside"):
+        mp.simulate(lambda mesh: mp.parallelize(model, {"0": "colwise", "2": "rowwise"}, mesh.tp), tp=2)
+
+
 def test_a_deadlock_names_the_module_that_waits():
     def work(mesh: mp.Mesh) -> None:
         model = torch.nn.Sequential(torch.nn.Identity(), mp.RowParallelLinear(4, 4, tp=mesh.tp))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from mpcore._torch.distributed import ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
+from mpcore._torch.simulated import simulated_rank
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.generation import guard_generate
 from mpcore.interop.parallelize.plan import BASE_PLANS, Plan, Style, Target, is_own, resolve
@@ -60,10 +62,10 @@ def parallelize(
 
     Args:
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
-        plan: a style for each pattern of module or parameter names. A style is a key of `mpcore.STYLES`, such as
-            "colwise", or an object such as `Colwise(...)`. `*` matches within one component
+        plan: a style for each pattern of module or parameter names. A style is a word, such as "colwise", or an
+            object, such as `Colwise(...)`; the page docs/parallelize.md lists both. `*` matches within one component
             ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with fewer stars wins. "auto" or
-            None: the plan that a Hugging Face model carries (`mpcore.model_plan`).
+            None: the plan that a Hugging Face model carries.
         tp: the axis.
         check: check the plan as above. False: trust it.
         example: arguments of a forward for the check: a tensor, a tuple of arguments, or a dict of them by name. None:
@@ -103,6 +105,8 @@ def parallelize(
     check_axis(tp)
     problem, swaps, styles = None, {}, []
     try:
+        if tp.size > 1:
+            _check_owner(module)
         styles = _without(module, resolve(module, plan), skip)
         swaps = swaps_of(module, styles, tp)
         checks.check_plan(module, styles, tp, own=is_own(plan))
@@ -124,6 +128,18 @@ def parallelize(
         guard_generate(model, tp)
         model.register_forward_pre_hook(partial(_refuse_ddp, tp))
     return model
+
+
+_OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the simulated rank that sharded a model
+
+
+def _check_owner(module: nn.Module) -> None:
+    rank = simulated_rank()
+    if rank is not None and _OWNERS.setdefault(module, rank) != rank:
+        raise ValueError(
+            f"simulated ranks {_OWNERS[module]} and {rank} shard one {type(module).__name__}: build the model inside "
+            f"the function that `simulate` calls, so that each rank has its own"
+        )
 
 
 def _refuse_ddp(tp: Axis, *_: Any) -> None:

@@ -166,7 +166,7 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
     prefix = f"{prefix}." if prefix in model._modules else ""
     plan = {prefix + pattern: style for pattern, style in base.items()} | (getattr(model, "_tp_plan", None) or {})
     if not plan:
-        raise ValueError(f"{type(model).__name__} carries no tp plan: give one, such as {{'layers.*.fc1': 'colwise'}}")
+        raise ValueError(f"{type(model).__name__} carries no tp plan: give one, such as suggest_plan(model).plan")
     return plan
 
 
