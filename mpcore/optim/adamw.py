@@ -33,7 +33,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     """AdamW with float32 masters of half-precision parameters and, by choice, bfloat16 moments.
 
-    Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`.
+    Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`,
+    except under `prepare(numerics="invariant")`.
     Otherwise bfloat16 moments are rounded at random, by bits that depend on (seed, the parameter's full name, its step,
     the element's logical index), so they are the same on every layout.
 

@@ -80,7 +80,8 @@ class InvariantStep:
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer) is not AdamW:
-            raise ValueError(f'numerics "invariant" has no {type(optimizer).__name__}: take optimizer=mpcore.AdamW')
+            kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+            raise ValueError(f'numerics "invariant" has no form of {kind}: take optimizer=mpcore.AdamW')
         if any(shared_units(stages)):
             raise ValueError('numerics "invariant" has no ZeRO of a table that stages of a rank share: take Zero(0)')
         optimizer.set_fused(False)
