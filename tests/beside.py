@@ -36,7 +36,7 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
     return {TESTS / folder / f"test_{name}.py" for folder, each in names.items() for name in each}
 
 
-ALONE = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts",)})
+ALONE = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts", "gpu_hour")})
 """Tests with deadlines of their own. They run last, when all other tests have ended."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS

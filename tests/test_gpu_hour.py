@@ -58,9 +58,9 @@ def test_a_hang_that_hears_no_signal_is_killed_with_its_children_and_keeps_its_r
         f"pid and open({str(child)!r}, 'w').write(str(pid)); time.sleep(60)"
     )
     began = time.monotonic()
-    line = run(job(code, seconds=1.5))
-    assert time.monotonic() - began < 10
-    assert (line["state"], line["why"], line["rows"]) == (HANG, "killed after 2 s", [{"a": 1}])
+    line = run(job(code, seconds=4))
+    assert time.monotonic() - began < 20
+    assert (line["state"], line["why"], line["rows"]) == (HANG, "killed after 4 s", [{"a": 1}])
     for _ in range(50):  # the kernel may take a moment to bury it
         if not Path(f"/proc/{child.read_text()}/cmdline").is_file() or not alive(int(child.read_text())):
             break
