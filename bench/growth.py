@@ -16,11 +16,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mpcore as mp
 from bench.interleave import interleave
 from bench.machine import describe
+from mpcore._torch.fake import start_fake_world
 
 D, ROWS, DP, WORLD = 8, 4, 8, 16384
 Step = Callable[[], object]
@@ -77,7 +77,7 @@ def ours(
 
 
 def bare(model: nn.Module, micro_batches: int = 1) -> Step:
-    """What a loop of plain torch does."""
+    """A step of a plain torch loop, clipped."""
     optimizer, x = adamw(model), torch.ones(ROWS * micro_batches, D)
 
     def step() -> None:
@@ -106,7 +106,7 @@ def world(size: int) -> None:
     """Begin a world of fake ranks, which send nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    start_fake_world(size, 0)
 
 
 def by_layers(n: int) -> dict[str, Step]:
@@ -150,7 +150,7 @@ def by_tp(n: int) -> dict[str, Step]:
 
 
 class Growth(NamedTuple):
-    """What grows, its sizes, and what is built for a size."""
+    """A quantity that grows: its name, its sizes, and a function that builds the steps of a size."""
 
     what: str
     sizes: tuple[int, ...]
@@ -193,8 +193,8 @@ with_torch = time.process_time()
 import mpcore as mp
 mp.prepare, mp.build_mesh
 imported = time.process_time()
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size={world})
+from mpcore._torch.fake import start_fake_world
+start_fake_world({world}, 0)
 before = time.process_time()
 mesh = mp.build_mesh(tp=8, pp=8, cp=2, ep=8, device_type="cpu")
 built = time.process_time()

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpcore._torch.distributed import default_store
+from mpcore._torch.simulated import PythonGroup
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 SET_UP = {"broadcast", "allgather", "gather", "scatter", "reduce", "barrier", "monitored_barrier"}
-_ProcessGroup: Any = dist.ProcessGroup  # declared with other names than torch calls a subclass by
 _TorchWork: Any = dist.Work
 TAGS = 10**6  # messages with start times have tags of their own
 
 
 class Event(NamedTuple):
-    """What a rank's host did: "compute" or "start" with its seconds, "wait", or "send" and "receive"."""
+    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none."""
 
     kind: str
     key: tuple = ()
@@ -108,15 +108,15 @@ class _Work(_TorchWork):
         return self.over
 
 
-class SlowGroup(_ProcessGroup):
+class SlowGroup(PythonGroup):
     """A group of gloo whose works end as late as on the link."""
 
+    backend = "slow"
+
     def __init__(self, options: Any, _: object = None) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self.place, self.count, self._name = options.group_rank, options.group_size, options.group_id
-        self.ranks = tuple(options.global_ranks_in_group or range(self.count))
+        super().__init__(options)
         self.inner: Any = dist.ProcessGroupGloo(options.store, self.place, self.count, options.timeout)
-        self.number, self.ends, self.described = 0, list[Callable[[], float]](), ""
+        self.ends: list[Callable[[], float]] = []
         self.sent: dict[tuple, int] = defaultdict(int)
         self.held: list[Any] = []  # messages with start times, which nobody waits for
 
@@ -206,36 +206,6 @@ class SlowGroup(_ProcessGroup):
         way = (self.ranks[source], self.ranks[to], tag)
         self.sent[way] += 1
         return (*way, self.sent[way])
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.count
-
-    def rank(self) -> int:
-        """This rank."""
-        return self.place
-
-    @property
-    def group_name(self) -> str:
-        """By which operators find it."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What it is for."""
-        return self.described
-
-    def _set_group_desc(self, text: str) -> None:
-        self.described = text
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """The name that it is registered by."""
-        return "slow"
-
-    def shutdown(self) -> None:
-        """Nothing is held."""
-
-    abort = shutdown
 
 
 def begin(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What is measured: a model of few, tiny layers for each way of parallelism, on two ranks, and a step of it."""
+"""For each way of parallelism a tiny model on two ranks, and a step of it to measure."""
 
 from __future__ import annotations
 

@@ -221,19 +221,59 @@ class _Box:
         self.messages: dict[int, list[Tensor]] = {}
 
 
-class SimulatedGroup(_ProcessGroup):
+class PythonGroup(_ProcessGroup):
+    """What torch asks of a process group that is written in Python.
+
+    Args:
+        options: as torch gives them to a backend with the extended interface.
+    """
+
+    backend = ""
+
+    def __init__(self, options: Any, _: object = None) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.place, self.count, self._name = options.group_rank, options.group_size, options.group_id
+        self.ranks = tuple(options.global_ranks_in_group or range(self.count))
+        self.number, self.described = 0, ""
+
+    def size(self) -> int:
+        return self.count
+
+    def rank(self) -> int:
+        return self.place
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self.described
+
+    def _set_group_desc(self, text: str) -> None:
+        self.described = text
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return self.backend
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    abort = shutdown
+
+
+class SimulatedGroup(PythonGroup):
     """A process group of simulated ranks.
 
     Args:
         options: as torch gives them to a backend with the extended interface.
     """
 
+    backend = BACKEND
+
     def __init__(self, options: Any, _: object = None) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self.place, self.count, self._name = options.group_rank, options.group_size, options.group_id
-        self.ranks = tuple(options.global_ranks_in_group or range(self.count))
+        super().__init__(options)
         self.job: Any = _here.job
-        self.number, self.described = 0, ""
 
     def _meet(self, kind: str, x: Tensor | None, part: Any, compute: Callable[[list], None]) -> _Work:
         """Bring a part to the next collective of the group; the last rank computes all results in place."""
@@ -394,33 +434,6 @@ class SimulatedGroup(_ProcessGroup):
 
         inside = f"receiving from rank {self.ranks[source]} of {self.described}"
         return _Work(self.job, lambda: number in box.messages, inside, take)
-
-    # --- what torch asks of a group -------------------------------------------------------------------------------
-
-    def size(self) -> int:
-        return self.count
-
-    def rank(self) -> int:
-        return self.place
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self.described
-
-    def _set_group_desc(self, text: str) -> None:
-        self.described = text
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return BACKEND
-
-    def shutdown(self) -> None:
-        """Nothing is held."""
-
-    abort = shutdown
 
 
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:

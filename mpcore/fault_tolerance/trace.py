@@ -220,19 +220,16 @@ def explain(logs: Sequence[Log], size: int) -> str:
     """
     by_rank = {log.rank: log for log in logs}
     silent = [rank for rank in range(size) if rank not in by_rank]
-    verdict = _mismatch(by_rank) or _lag(by_rank, silent) or _idle(by_rank, silent)
-    parted = _first_pair(by_rank, lambda call: call.site)
-    if parted and "disagree" not in verdict:
-        verdict += f"\n  the first call that ranks made at different places is {parted}"
+    mismatch = _first_pair(by_rank, form_of)
+    if mismatch:
+        verdict = f"the ranks disagree about {mismatch}"
+    else:
+        verdict = _lag(by_rank, silent) or _idle(by_rank, silent)
+        parted = _first_pair(by_rank, lambda call: call.site)
+        verdict += f"\n  the first call that ranks made at different places is {parted}" if parted else ""
     lines = [f"  rank {log.rank}: {_stands(log)}" for _, log in sorted(by_rank.items())]
     lines += [f"  rank {rank}: no answer" for rank in silent]
     return "\n".join([verdict, *lines])
-
-
-def _mismatch(logs: dict[int, Log]) -> str | None:
-    """The first collective that the ranks of a group entered differently."""
-    pair = _first_pair(logs, form_of)
-    return pair and f"the ranks disagree about {pair}"
 
 
 def _first_pair(logs: dict[int, Log], key: Callable[[Call], object]) -> str | None:
