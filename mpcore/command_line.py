@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +45,12 @@ def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P,
         @functools.wraps(run)
         def reported(*args: P.args, **kwargs: P.kwargs) -> int:
             try:
-                return run(*args, **kwargs) or 0
+                status = run(*args, **kwargs) or 0
+                sys.stdout.flush()
+                return status
+            except BrokenPipeError:  # `mpcore .. | head` has read enough; what is left in the buffer goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 2
             except (ValueError, OSError, *errors) as error:
                 print(f"{prog}: error: {error}", file=sys.stderr)
                 return 2

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from examples.gpt.arguments import parse
 from mpcore import __version__, collectives, doctor
 from mpcore.__main__ import COMMANDS, TAKES_NAME, main
-from mpcore.command_line import STATUS, find_object
+from mpcore.command_line import STATUS, find_object, reports_errors
 from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
 from mpcore.fault_tolerance import tell_launcher
 from mpcore.kernels import _dispatch, _self_test
@@ -124,6 +124,15 @@ def test_a_mistyped_flag_or_choice_is_one_line_with_the_nearest(words, message, 
     assert status.value.code == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_command_whose_reader_has_gone_ends_without_a_word(capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does, when it has read enough
+    with os.fdopen(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert reports_errors("mpcore memory")(print)("a line") == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_an_object_is_found_by_its_name():
