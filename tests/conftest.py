@@ -50,7 +50,9 @@ def eight_ranks() -> Iterator[Pool]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_quick(items)
-    items.sort(key=lambda item: item.path.parent.name == "examples")  # a broken layer is named before the runs it breaks
+    items.sort(
+        key=lambda item: item.path.parent.name == "examples"
+    )  # a broken layer is named before the runs it breaks
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,12 +1,13 @@
 """What the kernels compile to, for GPUs that are not there: registers, spills, shared memory and wide accesses.
 
 `python tests/kernels/compile_table.py` writes `golden_compile.json`, which `test_compile.py` holds the kernels to, and
-the same as a table in `docs/kernels.md`, below that of `api_table.py`; with a word, only for the cases that have it in
-their names (with "none", only the tables anew). So a change of a kernel shows its cost in review.
+the same as a table in `docs/kernels.md`, below that of `api_table.py`. It compiles the cases whose source has changed
+since, or with "all" every case. So a change of a kernel shows its cost in review.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -221,15 +222,6 @@ FP8_CASES: dict[str, Callable[[], None]] = {
     "fp8_matmul K=4096 one token": lambda: run_fp8_matmul(1, 4096, 4096),
     "fp8_matmul K=8177 added": lambda: run_fp8_matmul(4096, 4096, 8177, False, True),
 }
-QUICK = {"attention K=64 bf16", "attention K=128 bf16"}
-# Compiled by `make soak` alone: the kernels of a case before them, for another width or dtype.
-SLOW = {case for case in CASES if case.startswith("attention")} - QUICK | {
-    "rms_norm D=4096 bf16", "rms_norm D=5120 bf16", "rms_norm D=16384 fp32 residual",
-    "layer_norm D=4096 bf16", "layer_norm D=5120 bf16 residual", "layer_norm D=16384 fp32 residual",
-    "swiglu F=1000 fp32 bias", "cross_entropy V=128256 bf16 two rows", "cross_entropy V=50257 bf16",
-    "adamw bf16 master", "adamw bf16 master bf16 moments", "dropout_add D=4096 bf16 bias",
-    "rope 32+8 heads of 128 bf16 interleaved", "rope 32+8 heads of 128 bf16 norm",
-}  # fmt: skip
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
 SPILLS["sm_80", "layer_norm D=65536 bf16"] = {"forward_wide_kernel"}  # 16 bytes a thread, for rows that stay in L2
@@ -264,6 +256,26 @@ Facts = dict[str, Any]
 def cases_of(target: str) -> dict[str, Callable[[], None]]:
     """The cases that are compiled for a target."""
     return CASES | (FP8_CASES if target in FP8_TARGETS else {})
+
+
+def source_of(target: str, case: str) -> str:
+    """Return a hash of all that Triton would compile for a case: sources, types, constants and options.
+
+    Nothing is compiled: the launch path ends where Triton asks its hook whether to compile. The same source gives the
+    same machine code by the same Triton.
+    """
+    found = [target]
+
+    def note(*, fn: Any, compile: dict[str, Any], **unused: Any) -> bool:
+        constants = {str(place): getattr(value, "cache_key", value) for place, value in compile["constants"].items()}
+        options = {name: compile[name] for name in ("signature", "configs", "num_warps", "num_ctas", "num_stages")}
+        found.append(f"{fn.jit_function.cache_key} {constants} {options}")
+        return True
+
+    launched = fake_gpu(target, record=False, device=f"uncompiled {target}")
+    with launched, mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note):
+        cases_of(target)[case]()
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
 def compile_case(target: str, case: str) -> dict[str, Facts]:
@@ -345,13 +357,18 @@ def _wide(sizes: list[int]) -> str:
     return f"{sum(size >= 16 for size in sizes)}/{len(sizes)}"
 
 
-def write(word: str = "") -> None:
-    """Compile the cases that have the word in their names; the others stay as they are known."""
-    document = {"triton": triton.__version__, "targets": {}}
-    known = json.loads(GOLDEN.read_text())["targets"] if word else {}
-    for target in TARGETS:
+def write(what: str = "changed") -> None:
+    """Compile the cases whose source is another than the golden file's, or "all"."""
+    known = json.loads(GOLDEN.read_text())
+    sources = {target: {case: source_of(target, case) for case in cases_of(target)} for target in TARGETS}
+    new = what == "all" or known["triton"] != triton.__version__
+    document: dict[str, Any] = {"triton": triton.__version__, "sources": sources, "targets": {}}
+    for target, cases in sources.items():
         document["targets"][target] = {
-            case: compile_case(target, case) if word in case else known[target][case] for case in cases_of(target)
+            case: compile_case(target, case)
+            if new or known["sources"].get(target, {}).get(case) != source
+            else known["targets"][target][case]
+            for case, source in cases.items()
         }
     GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
     TABLE.write_text(table(document))

@@ -60,14 +60,14 @@ class _Launcher:
 class _Driver:
     launcher_cls = _Launcher
 
-    def __init__(self, target: str) -> None:
-        self.target, self.utils = target, _Utils(target)
+    def __init__(self, target: str, device: str) -> None:
+        self.target, self.device, self.utils = target, device, _Utils(target)
 
     def get_current_target(self) -> GPUTarget:
         return TARGETS[self.target]
 
     def get_current_device(self) -> str:
-        return f"fake {self.target}"  # keys Triton's kernel cache, so that targets do not share kernels
+        return self.device  # keys Triton's kernel cache, so that targets do not share kernels
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -77,8 +77,11 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Launch]]:
-    """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded."""
+def fake_gpu(target: str = "sm_90", *, record: bool = True, device: str = "") -> Iterator[list[Launch]]:
+    """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded.
+
+    Kernels are compiled once for each device; its name is the target's unless one is given.
+    """
     launches: list[Launch] = []
     driver = triton.runtime.driver
     previous, plain, launching = driver._active, CompiledKernel.launch_metadata, _dispatch.launching_on_cpu
@@ -87,7 +90,7 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True) -> Iterator[list[Lau
         named = dict(zip(kernel.src.fn.arg_names, args, strict=True))
         launches.append(Launch(kernel.name, kernel, tuple(grid), named))
 
-    driver.set_active(_Driver(target))
+    driver.set_active(_Driver(target, device or f"fake {target}"))
     _dispatch.launching_on_cpu = True
     if record:
         CompiledKernel.launch_metadata = append

@@ -10,20 +10,31 @@ import compile_table
 import pytest
 import triton
 
+from mpcore.kernels import _rows
+
 GOLDEN = json.loads(compile_table.GOLDEN.read_text())
 
 
-def is_slow(target: str, case: str) -> bool:
-    """`make test` compiles every case for sm_90; for the other targets, the first case of each function."""
-    first = {case.split()[0]: case for case in reversed(compile_table.cases_of(target))}
-    return case in compile_table.SLOW or (target != "sm_90" and case not in first.values())
+CASES = [(target, case) for target in compile_table.TARGETS for case in compile_table.cases_of(target)]
 
 
-CASES = [
-    pytest.param(target, case, marks=pytest.mark.slow if is_slow(target, case) else ())
-    for target in compile_table.TARGETS
-    for case in compile_table.cases_of(target)
-]
+def check(target, case, kernels):
+    """Hold a case to the bars, and where the compiler is the recorded one to the recorded facts."""
+    assert {name for name, facts in kernels.items() if facts["spills"]} <= compile_table.SPILLS.get(
+        (target, case), set()
+    )
+    for name, facts in kernels.items() if target.startswith("sm_") else ():
+        compile_table.check(target, case, name, facts)
+    if triton.__version__ == GOLDEN["triton"]:  # another compiler allocates other registers
+        assert kernels == GOLDEN["targets"][target][case], f"regenerate by: python {compile_table.__file__}"
+
+
+@pytest.mark.parametrize(("target", "case"), CASES)
+def test_each_case_has_its_recorded_facts(target, case):
+    """The facts stand as long as the source does; a case whose source has changed is compiled."""
+    recorded = GOLDEN["triton"], GOLDEN["sources"][target].get(case)
+    unchanged = recorded == (triton.__version__, compile_table.source_of(target, case))
+    check(target, case, GOLDEN["targets"][target][case] if unchanged else compile_table.compile_case(target, case))
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +48,30 @@ def compiled(request):
         other.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(("target", "case"), CASES)
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[1] != "column sum" else ()) for each in CASES],
+)
 def test_compiles_to_the_golden_facts(compiled, target, case):
-    kernels = compiled(target, case)
-    assert {name for name, facts in kernels.items() if facts["spills"]} <= compile_table.SPILLS.get(
-        (target, case), set()
-    )
-    for name, facts in kernels.items() if target.startswith("sm_") else ():
-        compile_table.check(target, case, name, facts)
-    if triton.__version__ == GOLDEN["triton"]:  # another compiler allocates other registers
-        assert kernels == GOLDEN["targets"][target][case], f"regenerate by: python {compile_table.__file__}"
+    check(target, case, compiled(target, case))
+
+
+def test_a_changed_kernel_has_another_source(monkeypatch):
+    """`test_each_case_has_its_recorded_facts` relies on it: code, constants, options and target all count."""
+
+    def source(target="sm_90"):
+        return compile_table.source_of(target, "column sum")
+
+    known, launch = source(), _rows.launch
+    assert source() == known != source("sm_80")
+    with monkeypatch.context() as patch:
+        patch.setattr(_rows, "launch", lambda *args, **options: launch(*args, **options | {"num_warps": 8}))
+        assert source() != known
+    with monkeypatch.context() as patch:
+        patch.setitem(compile_table.CASES, "column sum", lambda: compile_table.run_column_sum(4095))
+        assert source() != known
+    monkeypatch.setattr(_rows._sum_partials_kernel, "hash", "of other code")
+    assert source() != known
 
 
 def test_the_table_is_the_golden_file():
