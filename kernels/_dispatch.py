@@ -125,8 +125,9 @@ def operator(schema: str, reference: Callable | None = None) -> Callable[[Callab
 
         def launch_and_count(*given: Any) -> Any:
             outs = launch(*given)
+            written = [given[i] for i in mutated if i < len(given) and given[i] is not None]
             torch.autograd.graph.increment_version(
-                [given[i] for i in mutated if i < len(given) and given[i] is not None]
+                [x for of in written for x in (of if isinstance(of, list) else (of,))]
             )
             return outs
 

@@ -1,4 +1,4 @@
-"""AdamW of one parameter in one pass, and the sum of squares of a gradient, from which its norm follows.
+"""AdamW of many parameters in one launch, and the sum of squares of a gradient, from which its norm follows.
 
     g = scale grad                                         (unscale and clip: one number, read on the device)
     w = w - lr decay w
@@ -12,28 +12,105 @@ without a master weight may be bfloat16. With a key these are rounded stochastic
 exact (Gupta et al. 2015, arXiv:1502.02551, section 3). The random bits are Philox words of the element's index in the
 logical tensor and of t, so they do not depend on the layout.
 
+One launch steps all tensors that share their dtypes: a program steps one tile, and finds the addresses of the tile's
+tensors in a table in device memory. The host copies the table without waiting, and only when an address has changed.
+
 The sum of squares has two stages of fixed order: a partial sum per program, then a sum over programs in float64.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
 from ._philox import philox
-from ._rows import ceil_div, contiguous, sum_all
+from ._rows import ceil_div, sum_all
 from ._torch import has_no_values
 from ._triton import launch, multiprocessors, tl, triton
 
 _BLOCK = 1024
+_MOST_TABLES = 64  # tables that are kept, each for one list of sizes
+
+
+class AdamWState(NamedTuple):
+    """One parameter of `adamw_foreach`, and what belongs to it alone; `adamw` says what the fields are."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    now: Tensor
+    master: Tensor | None = None
+    key: int | None = None
+    place: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the parameter's shape, by name."""
+        named = {"param": self.param, "grad": self.grad, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return named if self.master is None else named | {"master": self.master}
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for states that one launch can step: dtypes, what they have, and whether loads can be wide."""
+        held = [x for x in (*self[:4], self.master) if x is not None]
+        addresses = 0
+        if not (torch.compiler.is_compiling() or has_no_values(self.param)):
+            for x in held:
+                addresses |= x.data_ptr()
+        return *[x.dtype for x in held], self.key is None, self.place is None, addresses % 16
 
 
 @torch.no_grad()
+def adamw_foreach(
+    states: Sequence[AdamWState],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Update parameters, their moments and their master weights in place, in one launch for each combination of dtypes.
+
+    Args:
+        states: of the parameters, on one device; the same bits as `adamw` for each of them.
+        betas, eps, weight_decay, scale, impl: as of `adamw`.
+
+    Raises:
+        ValueError: as `adamw`.
+
+    Example:
+        >>> weights = [torch.ones(3), torch.ones(2, 2)]
+        >>> now = adamw_now(torch.ones(2), 0.1, (0.9, 0.999)).unbind()
+        >>> states = [AdamWState(w, w.clone(), 0 * w, 0 * w, t) for w, t in zip(weights, now)]
+        >>> adamw_foreach(states, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        >>> weights[0]
+        tensor([0.9000, 0.9000, 0.9000])
+    """
+    groups: dict[Hashable, list[AdamWState]] = defaultdict(list)
+    for state in states:
+        _check(state, scale)
+        groups[state.kind].append(state)
+    for group in groups.values():
+        if not runs_triton(impl, group[0].param, "adamw", n=sum(state.param.numel() for state in group)):
+            for state in group:
+                _reference(state, scale, *betas, eps, weight_decay)
+            continue
+        params, grads, exp_avgs, exp_avg_sqs, now, masters, keys, places = zip(*group, strict=True)
+        masters, keys = ([x for x in of if x is not None] for of in (masters, keys))
+        rows, columns = zip(*places, strict=True) if places[0] is not None else ((), ())
+        lists = (list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, now, masters, rows, columns))
+        _adamw_op(*lists, scale, *betas, eps, weight_decay, keys)
+
+
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -72,19 +149,18 @@ def adamw(
     Note:
         - Thirteen parameters: the state of one parameter, and by keyword the options of AdamW and of rounding.
     """
-    state = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    _check(state if master is None else state | {"master": master}, now, scale, key, place)
-    update = _adamw_op if runs_triton(impl, param, "adamw", n=param.numel()) else _reference
-    others = (master, now, scale, *(place or (None, None)), *betas, eps, weight_decay, key)
-    update(param, grad, exp_avg, exp_avg_sq, *others)
+    state = AdamWState(param, grad, exp_avg, exp_avg_sq, now, master, key, place)
+    adamw_foreach([state], betas=betas, eps=eps, weight_decay=weight_decay, scale=scale, impl=impl)
 
 
 # In plain torch; computes in float32, or float64 for float64 weights.
 adamw_reference = functools.partial(adamw, impl="reference")
 
 
-def _reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
-    master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
+def _reference(
+    state: AdamWState, scale: Tensor | None, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> None:
+    param, grad, exp_avg, exp_avg_sq, now, master, key, place = state
     weight = param if master is None else master
     before = param if master is None else followed(master, param)
     exact = torch.promote_types(weight.dtype, torch.float32)
@@ -98,7 +174,7 @@ def _reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     w = w - lr / correction1 * (m / (v.sqrt() / correction2 + eps))
     bits: Sequence[Tensor | None] = (None, None, None)
     if key is not None:
-        i = torch.arange(param.numel(), device=param.device) if rows is None else rows[:, None] + columns
+        i = torch.arange(param.numel(), device=param.device) if place is None else place[0][:, None] + place[1]
         bits = rounding_bits(key, i.view(param.shape), t.long())
     for x, value, random in zip((weight, exp_avg, exp_avg_sq), (w, m, v), bits, strict=True):
         x.copy_(value if random is None or x.dtype != torch.bfloat16 else round_at_random(value, random))
@@ -164,22 +240,21 @@ def sum_of_squares_reference(x: Tensor) -> Tensor:
     return x.to(torch.float64).square().sum()
 
 
-def _check(
-    state: dict[str, Tensor], now: Tensor, scale: Tensor | None, key: int | None, place: tuple[Tensor, Tensor] | None
-) -> None:
-    param = state["param"]
-    for name, x in state.items():
-        if x.shape != param.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, but param has {tuple(param.shape)}")
-        if x.device != param.device:
-            raise ValueError(f"{name} is on {x.device}, but param is on {param.device}")
+def _check(state: AdamWState, scale: Tensor | None) -> None:
+    param, now, key, place = state.param, state.now, state.key, state.place
+    shape, device = param.shape, param.device
+    for name, x in state.tensors.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but param has {tuple(shape)}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, but param is on {device}")
         if x.dtype not in REFERENCE_DTYPES:
             raise ValueError(f"{name} is {x.dtype}; it must be float64, float32, bfloat16 or float16")
         if name != "grad" and not x.is_contiguous():
             raise ValueError(f"{name} has strides {x.stride()} at shape {tuple(x.shape)}: make it contiguous")
         if name == "master" and x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"master is {x.dtype}; it must be float32")
-    if now.shape != (4,) or now.dtype != torch.float64 or now.device != param.device:
+    if now.shape != (4,) or now.dtype != torch.float64 or now.device != device:
         raise ValueError(f"now is {now.dtype} {tuple(now.shape)} on {now.device}; adamw_now gives float64 (4,) there")
     if key is not None and not 0 <= key < 2**63:
         raise ValueError(f"key {key} is not in [0, 2^63)")
@@ -199,20 +274,53 @@ def _check(
 
 
 @operator(
-    "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, Tensor now,"
-    " Tensor? scale, Tensor? rows, Tensor? columns, float beta1, float beta2, float eps, float weight_decay, int? key)"
-    " -> ()"
+    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] now,"
+    " Tensor(d!)[] masters, Tensor[] rows, Tensor[] columns, Tensor? scale, float beta1, float beta2, float eps,"
+    " float weight_decay, int[] keys) -> ()"
 )
-def _adamw_op(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: Any) -> None:
-    if has_no_values(param) or param.numel() == 0:
+def _adamw_op(params: list[Tensor], *others: Any) -> None:
+    *lists, scale, beta1, beta2, eps, weight_decay, keys = others
+    if has_no_values(params[0]):
         return
-    master, now, scale, rows, columns, beta1, beta2, eps, weight_decay, key = others
-    N = param.numel()
-    C = N if columns is None else columns.numel()
-    places = contiguous(rows, columns)
-    tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, master, now.contiguous(), scale, *places)
-    scalars = (N, C, key or 0, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
-    launch(_adamw_kernel, (ceil_div(N, _BLOCK), 1, 1), tensors, scalars, (key is not None, _BLOCK), num_warps=4)
+    lists = [params, *([x.contiguous() for x in of] for of in lists)]
+    tiles, table = _tables(lists, keys)
+    grads, exp_avgs, exp_avg_sqs, _, masters, rows, _ = lists[1:]
+    examples = *(of[0] if of else None for of in (params, grads, exp_avgs, exp_avg_sqs, masters, rows)), scale
+    scalars = (1 - beta1, beta2, 1 - beta2, eps, weight_decay)
+    aligned = all(x.data_ptr() % 16 == 0 for of in (params, grads, exp_avgs, exp_avg_sqs, masters) for x in of)
+    constants = (bool(keys), aligned, _BLOCK)
+    if tiles.numel():
+        launch(_adamw_kernel, (tiles.numel(), 1, 1), (tiles, table, *examples), scalars, constants, num_warps=4)
+
+
+# By device, stream, tile and sizes: the tensor of each tile, the table on the device, on the host, and its numbers.
+_kept: dict[Hashable, tuple[Tensor, Tensor, Tensor, list[list[int]]]] = {}
+
+
+def _tables(lists: list[list[Tensor]], keys: list[int]) -> tuple[Tensor, Tensor]:
+    """Return which tensor each tile is of, and for each tensor its addresses, N, C, key and first tile, int64."""
+    params, columns = lists[0], lists[-1]
+    device, sizes = params[0].device, tuple(p.numel() for p in params)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    counts = [ceil_div(n, _BLOCK) for n in sizes]
+    addresses = [[x.data_ptr() for x in of] or [0] * len(params) for of in lists]
+    last = [c.numel() for c in columns] or sizes
+    firsts = [0, *itertools.accumulate(counts)][:-1]
+    numbers = [list(row) for row in zip(*addresses, sizes, last, keys or sizes, firsts, strict=True)]
+    key = device, stream, _BLOCK, sizes
+    kept = _kept.get(key)
+    if kept is None or kept[3] != numbers:
+        tiles = kept[0] if kept else _copy(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device)[0]
+        if len(_kept) >= _MOST_TABLES:
+            _kept.clear()
+        _kept[key] = kept = tiles, *_copy(torch.tensor(numbers), device), numbers
+    return kept[:2]
+
+
+def _copy(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `x` on a device, and in pinned memory of the host: the host doesn't wait for the copy."""
+    pinned = x.pin_memory() if device.type == "cuda" else x
+    return pinned.to(device, non_blocking=True), pinned
 
 
 @operator("sum_of_squares(Tensor x) -> Tensor")
@@ -236,24 +344,74 @@ def _round_at_random(x, bits):
 
 
 @triton.jit
+def _address(table_ptr, column: tl.constexpr, like_ptr, ALIGNED: tl.constexpr):
+    """Return an address of the table as a pointer to elements of the type that `like_ptr` points to."""
+    ptr = tl.load(table_ptr + column).to(like_ptr.dtype)
+    return tl.multiple_of(ptr, 16) if ALIGNED else ptr
+
+
+@triton.jit
+def _load(ptr, at, N, EDGE: tl.constexpr):
+    if EDGE:
+        return tl.load(ptr + at, mask=at < N, other=0)
+    else:
+        return tl.load(ptr + at)
+
+
+@triton.jit
+def _store(ptr, at, x, N, EDGE: tl.constexpr):
+    if EDGE:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=at < N)
+    else:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty))
+
+
+@triton.jit
 def _adamw_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, now_ptr, scale_ptr, rows_ptr, columns_ptr,
-    N, C, key, weight1, beta2, weight2, eps, weight_decay, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    tiles_ptr, table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+    weight1, beta2, weight2, eps, weight_decay, ROUND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < N
+    """Step one tile. The pointers from `param_ptr` on give types alone; the addresses are in the table."""
+    table_ptr += tl.load(tiles_ptr + tl.program_id(0)) * 12
+    N, C, key = tl.load(table_ptr + 8), tl.load(table_ptr + 9), tl.load(table_ptr + 10)
+    start = (tl.program_id(0) - tl.load(table_ptr + 11)) * BLOCK
+    if start + BLOCK <= N:  # without a mask every access is wide, whatever N is
+        _step(
+            table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+            weight1, beta2, weight2, eps, weight_decay, start, N, C, key, ROUND, ALIGNED, False, BLOCK,
+        )  # fmt: skip
+    else:
+        for part in range(start, N, BLOCK // 8):  # narrow accesses of few elements: of many they take registers
+            _step(
+                table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+                weight1, beta2, weight2, eps, weight_decay, part, N, C, key, ROUND, ALIGNED, True, BLOCK // 8,
+            )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+    weight1, beta2, weight2, eps, weight_decay, start, N, C, key,
+    ROUND: tl.constexpr, ALIGNED: tl.constexpr, EDGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    now_ptr = tl.load(table_ptr + 4).to(tl.pointer_type(tl.float64))
+    param_ptr = _address(table_ptr, 0, param_ptr, ALIGNED)
+    grad_ptr = _address(table_ptr, 1, grad_ptr, ALIGNED)
+    exp_avg_ptr = _address(table_ptr, 2, exp_avg_ptr, ALIGNED)
+    exp_avg_sq_ptr = _address(table_ptr, 3, exp_avg_sq_ptr, ALIGNED)
     lr = tl.load(now_ptr).to(tl.float32)
     correction1 = tl.load(now_ptr + 1).to(tl.float32)
     correction2 = tl.load(now_ptr + 2).to(tl.float32)
-    g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(exp_avg_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sq_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if master_ptr is None:
-        w = tl.load(param_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        w = tl.load(master_ptr + at, mask=mask, other=0.0)
-        p = tl.load(param_ptr + at, mask=mask, other=0.0)
-        w = tl.where(w.to(p.dtype) == p, w, p.to(tl.float32))  # somebody wrote to the parameter
+    g = _load(grad_ptr, at, N, EDGE).to(tl.float32)
+    m = _load(exp_avg_ptr, at, N, EDGE).to(tl.float32)
+    v = _load(exp_avg_sq_ptr, at, N, EDGE).to(tl.float32)
+    p = _load(param_ptr, at, N, EDGE)
+    w = p.to(tl.float32)
+    if master_ptr is not None:
+        master_ptr = _address(table_ptr, 5, master_ptr, ALIGNED)
+        master = _load(master_ptr, at, N, EDGE)
+        w = tl.where(master.to(p.dtype) == p, master, w)  # else somebody wrote to the parameter
     if scale_ptr is not None:
         g *= tl.load(scale_ptr).to(tl.float32)
     w -= lr * weight_decay * w
@@ -264,8 +422,12 @@ def _adamw_kernel(
     if ROUND:
         index = at
         if rows_ptr is not None:
-            row = tl.load(rows_ptr + at // C, mask=mask, other=0)
-            index = row + tl.load(columns_ptr + at % C, mask=mask, other=0)
+            row_ptrs = _address(table_ptr, 6, rows_ptr, False) + at // C
+            column_ptrs = _address(table_ptr, 7, rows_ptr, False) + at % C
+            if EDGE:
+                index = tl.load(row_ptrs, mask=at < N, other=0) + tl.load(column_ptrs, mask=at < N, other=0)
+            else:
+                index = tl.load(row_ptrs) + tl.load(column_ptrs)
         low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
         t = low * 0 + tl.load(now_ptr + 3).to(tl.int64).to(tl.uint32)
         first, second, _, _ = tl.philox(key, low, high, t, low * 0)  # pyright: ignore[reportGeneralTypeIssues]
@@ -275,11 +437,11 @@ def _adamw_kernel(
             m = _round_at_random(m, first >> 16)
         if exp_avg_sq_ptr.dtype.element_ty == tl.bfloat16:
             v = _round_at_random(v, second & 0xFFFF)
-    tl.store(param_ptr + at, narrow.to(param_ptr.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_ptr + at, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq_ptr + at, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+    _store(param_ptr, at, narrow, N, EDGE)
+    _store(exp_avg_ptr, at, m, N, EDGE)
+    _store(exp_avg_sq_ptr, at, v, N, EDGE)
     if master_ptr is not None:
-        tl.store(master_ptr + at, w, mask=mask)
+        _store(master_ptr, at, w, N, EDGE)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.drop import drop_gradients
 from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
-from mpcore.kernels.adamw import adamw, adamw_now
+from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 from mpcore.optim.groups import check_model, decay_groups
 from mpcore.random import stream_key
 from mpcore.sharding.declarations import declarations
@@ -191,16 +191,18 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
             )  # fmt: skip
         if others:
             now = adamw_now(torch.stack([state["step"] for *_, state in others]), group["lr"], group["betas"])
-            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            states = []
             for (p, grad, state), row in zip(others, now.unbind(), strict=True):
                 master = local_tensor(state["master"]) if "master" in state else None
                 rounded = {state["exp_avg"].dtype} | ({p.dtype} if master is None else set())
                 random = self._random(p) if torch.bfloat16 in rounded else {}
                 held, grad, m, v = map(local_tensor, (p.detach(), grad, state["exp_avg"], state["exp_avg_sq"]))
-                adamw(held, grad, m, v, row, master=master, scale=scale, **random, **options)
+                states.append(AdamWState(held, grad, m, v, row, master, **random))
+            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            adamw_foreach(states, scale=scale, **options)
 
     def _random(self, p: nn.Parameter) -> dict[str, Any]:
-        """The arguments of `adamw` that random bits depend on, besides the step."""
+        """The fields of `AdamWState` that random bits depend on, besides the step."""
         name, sharding = self._declared[p]
         if p not in self._places:
             self._places[p] = logical_indices(p, sharding)

@@ -16,6 +16,7 @@ MODULES = sorted(
 # The inputs that each has a gradient for.
 GRADIENTS = {
     "adamw": "",
+    "adamw_foreach": "",
     "sum_of_squares": "",
     "attention": "query key value",
     "attention_backward": "",

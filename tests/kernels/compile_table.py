@@ -149,10 +149,10 @@ def run_column_sum(D: int) -> None:
 
 
 def run_adamw(dtype: torch.dtype, moments: torch.dtype, master: bool, key: int | None) -> None:
-    param, moment = torch.empty(4096, dtype=dtype), torch.empty(4096, dtype=moments)
-    now, table = torch.empty(4, dtype=torch.float64), torch.empty(64, dtype=torch.int64) if key else None
-    held = (torch.empty(4096) if master else None, now, torch.empty(()), table, table)
-    ops.adamw(param, param, moment, moment, *held, 0.9, 0.95, 1e-8, 0.1, key)
+    param, moment = [torch.empty(4096, dtype=dtype)], [torch.empty(4096, dtype=moments)]
+    places, now = [torch.empty(64, dtype=torch.int64)] if key else [], [torch.empty(4, dtype=torch.float64)]
+    held = (now, [torch.empty(4096)] if master else [], places, places, torch.empty(()))
+    ops.adamw(param, param, moment, moment, *held, 0.9, 0.95, 1e-8, 0.1, [key] if key else [])
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -244,7 +244,6 @@ LEFT_OUT = """
 
 - Dropout in the norm's launch: with dropout on, `dropout_add` and the norm are two launches, so the residual stream is
   read once more. A layer without dropout fuses the addition into the norm.
-- AdamW over a list of tensors in one launch: it is one launch a parameter, with unscale, clip and stochastic rounding.
 - Norm backward above a width of 8192 in one pass (docs/decisions.md: what was tried): it reads its inputs twice.
 - The weight gradient of chunked linear cross-entropy in `main_grad`: it is float32 in memory of its own until backward.
 - MXFP8: no device here multiplies it, and quantised layouts that nothing reads would be unproven.

@@ -24,6 +24,7 @@ the last place, the same for the same operand, and multiplies by a reciprocal to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,22 @@ def _init_args(self: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.numel() > 0:
             span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             _extents.append((x.data_ptr(), x.data_ptr() + span * x.element_size()))
+    named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    if "table_ptr" in named:
+        _extents.extend(_of_table(named))
     return _stock_init_args(self, args, kwargs)
+
+
+def _of_table(named: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """The extents of the tensors whose addresses AdamW's kernel finds in its table."""
+    roles = ("param", "grad", "exp_avg", "exp_avg_sq", None, "master")
+    for *addresses, rows, columns, n, last, _, _ in named["table_ptr"].tolist():
+        for role, address in zip(roles, addresses, strict=True):
+            x = named[f"{role}_ptr"] if role else None
+            if role is None or x is not None:
+                yield address, address + (n * x.element_size() if x is not None else 32)  # `now`: four of float64
+        if rows:
+            yield from ((rows, rows + 8 * (n // max(last, 1))), (columns, columns + 8 * last))
 
 
 def _check_addresses(ptrs: Any, mask: Any) -> None:

@@ -6,8 +6,17 @@ import fake_gpu
 import pytest
 import torch
 
+import mpcore
 from mpcore.kernels import adamw as module
-from mpcore.kernels.adamw import adamw, adamw_now, round_at_random, rounding_bits, sum_of_squares
+from mpcore.kernels.adamw import (
+    AdamWState,
+    adamw,
+    adamw_foreach,
+    adamw_now,
+    round_at_random,
+    rounding_bits,
+    sum_of_squares,
+)
 
 BETAS = (0.9, 0.95)
 OPTIONS = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
@@ -118,40 +127,72 @@ def test_a_parameter_that_needs_a_gradient_is_updated_outside_no_grad():
     assert not sum_of_squares(made["param"]).requires_grad
 
 
-def launched(n, dtype=torch.bfloat16, **optional):
-    p, g, m, v = (torch.zeros(n, dtype=dtype) for _ in range(4))
-    optional = {"master": None, "scale": None, "rows": None, "columns": None, "key": None} | optional
-    master, key = optional.pop("master"), optional.pop("key")
+def states_of(sizes, dtype=torch.bfloat16, offset=0, **optional):
+    rows = adamw_now(torch.ones(len(sizes)), 0.01, BETAS).unbind()
+    held = ([torch.zeros(n + offset, dtype=dtype)[offset:] for _ in range(4)] for n in sizes)
+    return [AdamWState(*tensors, row, **optional) for tensors, row in zip(held, rows, strict=True)]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(module, "runs_triton", lambda *given, **sizes: True)
     with fake_gpu.fake_gpu() as launches:
-        torch.ops.mpcore.adamw(p, g, m, v, master, now(), *optional.values(), *BETAS, 1e-8, 0.1, key)
-        torch.ops.mpcore.sum_of_squares(g)
-    return launches
+        yield launches
 
 
-def test_one_launch_a_parameter_and_two_a_norm(monkeypatch):
+def test_one_launch_a_list_and_two_a_norm(monkeypatch, on_a_gpu):
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    update, partial, total = launched(10**6 + 1)
-    assert (update.name, update.grid) == ("_adamw_kernel", (977, 1, 1))
+    states = states_of([10**6 + 1, 0, 5, 3000])
+    adamw_foreach(states, **OPTIONS)
+    sum_of_squares(states[0].grad)
+    update, partial, total = on_a_gpu
+    assert (update.name, update.grid) == ("_adamw_kernel", (977 + 0 + 1 + 3, 1, 1))
     assert [launch.grid for launch in (partial, total)] == [(245, 1, 1), (1, 1, 1)]
     arguments = update.arguments
-    assert (arguments["N"], arguments["C"], arguments["ROUND"]) == (10**6 + 1, 10**6 + 1, False)
-    assert arguments["beta2"] == 0.95
+    assert arguments["tiles_ptr"].tolist() == [0] * 977 + [2] + [3] * 3
+    for i, (row, state) in enumerate(zip(arguments["table_ptr"].tolist(), states, strict=True)):
+        addresses = [x.data_ptr() for x in (*state.tensors.values(), state.now)]
+        n = state.param.numel()
+        assert row == [*addresses, 0, 0, 0, n, n, n, (0, 977, 977, 978)[i]]
+    assert (arguments["ROUND"], arguments["ALIGNED"], arguments["beta2"]) == (False, True, 0.95)
     assert arguments["weight1"] == pytest.approx(0.1)
-    assert all(arguments[f"{name}_ptr"] is None for name in ("master", "scale", "rows", "columns"))
-    table = torch.zeros(10, dtype=torch.int64)
-    update, *_ = launched(100, rows=table, columns=table, key=2**62, master=torch.zeros(100), scale=torch.ones(()))
-    assert (update.arguments["C"], update.arguments["key"], update.arguments["ROUND"]) == (10, 2**62, True)
-    assert launched(0) == []
+    assert all(arguments[f"{name}_ptr"] is None for name in ("master", "scale", "rows"))
 
 
-def test_small_and_large_keys_do_not_share_a_compiled_kernel():
-    """Triton's integer is 32 or 64 bits wide: a kernel compiled for a small key would cut a large one."""
-    with fake_gpu.fake_gpu() as launches:
-        for key in (5, 2**40 + 5):
-            p, g, m, v = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(4))
-            torch.ops.mpcore.adamw(p, g, m, v, None, now(), None, None, None, *BETAS, 1e-8, 0.1, key)
-    small, large = (launch.kernel.src.signature["key"] for launch in launches)
-    assert (small, large) == ("i32", "i64")
+def test_one_launch_for_each_kind_of_tensors_and_none_for_nothing(on_a_gpu):
+    place = (torch.zeros(10, dtype=torch.int64),) * 2
+    kinds = [states_of([100, 200]), states_of([100], master=torch.zeros(100)), states_of([100], torch.float32),
+             states_of([100], offset=1), states_of([100], key=2**62), states_of([100], key=5, place=place)]  # fmt: skip
+    adamw_foreach([state for kind in kinds for state in kind], **OPTIONS, scale=torch.ones(()))
+    adamw_foreach(states_of([0]), **OPTIONS)
+    adamw_foreach([], **OPTIONS)
+    launches = on_a_gpu
+    tables = [launch.arguments["table_ptr"].tolist() for launch in launches]
+    assert list(map(len, tables)) == [2, 1, 1, 1, 1, 1]
+    assert [launch.arguments["ALIGNED"] for launch in launches] == [True, True, True, False, True, True]
+    assert [launch.arguments["ROUND"] for launch in launches] == [False] * 4 + [True] * 2
+    assert [row[0][9:11] for row in tables[4:]] == [[100, 2**62], [10, 5]]
+
+
+def test_the_table_is_copied_again_only_when_an_address_has_changed(on_a_gpu):
+    states = states_of([300, 3000])
+    for grad in (states[0].grad, states[0].grad, torch.zeros(300, dtype=torch.bfloat16)):
+        adamw_foreach([states[0]._replace(grad=grad), states[1]], **OPTIONS)
+    first, second, third = (launch.arguments for launch in on_a_gpu)
+    assert first["table_ptr"] is second["table_ptr"] is not third["table_ptr"]
+    assert first["tiles_ptr"] is third["tiles_ptr"]
+    assert third["table_ptr"][0, 1] == grad.data_ptr()
+
+
+def test_the_optimizer_steps_all_its_parameters_in_one_launch(on_a_gpu):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)))
+    optimizer = mpcore.AdamW(model, groups=[{"params": list(model.parameters())}])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step(scale=0.5)
+    (launch,) = on_a_gpu
+    assert launch.grid == (6, 1, 1)
+    assert launch.arguments["scale_ptr"] == 0.5
 
 
 @pytest.mark.gpu

@@ -4,7 +4,15 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels.adamw import adamw, adamw_now, adamw_reference, sum_of_squares, sum_of_squares_reference
+from mpcore.kernels.adamw import (
+    AdamWState,
+    adamw,
+    adamw_foreach,
+    adamw_now,
+    adamw_reference,
+    sum_of_squares,
+    sum_of_squares_reference,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BETAS, KEY = (0.9, 0.95), 2**40 + 12345
@@ -143,11 +151,30 @@ def test_a_sum_of_squares_has_no_gradient(impl):
     assert not sum_of_squares(torch.ones(3, requires_grad=True), impl=impl).requires_grad
 
 
+@pytest.mark.parametrize(("moments", "master"), [(F32, True), (BF16, False)], ids=str)
+def test_a_list_in_one_launch_has_the_bits_of_each_parameter_alone(moments, master):
+    sizes = (1, 1000, 1024, 2500)
+    alone = [inputs(n, BF16, moments, master) for n in sizes]
+    now = adamw_now(torch.arange(1.0, 5.0), 0.01, BETAS)
+    listed = [
+        AdamWState(**{k: x.clone() for k, x in made.items()}, now=row) for made, row in zip(alone, now, strict=True)
+    ]
+    random = [{"key": key, "place": (torch.arange(n) * 3, torch.tensor([key]))} for key, n in enumerate(sizes)]
+    random = [{}] * 4 if master else random
+    listed = [state._replace(**how) for state, how in zip(listed, random, strict=True)]
+    options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, "scale": torch.tensor(0.5), "impl": "triton"}
+    adamw_foreach(listed, **options)
+    for made, row, state, how in zip(alone, now, listed, random, strict=True):
+        adamw(**made, now=row, **how, **options)
+        for name, x in state.tensors.items():
+            assert torch.equal(x, made[name]), name
+
+
 def test_operators():
     made = inputs(40, BF16, BF16, True)
     now = adamw_now(torch.tensor([1.0]), 0.1, BETAS)[0]
-    rows, columns = torch.arange(4), torch.arange(10)
-    tensors = (made["param"], made["grad"], made["exp_avg"], made["exp_avg_sq"])
-    for optional in ((made["master"], now, torch.ones(()), rows, columns), (None, now, None, None, None)):
-        laws.check_operator(torch.ops.mpcore.adamw, *tensors, *optional, *BETAS, 1e-8, 0.1, KEY)
+    places = [torch.arange(4)], [torch.arange(10)]
+    tensors = [[made[name]] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+    for optional in (([now], [made["master"]], *places, torch.ones(())), ([now], [], [], [], None)):
+        laws.check_operator(torch.ops.mpcore.adamw, *tensors, *optional, *BETAS, 1e-8, 0.1, [KEY])
     laws.check_operator(torch.ops.mpcore.sum_of_squares, made["grad"])
