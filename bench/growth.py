@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from torch.nn import functional as F
 import mpcore as mp
 from bench.interleave import interleave
 from bench.machine import describe
+from bench.steps import Step, adamw, prepared, squares
 from mpcore._torch.fake import start_fake_world
 
 D, ROWS, DP, WORLD = 8, 4, 8, 16384
-Step = Callable[[], object]
 
 
 class MLP(nn.Module):
@@ -50,35 +51,14 @@ class Many(nn.Module):
         return x + torch.stack(list(self.held)).sum()
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    """A loss that sums."""
-    return (y - target).square().sum()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer for both sides."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def ours(
-    model: nn.Module, mesh: mp.Mesh, blocks: Sequence[nn.Module] = (), micro_batches: int = 1, zero: int = 0
-) -> Step:
-    """A step of a `Run`, clipped."""
-    run = mp.prepare(model, mesh, blocks=blocks, loss=squares, optimizer=adamw, initialize=False,
-                     micro_batches=micro_batches, data=mp.Zero(zero))  # fmt: skip
-    x = torch.ones(ROWS * micro_batches, D)
-
-    def step() -> None:
-        run.forward_backward(x, x)
-        run.clip_gradients(1.0)
-        run.optimizer_step()
-
-    return step
+def rows(micro_batches: int) -> Tensor:
+    """The input, and the target, of a step."""
+    return torch.ones(ROWS * micro_batches, D)
 
 
 def bare(model: nn.Module, micro_batches: int = 1) -> Step:
     """A step of a plain torch loop, clipped."""
-    optimizer, x = adamw(model), torch.ones(ROWS * micro_batches, D)
+    optimizer, x = adamw(model), rows(micro_batches)
 
     def step() -> None:
         for part in x.chunk(micro_batches):
@@ -113,21 +93,25 @@ def by_layers(n: int) -> dict[str, Step]:
     """Blocks on one rank."""
     world(1)
     mesh, model = mp.build_mesh(device_type="cpu"), plain(n)
-    return {"mpcore": ours(model, mesh, list(model)), "bare loop": bare(plain(n))}
+    return {"mpcore": prepared(mesh, model, list(model), rows(1)), "bare loop": bare(plain(n))}
 
 
 def by_micro_batches(n: int) -> dict[str, Step]:
     """Micro-batches through two blocks."""
     world(1)
-    model = plain(2)
-    return {"mpcore": ours(model, mp.build_mesh(device_type="cpu"), list(model), n), "bare loop": bare(plain(2), n)}
+    mesh, model = mp.build_mesh(device_type="cpu"), plain(2)
+    ours = prepared(mesh, model, list(model), rows(n), micro_batches=n)
+    return {"mpcore": ours, "bare loop": bare(plain(2), n)}
 
 
 def by_parameters(n: int) -> dict[str, Step]:
     """Parameters of four elements on data-parallel ranks."""
     world(DP)
     mesh = mp.build_mesh(device_type="cpu")
-    return {"mpcore, ZeRO-0": ours(Many(n), mesh), "bare loop on one rank": bare(Many(n))}
+    return {
+        "mpcore, ZeRO-0": prepared(mesh, Many(n), (), rows(1), data=mp.Zero(0)),
+        "bare loop on one rank": bare(Many(n)),
+    }
 
 
 def by_zero_parameters(n: int) -> dict[str, Step]:
@@ -138,7 +122,7 @@ def by_zero_parameters(n: int) -> dict[str, Step]:
     mesh, other = mp.build_mesh(device_type="cpu"), Many(n)
     assert mesh.device_mesh is not None
     fully_shard(other, mesh=mesh.device_mesh["dp"])
-    return {"mpcore, ZeRO-3": ours(Many(n), mesh, zero=3), "FSDP2": bare(other)}
+    return {"mpcore, ZeRO-3": prepared(mesh, Many(n), (), rows(1), data=mp.Zero(3)), "FSDP2": bare(other)}
 
 
 def by_tp(n: int) -> dict[str, Step]:
@@ -146,7 +130,7 @@ def by_tp(n: int) -> dict[str, Step]:
     world(n)
     mesh = mp.build_mesh(tp=n, device_type="cpu")
     model = parallel(8, mesh)
-    return {"mpcore": ours(model, mesh, list(model))}
+    return {"mpcore": prepared(mesh, model, list(model), rows(1))}
 
 
 class Growth(NamedTuple):
@@ -179,10 +163,9 @@ def measure(growth: Growth, rounds: int) -> Curve:
 def slope(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """The line of least squares: seconds for each more, and the exponent of growth between the two largest sizes."""
     xs, ys = zip(*points, strict=True)
-    fit = statistics.linear_regression(xs, ys)
     (x, y), (last_x, last_y) = points[-2:]
-    local = (last_y - fit.intercept * (fit.intercept > 0)) / max(y - fit.intercept * (fit.intercept > 0), 1e-12)
-    return fit.slope, float(torch.tensor(local).log() / torch.tensor(last_x / x).log())
+    exponent = math.log(last_y / y) / math.log(last_x / x)
+    return statistics.linear_regression(xs, ys).slope, exponent
 
 
 PROBE = """

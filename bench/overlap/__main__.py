@@ -67,6 +67,8 @@ Machine: {machine}. Date: {date}, commit {commit}.
 |---|---|---|---|---|---|---|
 {rows}
 
+- In the models of the first four rows each weight counts as large, so that ZeRO-0 sums it by itself. In training
+  those of 2^18 elements do.
 - ZeRO-1 to 3 are torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden here. On a GPU it
   sends on streams of its own, which this bench does not see.
 - A pipeline's waits are its bubble too.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mpcore as mp
+from bench.steps import Step, prepared, squares
+from mpcore.gradients import early
 
 WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
 
@@ -27,36 +28,18 @@ class Mode:
 
     name: str
     hidden: str
-    build: Callable[[], Callable[[], object]]
+    build: Callable[[], Step]
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    """A loss that sums."""
-    return (y - target).square().sum()
-
-
-def prepared(mesh: mp.Mesh, model: Any, blocks: Any, x: Tensor, **options: Any) -> Callable[[], object]:
-    """Forward, backward and optimizer step by a `Run`."""
-    run = mp.prepare(
-        model, mesh, blocks=blocks, loss=squares, initialize=False,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01), **options,
-    )  # fmt: skip
-
-    def step() -> None:
-        run.forward_backward(x, torch.zeros_like(x))
-        run.optimizer_step()
-
-    return step
-
-
-def data(zero: int) -> Callable[[], object]:
-    """Blocks of two plain linear layers."""
+def data(zero: int) -> Step:
+    """Blocks of two plain linear layers, whose weights count as large: ZeRO-0 sums each by itself."""
+    early.ALONE = WIDTH * WIDTH
     mesh = mp.build_mesh(device_type="cpu")
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(BLOCKS)))
     return prepared(mesh, model, list(model), torch.ones(ROWS, WIDTH), data=mp.Zero(zero))
 
 
-def layers(model: nn.Module, shape: tuple[int, ...]) -> Callable[[], object]:
+def layers(model: nn.Module, shape: tuple[int, ...]) -> Step:
     """Forward and backward alone, whose gradients go on to a layer before."""
     x = torch.ones(shape, requires_grad=True)
 
@@ -67,7 +50,7 @@ def layers(model: nn.Module, shape: tuple[int, ...]) -> Callable[[], object]:
     return step
 
 
-def tensor(sequence_parallel: bool) -> Callable[[], object]:
+def tensor(sequence_parallel: bool) -> Step:
     """MLPs without biases."""
     tp = mp.build_mesh(tp=2, device_type="cpu").tp
     like = {"bias": False, "tp": tp, "sequence_parallel": sequence_parallel}
@@ -75,14 +58,14 @@ def tensor(sequence_parallel: bool) -> Callable[[], object]:
     return layers(mlps, (1, ROWS, WIDTH))
 
 
-def context() -> Callable[[], object]:
+def context() -> Step:
     """Attention on a ring, with the reference on CPUs, whose products are torch's."""
     cp = mp.build_mesh(cp=2, device_type="cpu").cp
     return layers(nn.Sequential(*(mp.ParallelAttention(WIDTH, 2, cp=cp, context="ring") for _ in range(2))),
                   (1, ROWS, WIDTH))  # fmt: skip
 
 
-def experts() -> Callable[[], object]:
+def experts() -> Step:
     """Experts on both ranks, whose tokens travel, beside a shared one."""
     mesh = mp.build_mesh(ep=2, device_type="cpu")
     mixtures = (
@@ -92,7 +75,7 @@ def experts() -> Callable[[], object]:
     return layers(nn.Sequential(*mixtures), (1, ROWS, WIDTH))
 
 
-def pipeline() -> Callable[[], object]:
+def pipeline() -> Step:
     """Two stages under 1F1B."""
     mesh = mp.build_mesh(pp=2, device_type="cpu")
     stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
@@ -102,7 +85,7 @@ def pipeline() -> Callable[[], object]:
 
 
 MODES = [
-    Mode("ZeRO-0 on dp 2", "nothing: all gradients are summed at the end", partial(data, 0)),
+    Mode("ZeRO-0 on dp 2", "large gradients are summed while backward computes others", partial(data, 0)),
     Mode("ZeRO-1 on dp 2", "on a CPU nothing; on a GPU reduce-scatters in backward, gathers ahead", partial(data, 1)),
     Mode("ZeRO-2 on dp 2", "the same, each micro-batch", partial(data, 2)),
     Mode("ZeRO-3 on dp 2", "the same, gathers ahead in both passes", partial(data, 3)),

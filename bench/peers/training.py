@@ -192,8 +192,13 @@ def mpcore_data(zero: int) -> Step:
     model, loss = stack()
     mesh = mp.build_mesh(device_type="cpu")
     mp.shard_data_parallel(model, mesh, model.blocks, zero=zero)
+
+    def announced() -> Tensor:
+        mp.sync_gradients(model, last=True)  # this backward sums
+        return loss(model, mesh.data.size)
+
     return step_of(
-        model.parameters(), lambda: loss(model, mesh.data.size), between=lambda: mp.reduce_gradients(model),
+        model.parameters(), announced, between=lambda: mp.reduce_gradients(model),
         zero=model.zero_grad, scale=mesh.data.size,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.utils.hooks import RemovableHandle
 
 below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
 """Run operators in this context without autograd, also without the autograd that torch wrote for them in Python."""
@@ -48,6 +49,11 @@ def has_gradient_hooks(x: Tensor) -> bool:
 def has_accumulation_hooks(x: Tensor) -> bool:
     """Tell whether `register_post_accumulate_grad_hook` was called on a tensor."""
     return bool(x._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def has_last_accumulation_hook(x: Tensor, handle: RemovableHandle) -> bool:
+    """Tell whether of the hooks of `register_post_accumulate_grad_hook` this one runs last."""
+    return next(reversed(x._post_accumulate_grad_hooks or {}), None) == handle.id  # type: ignore[attr-defined]
 
 
 def keeps_version(x: Tensor) -> AbstractContextManager[None]:

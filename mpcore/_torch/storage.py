@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["StorageWeakRef", "address", "alive"]
+__all__ = ["StorageWeakRef", "address", "alive", "holders"]
 
 
 def address(storage: torch.UntypedStorage) -> int:
@@ -19,3 +19,9 @@ def address(storage: torch.UntypedStorage) -> int:
 def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage that is held weakly, or None once its memory is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def holders(x: torch.Tensor) -> int:
+    """Return how many tensors there are of the memory of `x`, with those that autograd holds."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage`

@@ -29,7 +29,15 @@ from mpcore.layers.initialize import _to_empty
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
-from mpcore.parallel.sync import finish_gradients, gather, hold_gradients, reduce_held, reduce_once, sync_gradients
+from mpcore.parallel.sync import (
+    begin_sums,
+    finish_gradients,
+    gather,
+    hold_gradients,
+    reduce_held,
+    reduce_once,
+    sync_gradients,
+)
 from mpcore.pipeline.checks import split_linears
 from mpcore.pipeline.messages import sent_on
 from mpcore.pipeline.schedules import Schedule
@@ -263,6 +271,8 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
                 else:
                     if edges:
                         torch.autograd.backward(edges, grads)
+                    if last:
+                        begin_sums(stage)
                     more_back, more_weight = storages.most - before, 0
             kept.rounds.append(round_)
             kept.activations, kept.gathered = after - empty - others, max(gathered, kept.gathered)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore.gradients.accumulate import zero_gradients
+from mpcore.gradients.early import drop_begun
 from mpcore.sharding.declarations import ModelTree, tree_of
 
 
@@ -32,5 +33,6 @@ def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | 
     """
     tree = tree_of(model)
     chosen = None if parameters is None else dict.fromkeys(parameters)
+    drop_begun(tree.parameters if chosen is None else chosen)
     fsdp.drop_gradients(tree.units, lambda p: chosen is None or p in chosen)
     zero_gradients(tree.parameters if chosen is None else chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
-from mpcore.collectives import all_reduce, start_sum_in_place, wait
+from mpcore.collectives import all_reduce, wait
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
+from mpcore.gradients.early import Begun, begin_sum, is_large, only_axis, take_begun
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, tree_of
@@ -23,8 +24,6 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 
 # Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
 BUCKET = 2**26
-# Elements from which a gradient is summed in its own memory: a message each costs less than to pack and unpack it.
-ALONE = 2**18
 _Entry: TypeAlias = "tuple[str, nn.Parameter, Shard | None]"  # None: all of the parameter's gradient is pending
 T = TypeVar("T")
 UNSUMMED = (
@@ -40,8 +39,9 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
 
     Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
     parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. They are summed in
-    fp32 (fp64 for fp64): parameters of `ALONE` elements and more each by itself, others packed, `BUCKET` elements at
-    once. A parameter without a gradient on some rank counts as zero there; one without on all ranks keeps None.
+    fp32 (fp64 for fp64): parameters of `early.ALONE` elements and more each by itself, others packed, `BUCKET` elements
+    at once. With `shard_data_parallel(zero=0)` the sums of large ones have begun within the last backward.
+    A parameter without a gradient on some rank counts as zero there; one without on all ranks keeps None.
 
     Args:
         model: the model, or this rank's stage of it. Its gradients were zeroed since the last call.
@@ -71,6 +71,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
     if unsummed is not None:
         raise ValueError(f"the gradient of {unsummed} is not summed over data: {UNSUMMED}")
     pending: dict[object, tuple[Axis, list[_Entry]]] = {}
+    alone: list[tuple[nn.Parameter, Axis]] = []
     laid = {x.data.group: x.data for _, _, x in tree.declared if x.data is not None and x.data.size > 1}
     for name, parameter, sharding in tree.declared:
         if not parameter.requires_grad:
@@ -94,14 +95,28 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         data = sharding.data
         if data is not None and data.size > 1 and data.group not in once and not cut:
             raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {UNSUMMED}")
+        single = only_axis(parameter, sharding, once.values())
+        if single is not None:
+            alone.append((parameter, single))
         wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
-    for axis, entries in sorted(pending.values(), key=lambda entry: entry[0].order):
-        wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in entries) else torch.float32
-        for bucket in buckets(sorted(entries, key=lambda entry: entry[0]), _sent_elements, BUCKET):
-            _reduce_pending(axis, bucket, wide)
+    begun = take_begun(tree.parameters)
+    for parameter, axis in reversed(alone):  # the order in which backward began some of them
+        if parameter not in begun:
+            begun[parameter] = begin_sum(parameter, axis)
+    first = {sum_.axis.group for sum_ in begun.values()}  # a gradient may be pending over a further axis
+    for axis, entries in sorted(pending.values(), key=lambda entry: (entry[0].group not in first, entry[0].order)):
+        entries.sort(key=lambda entry: entry[0])
+        large = [p for _, p, shard in entries if shard is None and is_large(p, axis)]
+        begun |= {p: begin_sum(p, axis) for p in large if p not in begun or begun[p].axis.group is not axis.group}
+        apart = [(p, begun[p]) for p in large]
+        packed = [entry for entry in entries if entry[2] is not None or not is_large(entry[1], axis)]
+        wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in packed) else torch.float32
+        for bucket in list(buckets(packed, _sent_elements, BUCKET)) or [[]]:
+            _reduce_pending(axis, bucket, wide, apart)
+            apart = []
     for _, parameter, _ in itertools.chain.from_iterable(entries for _, entries in pending.values()):
         mark_reduced(parameter)
 
@@ -141,29 +156,25 @@ def _sent_elements(entry: _Entry) -> int:
     return len(shard.replicated) * math.prod((*parameter.shape[: shard.dim], *parameter.shape[shard.dim + 1 :]))
 
 
-def _reduce_pending(axis: Axis, entries: list[_Entry], wide: torch.dtype) -> None:
-    here = [gradient_of(p) is not None for _, p, _ in entries]
-    present, complete = torch.tensor(here, dtype=wide), all(here)
-    for (_, parameter, _), there in zip(entries, here, strict=True):
+def _reduce_pending(
+    axis: Axis, entries: list[_Entry], wide: torch.dtype, apart: Sequence[tuple[nn.Parameter, Begun]]
+) -> None:
+    """Sum some gradients as one message, which also tells for these and for those `apart` whether a rank has them."""
+    here = [begun.here for _, begun in apart] + [gradient_of(p) is not None for _, p, _ in entries]
+    parameters = [p for p, _ in apart] + [p for _, p, _ in entries]
+    for (_, parameter, _), there in zip(entries, here[len(apart) :], strict=True):
         if not there:
             parameter.grad = torch.zeros_like(parameter)
     parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
-    alone, packed = dict[int, Tensor](), list[int]()
-    for i, ((_, _, shard), part) in enumerate(zip(entries, parts, strict=True)):
-        if shard is None and part.numel() >= ALONE and not axis.virtual:
-            alone[i] = start_sum_in_place(part.contiguous(), axis)
-        else:
-            packed.append(i)
-    flat = torch.cat([present.to(parts[0].device), *(parts[i].reshape(-1) for i in packed)])
-    present, *sums = all_reduce(flat, axis).split([len(entries), *(parts[i].numel() for i in packed)])
-    totals = {i: total.view_as(parts[i]) for i, total in zip(packed, sums, strict=True)}
-    totals |= {i: wait(total) for i, total in alone.items()}
-    found = None if complete else present.tolist()  # waits for the device, so only where it matters
-    for i, (_, parameter, shard) in enumerate(entries):
-        if found is not None and found[i] == 0:
-            zero_gradients([parameter])
-        else:
-            _store_part(parameter, shard, totals[i])
+    present = torch.tensor(here, dtype=wide).to(parameters[0].device)
+    flat = torch.cat([present, *(part.reshape(-1) for part in parts)])
+    present, *sums = all_reduce(flat, axis).split([len(here), *(part.numel() for part in parts)])
+    for parameter, begun in apart:
+        _store_part(parameter, None, wait(begun.total))
+    for (_, parameter, shard), total, part in zip(entries, sums, parts, strict=True):
+        _store_part(parameter, shard, total.view_as(part))
+    if not all(here):  # waits for the device, so only where it matters
+        zero_gradients(p for p, count in zip(parameters, present.tolist(), strict=True) if count == 0)
 
 
 def _pending_part(parameter: nn.Parameter, shard: Shard | None) -> Tensor:

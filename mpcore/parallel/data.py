@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
 from mpcore._torch.fsdp import add_unit, units
 from mpcore.gradients.accumulate import mark_replaced
+from mpcore.gradients.early import EarlySums
 from mpcore.layers.module import listed
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
@@ -60,7 +61,8 @@ def shard_data_parallel(
             are declared pending over their replicas in tp.
         blocks: submodules, a list or an `nn.ModuleDict`, in the order of forward. Each is gathered and summed at once;
             one within another is a unit of its own.
-        zero: 0 replicates everything, and `reduce_gradients` all-reduces gradients. 1 shards the optimizer state:
+        zero: 0 replicates everything and all-reduces gradients: large ones begin within the backward that
+            `sync_gradients` announces as the last, the others in `reduce_gradients`. 1 shards the optimizer state:
             gradients are reduce-scattered with the last micro-batch, and parameters gathered once a step. 2 shards
             gradients too: each micro-batch's are reduce-scattered. 3 shards parameters too: a block's are gathered for
             its forward and again for its backward. Parameters that stages share are gathered and reduced once a step.
@@ -110,7 +112,7 @@ def shard_data_parallel(
         for stage in stages:
             _declare_pending(stage, mesh, lambda _: True)  # with one data rank: experts' replicas over tp
             if mesh.data.size > 1:
-                set_state(stage, DataParallel(0))
+                set_state(stage, DataParallel(0, early=EarlySums(stage, stages)))
         return model
 
     before = [p for stage in stages for p in stage.parameters()]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from mpcore.gradients.early import EarlySums
 from mpcore.layers.moe.router import Router
 from mpcore.parallel.fsdp import UnitWrapper
 
@@ -21,6 +22,7 @@ class DataParallel:
         zero: the ZeRO stage.
         units: with zero 1 to 3 the stage, then the blocks in it: each is gathered and reduced at once.
         shared: units of the parameters that several stages of this rank share.
+        early: with zero 0 the sums that begin within backward.
         leaves: hold the gradients of each micro-batch until the step's last, on meshes with virtual degrees.
         gathered: whether a forward without gradients leaves parameters gathered, see `gathered`.
     """
@@ -30,6 +32,7 @@ class DataParallel:
     shared: tuple[SharedUnit, ...] = ()
     gathered: bool = False
     leaves: bool = False
+    early: EarlySums | None = None
 
     @property
     def root(self) -> FSDPModule | None:

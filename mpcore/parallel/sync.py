@@ -32,6 +32,11 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
         ...     model(torch.ones(1, 4)).sum().backward()
     """
     state = state_of(model)
+    if state.early is not None:
+        state.early.check_settled()
+        if last:
+            state.early.arm()
+        return
     if state.leaves:
         hold_gradients(model)
         return
@@ -55,8 +60,18 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
         >>> mpcore.finish_gradients([model])
         >>> mpcore.reduce_gradients(model, mpcore.Mesh())
     """
+    stages = list(stages)
     for unit in shared_units(stages):
         unit.finish()
+    for stage in stages:
+        begin_sums(stage)
+
+
+def begin_sums(stage: nn.Module) -> None:
+    """After the stage's last backward: begin the sums of plain data parallelism that its gradients did not."""
+    early = state_of(stage).early
+    if early is not None:
+        early.begin_rest()
 
 
 def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
@@ -157,6 +172,8 @@ def hold_gradients(model: nn.Module) -> None:
     state = state_of(model)
     if state.root is not None:
         state.root.set_is_last_backward(False)
+    if state.early is not None:
+        state.early.armed = False
     _set_backward(state, reduce=False, all_reduce=False, reshard=state.leaves and state.zero == 3)
 
 
@@ -175,6 +192,7 @@ def reduce_held(model: nn.Module, last: bool) -> None:
 def reduce_once(model: nn.Module, leaves: bool = False) -> None:
     """After a step's last backward: sum gradients not summed each micro-batch, or those of leaves, by `leaves`."""
     state = state_of(model)
+    begin_sums(model)
     if state.root is not None and state.leaves == leaves and not reduces_each_micro_batch(model):
         state.root.set_is_last_backward(True)
         _set_backward(state, reduce=True, all_reduce=True, reshard=True)
@@ -185,3 +203,8 @@ def reduces_each_micro_batch(model: nn.Module) -> bool:
     """Whether gradients are sharded."""
     state = state_of(model)
     return state.zero > 1 and not state.leaves
+
+
+def sums_within_backward(model: nn.Module) -> bool:
+    """Whether a backward sums: of each micro-batch where gradients are sharded, of the last with ZeRO-0."""
+    return reduces_each_micro_batch(model) or state_of(model).early is not None

@@ -28,7 +28,7 @@ from mpcore.parallel.sync import (
     hold_gradients,
     reduce_held,
     reduce_once,
-    reduces_each_micro_batch,
+    sums_within_backward,
     sync_gradients,
 )
 from mpcore.pipeline.messages import (
@@ -304,7 +304,7 @@ class _Step:
 
     def _whole_backward(self, stage: int, m: int, held: Held) -> None:
         module = self.of.stages[stage]
-        if self.of.pp.size > 1 and reduces_each_micro_batch(module):
+        if self.of.pp.size > 1 and sums_within_backward(module):
             sync_gradients(module, self._is_last(stage, m))
         elif self.of.pp.size > 1:  # on one rank, `forward` has said when to sum
             hold_gradients(module)

@@ -56,7 +56,7 @@ GRADIENTS = [
          "(*sharding.partial, *axes)", "sharding.partial",
          "every data rank trains a model of its own", "25 24"),
     Hand("gradients", "sums become means", "_reduce_pending",
-         "_store_part(parameter, shard, totals[i])", "_store_part(parameter, shard, totals[i] / axis.size)",
+         "total.view_as(part)", "total.view_as(part) / axis.size",
          "AdamW hides the factor; weight decay and clipping change", "24 11"),
     Hand("gradients", "the norm counts replicas again", "_owned",
          "not first or ANY", "not first",

@@ -1,0 +1,188 @@
+"""Plain data parallelism: begin to sum large gradients while backward still computes others.
+
+All ranks of a group must send the same messages in one order, also where a rank has no gradient for a parameter, or
+backward comes to parameters in another order. So the order is fixed, last layers first. A sum begins when its gradient
+is there and all sums before it have begun. `reduce_gradients` begins the others, and waits for all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpcore._torch.autograd import has_last_accumulation_hook
+from mpcore._torch.storage import holders
+from mpcore.collectives import start_sum_in_place, wait
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.kernels._main_grad import main_grad
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import tree_of
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import local_tensor
+
+# Elements from which a gradient is summed in its own memory: a message each costs less than to pack and unpack it.
+ALONE = 2**18
+
+
+class Begun(NamedTuple):
+    """A sum that runs.
+
+    Attributes:
+        axis: what it runs over.
+        total: the sum once it is waited for; the memory of the gradient, or a copy in float32.
+        here: whether this rank had a gradient.
+    """
+
+    axis: Axis
+    total: Tensor
+    here: bool
+
+
+class _Pending(threading.local):
+    """The sums of this thread that nobody has waited for: a rank of `mpcore.simulate` is a thread."""
+
+    def __init__(self) -> None:
+        self.all: list[EarlySums] = []
+
+
+_pending = _Pending()
+
+
+class EarlySums:
+    """The sums over data that a stage begins within the backward of a step's last micro-batch.
+
+    Args:
+        stage: the stage.
+        stages: all stages of this rank. Parameters that they share wait for `reduce_gradients`.
+    """
+
+    def __init__(self, stage: nn.Module, stages: Sequence[nn.Module]) -> None:
+        self.stage, self.stages = stage, stages
+        self.places: list[tuple[nn.Module, str, nn.Parameter, Axis]] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.order: list[tuple[nn.Parameter, Axis]] = []
+        self.next, self.armed = 0, False
+        self.ready: set[nn.Parameter] = set()
+        self.begun: dict[nn.Parameter, Begun] = {}
+
+    def arm(self) -> None:
+        """Have the next backward begin the sums; unless that of another stage of this thread has yet to end."""
+        if any(sums.armed for sums in _pending.all if sums is not self):
+            return
+        self._find()
+        self.order = [(p, axis) for _, _, p, axis in self.places if p.requires_grad]
+        self.next, self.armed = 0, bool(self.order)
+        self.ready.clear()
+        if self.armed and self not in _pending.all:
+            _pending.all.append(self)
+
+    def check_settled(self) -> None:
+        """Refuse another micro-batch before `reduce_gradients` has taken the sums of the step before."""
+        if self.begun:
+            raise ValueError(
+                "the gradients of the last micro-batch are being summed over data, and another forward would add to "
+                "them: call reduce_gradients(model) first, or drop_gradients(model) to give the step up"
+            )
+
+    def _find(self) -> None:
+        """Find the parameters, and hook them, once; again where others have taken their places or have more hooks."""
+        known = bool(self.hooks) and all(
+            module._parameters.get(leaf) is p and has_last_accumulation_hook(p, hook)
+            for (module, leaf, p, _), hook in zip(self.places, self.hooks, strict=True)
+        )
+        if known:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        stages_of = Counter(p for stage in self.stages for p in stage.parameters())
+        tree, self.places = tree_of(self.stage), []
+        leaves = {id(p): (module, leaf) for _, module in tree.modules for leaf, p in module._parameters.items()}
+        for _, p, sharding in reversed(tree.declared):
+            axis = only_axis(p, sharding, sharding.partial) if p.requires_grad else None
+            if axis is not None and stages_of[p] == 1 and (main_grad(p) is not None or p.dtype.itemsize >= 4):
+                self.places.append((*leaves[id(p)], p, axis))
+        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for _, _, p, _ in self.places]
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        if parameter in self.begun:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} got another gradient after the backward that "
+                f"sync_gradients(model, last=True) announced: say last=False before the backwards that come first"
+            )
+        if self.armed:
+            self.ready.add(parameter)
+            while self.next < len(self.order) and self.order[self.next][0] in self.ready:
+                self._begin()
+
+    def _begin(self) -> None:
+        parameter, axis = self.order[self.next]
+        self.begun[parameter] = begin_sum(parameter, axis)
+        self.next += 1
+
+    def begin_rest(self) -> None:
+        """After the backward: begin the sums that wait for a gradient which this rank has not."""
+        while self.armed and self.next < len(self.order):
+            self._begin()
+        self.armed = False
+
+
+def only_axis(parameter: nn.Parameter, sharding: Sharding, axes: Iterable[Axis]) -> Axis | None:
+    """The axis over which a large gradient is summed; None where it is a small one, or a sum over several axes."""
+    over = list({axis.group: axis for axis in axes if axis.size > 1}.values())
+    if len(over) != 1 or any(shard.replicated for shard in sharding.shards) or not is_large(parameter, over[0]):
+        return None
+    return over[0]
+
+
+def is_large(parameter: nn.Parameter, axis: Axis) -> bool:
+    """Whether a gradient is summed by itself."""
+    return local_tensor(parameter).numel() >= ALONE and not axis.virtual
+
+
+@torch.no_grad()
+def begin_sum(parameter: nn.Parameter, axis: Axis) -> Begun:
+    """Begin to sum a gradient over an axis, a missing one as zeros."""
+    found = gradient_of(parameter)
+    here = found is not None
+    if not here:
+        parameter.grad = torch.zeros_like(parameter)
+        found = gradient_of(parameter)
+    assert found is not None
+    grad = local_tensor(found)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.to(wide).contiguous()
+    if total is grad and holders(grad) > 1:  # a view of what backward reads yet, or of another gradient
+        total = grad.clone()
+    return Begun(axis, start_sum_in_place(total, axis), here)
+
+
+def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, Begun]:
+    """Begin all sums of this thread that are left, and hand over those of some parameters."""
+    given = {id(p) for p in parameters} if _pending.all else ()
+    begun: dict[nn.Parameter, Begun] = {}
+    for sums in tuple(_pending.all):
+        sums.begin_rest()
+        begun |= {p: sums.begun.pop(p) for p in tuple(sums.begun) if id(p) in given}
+        if not sums.begun:
+            _pending.all.remove(sums)
+    return begun
+
+
+def drop_begun(parameters: Iterable[Tensor]) -> None:
+    """Wait for the sums of a step that is given up, so that no rank waits for another.
+
+    Sums that are announced begin first, as on ranks whose backward did not raise.
+    """
+    given = {id(p) for p in parameters} if _pending.all else ()
+    for sums in tuple(_pending.all):
+        if any(id(p) in given for p, _ in sums.order):
+            sums.begin_rest()
+            for begun in sums.begun.values():
+                wait(begun.total)
+            sums.begun = {}
+            _pending.all.remove(sums)
