@@ -163,12 +163,14 @@ CASES: dict[str, Callable[[], None]] = {
     "rms_norm D=5120 bf16": lambda: run_rms_norm(5120),
     "rms_norm D=8192 fp32 residual": lambda: run_rms_norm(8192, torch.float32, residual=True),
     "rms_norm D=16384 fp32 residual": lambda: run_rms_norm(16384, torch.float32, residual=True),
+    "rms_norm D=16384 bf16 residual": lambda: run_rms_norm(16384, residual=True),
     "rms_norm D=65536 bf16": lambda: run_rms_norm(65536),
     "layer_norm D=1000 bf16": lambda: run_layer_norm(1000),
     "layer_norm D=4096 bf16": lambda: run_layer_norm(4096),
     "layer_norm D=5120 bf16 residual": lambda: run_layer_norm(5120, residual=True),
     "layer_norm D=8192 fp32 residual": lambda: run_layer_norm(8192, torch.float32, residual=True),
     "layer_norm D=16384 fp32 residual": lambda: run_layer_norm(16384, torch.float32, residual=True),
+    "layer_norm D=12288 bf16 residual": lambda: run_layer_norm(12288, residual=True),
     "layer_norm D=65536 bf16": lambda: run_layer_norm(65536),
     "swiglu F=14336 bf16": lambda: run_activation("silu", True, 2 * 14336, bias=False),
     "swiglu F=14336 bf16 bias": lambda: run_activation("silu", True, 2 * 14336),
@@ -244,7 +246,8 @@ LEFT_OUT = """
 
 - Dropout in the norm's launch: with dropout on, `dropout_add` and the norm are two launches, so the residual stream is
   read once more. A layer without dropout fuses the addition into the norm.
-- Norm backward above a width of 8192 in one pass (docs/decisions.md: what was tried): it reads its inputs twice.
+- Norm backward in one pass above a width of 16384 (12288 for layer_norm with a bias), or above 8192 in float32: it
+  reads its inputs twice, since a multiprocessor can't hold a row and its sums (docs/decisions.md).
 - The weight gradient of chunked linear cross-entropy in `main_grad`: it is float32 in memory of its own until backward.
 - MXFP8: no device here multiplies it, and quantised layouts that nothing reads would be unproven.
 """

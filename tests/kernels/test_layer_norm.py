@@ -94,7 +94,7 @@ def test_launches_of_rows_in_registers(has_bias, monkeypatch):
 def test_launches_of_wide_rows(monkeypatch):
     monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
     launches = launched(64, 2 * WIDEST_FORWARD)
-    names = ["_forward_wide_kernel", "_backward_rows_kernel", "_backward_columns_kernel", "_sum_partials_kernel"]
+    names = ["forward_wide_kernel", "backward_rows_kernel", "backward_columns_kernel", "_sum_partials_kernel"]
     assert [launch.name for launch in launches] == names
     assert [launch.grid for launch in launches] == [(64, 1, 1), (64, 1, 1), (32, 8, 1), (1024, 2, 1)]
 

@@ -99,12 +99,37 @@ def test_the_backward_grid_fills_the_gpu_once(monkeypatch):
     assert [launch.grid for launch in launched(8192, 8192)] == [(8192, 1, 1), (132, 1, 1), (256, 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("D", "dtype", "backward"),
+    [
+        (WIDEST_BACKWARD + 1, torch.bfloat16, ["backward_kernel"]),
+        (2 * WIDEST_BACKWARD, torch.bfloat16, ["backward_kernel"]),
+        (2 * WIDEST_BACKWARD + 1, torch.bfloat16, ["backward_rows_kernel", "backward_columns_kernel"]),
+        (WIDEST_BACKWARD + 1, torch.float32, ["backward_rows_kernel", "backward_columns_kernel"]),
+    ],
+)
+def test_wide_rows_of_half_precision_are_read_once_in_backward(D, dtype, backward, monkeypatch):
+    launches = launched(5, D, dtype=dtype)
+    assert [launch.name for launch in launches[1:-1]] == backward
+    narrow = D - WIDEST_BACKWARD if len(backward) == 1 else 0
+    assert launches[1].arguments.get("TAIL", 0) == narrow
+    assert launches[1].arguments.get("NARROW", False) is (narrow > 0)
+
+
+def test_a_wide_row_that_fits_no_shared_memory_is_read_twice():
+    x = torch.empty(5, 2 * WIDEST_BACKWARD, dtype=torch.bfloat16)
+    with fake_gpu.fake_gpu("gfx942"):
+        assert _norm._wide_tile(x, x, 2 * WIDEST_BACKWARD, False) is None
+    with fake_gpu.fake_gpu():
+        assert _norm._wide_tile(x, x, 2 * WIDEST_BACKWARD, False) == (WIDEST_BACKWARD, WIDEST_BACKWARD)
+        assert _norm._wide_tile(x, x, 12288, True) == (WIDEST_BACKWARD, 4096)
+        assert _norm._wide_tile(x, x, 12289, True) is None
+
+
 def test_launches_of_wide_rows(monkeypatch):
     monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
-    names = [launch.name for launch in launched(5, WIDEST_BACKWARD + 1)]
-    assert names == ["_forward_kernel", "_backward_rows_kernel", "_backward_columns_kernel", "_sum_partials_kernel"]
     launches = launched(64, 2 * WIDEST_FORWARD)
-    assert launches[0].name == "_forward_wide_kernel"
+    assert launches[0].name == "forward_wide_kernel"
     assert [launch.grid for launch in launches] == [(64, 1, 1), (64, 1, 1), (32, 8, 1), (1024, 1, 1)]
 
 
