@@ -19,12 +19,16 @@ STATUS = "exit status: 0 all is well, 1 a difference or a fault was found, 2 it 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean ..?"` with the nearest of the known words, or "" if none is near.
 
+    A word that lacks one of the numbers, such as the size of a model, is not near.
+
     Example:
         >>> from mpcore.command_line import did_you_mean
         >>> did_you_mean("--zer", ["--zero", "--tp"])
         '; did you mean --zero?'
     """
-    near = difflib.get_close_matches(word, list(known), 1)
+    numbers = set(re.findall(r"\d+", word))
+    alike = [other for other in known if numbers <= set(re.findall(r"\d+", other))]
+    near = difflib.get_close_matches(word, alike, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -111,6 +111,7 @@ def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--dtype", "float128"], "float32, bfloat16, float16 ("),  # none has the number
         (["--layer", "2"], "unknown --layer; did you mean --layers?"),  # argparse would take it for --layers
         (["--zero", "5"], "none of 0, 1, 2, 3"),
         (["--dtype", "bfloat"], "'bfloat' is none of float64, float32, bfloat16, float16; did you mean bfloat16?"),

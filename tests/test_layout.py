@@ -68,11 +68,11 @@ def test_few_blocks_count_what_all_blocks_count(flags, sizes, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
 @pytest.mark.parametrize(("flags", "sizes"), [*BY_HAND, *map(draw_flags, range(24))], ids=str)
-def test_any_flags_count_what_all_blocks_count(flags, sizes, monkeypatch):
+def test_any_flags_count_what_all_blocks_count(flags, sizes, gpu, monkeypatch):
     monkeypatch.setattr(early, "ALONE", 256)
-    for gpu in (True, False):
-        check_equal(flags, sizes, gpu)
+    check_equal(flags, sizes, gpu)
 
 
 def test_a_layout_that_fits_is_never_ruled_out():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from examples.gpt.arguments import flag, parse
 from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
 from examples.gpt.config import GPTConfig
-from examples.gpt.flops import parameter_shares
+from examples.gpt.flops import count_parameters, parameter_shares
 from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
 from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
@@ -66,6 +66,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         sharded=args.zero > 0,
         few=max(args.zero, 1) if mesh.data.size > 1 else 1,
         key=(str(config), *((name, str(value)) for name, value in vars(args).items() if name not in UNSHARED)),
+        parameters=count_parameters(config),
         least=least_bytes(args, config, mesh, micro_batches, sum(len(stage) for stage in blocks[::pp])),
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ def table(found: Found) -> str:
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
+    lines[-1] += "  at the fullest moment; each line above is at its own, so their sum may be larger"
     for i, stage in enumerate(found.stages):
         data = stage.gathered + stage.unsummed
         more = f", gathered over data {data / unit:.3f} {name}" if data else ""

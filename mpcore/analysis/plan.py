@@ -15,15 +15,18 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from mpcore.analysis.dry_run import on_mesh
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.report import draw, explain, table
 from mpcore.analysis.rows import AXES
-from mpcore.analysis.search import WIDE, Estimate, choices, frontier, meshes, ranked, search
+from mpcore.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, ranked, search
 from mpcore.analysis.state import state_table
+from mpcore.analysis.work import Build, Model
 from mpcore.command_line import Parser, find_object
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -74,7 +77,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add = parser.add_argument
     text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
-    add("target", nargs="?", help=text + "arguments")
+    own = "arguments. Those of examples.gpt.plan:build: python -m examples.gpt.pretrain --help lists them, and "
+    add("target", nargs="?", help=f"{text}{own}--vocab-size N, --stage-blocks N,N,.., --even-stages")
     add("--world", type=int, help="ranks, one a GPU")
     add("--machine", default="h100", help=f"{', '.join(profile_names())}, or the path of a profile (h100)")
     add("--memory", type=float, help="GiB of a GPU (default: the machine's)")
@@ -97,6 +101,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if args.fit is None and (args.target is None or args.world is None):
         parser.error("a target and --world are needed, or --fit PARAMETERS")
     return args
+
+
+def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Choice]) -> str:
+    """The number of parameters of the first layout that isn't refused, as the head of the table says it, or ""."""
+    for sizes, option in layouts if isinstance(build, Model) else ():
+        with suppress(ValueError), on_mesh(0, **sizes) as mesh:
+            count = build.outline(mesh, [*arguments, *option]).parameters
+            return f"; a model of {count:,} parameters" if count else ""
+    return ""
 
 
 class Progress:
@@ -141,7 +154,8 @@ def main(argv: list[str] | None = None) -> None:
     layouts = [(cut, option) for option in options for cut in cuts]  # meshes share the counts of a choice
     counter = Counter(build, not args.cpu, share=True)
     print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
-          f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node")  # fmt: skip
+          f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node"
+          f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
     found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts), machine, args.top))
     other = what_if(machine, args.what_if) if args.what_if else None
     print(table(found, machine, args.top))

@@ -77,6 +77,7 @@ class Outline:
         key: all that the counts of a stage depend on, besides the mesh and its blocks; layouts share by it.
         theory: by (axis, kind) the bytes that the collectives of some stages of a rank should have.
         given: the schedule, where it is built already.
+        parameters: of the whole model; 0 where it isn't told.
         least: bytes that the fullest rank holds at least, by arithmetic: a layout that has less room isn't counted.
     """
 
@@ -93,6 +94,7 @@ class Outline:
     key: Hashable = None
     theory: Callable[[Sequence[int]], dict[tuple[str, str], int]] = _no_theory
     given: Schedule | None = None
+    parameters: int = 0
     least: int = 0
 
     def plan(self, micro_batches: int | None = None) -> Schedule:
