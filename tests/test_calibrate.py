@@ -12,7 +12,7 @@ import pytest
 from mpcore.analysis.calibrate import Run, fit, leave_one_out, predict_sweep, scalars_of, suggest, with_scalars
 from mpcore.analysis.fit_command import main, mean_and_most
 from mpcore.analysis.layout import Layout
-from mpcore.analysis.machine import load_machine
+from mpcore.analysis.machine import Machine, load_machine
 from mpcore.analysis.operators import Tally
 from mpcore.analysis.rows import PUBLISHED, flops_of, read_row, read_rows, sets_of
 from mpcore.analysis.runs import read_run
@@ -35,6 +35,11 @@ def made(flops: float, size: int, sent: int, data: int, seconds: float | None = 
     return Run(read_row({**ROW, "seconds": seconds or 1.0}), layout)
 
 
+def timed(run: Run, machine: Machine) -> Run:
+    """The run, as long as the machine takes."""
+    return Run(replace(run.row, seconds=estimate(run.layout, machine).step), run.layout)
+
+
 def candidates() -> list[Run]:
     """Layouts in which each scalar matters somewhere."""
     grid = [(2e14, 1e10, 1e8, 1e8), (1e12, 2e11, 1e8, 1e8), (1e12, 1e9, 6e10, 1e8), (1e12, 1e9, 1e8, 9e10)]
@@ -45,8 +50,7 @@ def candidates() -> list[Run]:
 def test_the_fit_finds_scalars_that_runs_identify():
     start = load_machine("h100")
     true = with_scalars(start, scalars_of(start) + scalars_of(start).new_tensor([0.2, -0.3, 0.4, 1.0, 1.5, 0.0]))
-    times = [estimate(run.layout, true).step for run in candidates()]
-    runs = [Run(replace(run.row, seconds=time), run.layout) for run, time in zip(candidates(), times, strict=True)]
+    runs = [timed(run, true) for run in candidates()]
     found = fit(runs, start)
     for name in ("e_gemm", "e_hbm", "x_tp", "x_dp", "tau"):
         assert getattr(found.machine, name) == pytest.approx(getattr(true, name), rel=0.15), name
@@ -63,13 +67,24 @@ def test_without_runs_the_fit_is_the_profile():
     assert found.identified == ()
 
 
-def test_the_suggested_runs_say_most():
+def test_one_run_on_a_slow_node_hardly_moves_the_fit():
+    """Least squares would move another run's time by 16 %."""
+    start = load_machine("h100")
+    runs = [timed(run, start) for run in candidates()]
+    slow = [Run(replace(runs[0].row, seconds=1.5 * (runs[0].row.seconds or 0.0)), runs[0].layout), *runs[1:]]
+    assert fit(runs, start).machine.e_gemm == pytest.approx(start.e_gemm, rel=1e-3)
+    for run in runs[1:]:
+        assert fit(slow, start).predict(run).step == pytest.approx(run.row.seconds, rel=0.03)
+
+
+def test_the_suggested_runs_tell_most_about_all():
     runs, start = candidates(), load_machine("h100")
     chosen = suggest(runs, start, 4)
     assert len({id(run) for run in chosen}) == 4
 
     def spread(of: list[Run]) -> float:
-        return math.prod(fit(of, start).errors.values())
+        known = fit([timed(run, start) for run in of], start)
+        return math.prod(known.uncertainty(run) for run in runs)
 
     assert spread(chosen) < min(spread(runs[i : i + 4]) for i in (3, 4))
     assert suggest(runs, start, 1, measured=chosen[:1]) != chosen[:1]

@@ -25,6 +25,7 @@ class Machine:
         peak: floating-point operations a second of products in 16 bits.
         peak_32: the same in float32, and of any dtype that isn't listed.
         peak_8: the same in eight-bit floats.
+        peak_vector: the same in 16 bits without matrix units; 0: the matrix units take every shape.
         hbm: bytes a second between a GPU and its memory.
         memory: bytes of a GPU.
         reserve: bytes of it that the run doesn't get: the context, buffers of NCCL, and what an allocator can't use.
@@ -49,6 +50,7 @@ class Machine:
     memory: float
     peak_32: float = 0.0
     peak_8: float = 0.0
+    peak_vector: float = 0.0
     reserve: float = 0.0
     node: int = 8
     e_gemm: float = 0.7

@@ -26,6 +26,8 @@ _FREE = {  # make a tensor without writing it, or return the one they got
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
     _aten.set_, _aten.resize_, _aten.lift_fresh,
 }  # fmt: skip
+ALIGNED = 8
+"""Elements of 16 bits that matrix units read at once: products of other head dimensions don't run on them."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "prim")
 
 
@@ -38,6 +40,7 @@ class Tally:
         attention: floating-point operations of attention over the pairs that the mask leaves.
         all_pairs: the same over all pairs, whatever the mask.
         scores: pairs of query and key, of all heads, that calls of attention meet.
+        unaligned: of `all_pairs` those in 16 bits whose head dimension is no multiple of 16 bytes.
         bytes: what every other operator that is no view reads and writes.
         launches: operators that are no views: the kernels that a GPU launches.
     """
@@ -46,6 +49,7 @@ class Tally:
     attention: int = 0
     all_pairs: int = 0
     scores: int = 0
+    unaligned: int = 0
     bytes: int = 0
     launches: int = 0
 
@@ -86,6 +90,7 @@ class Operators(TorchDispatchMode):
             tally.all_pairs += flops
             tally.attention += flops * seen // max(pairs, 1)
             tally.scores += pairs
+            tally.unaligned += flops * (given[0].itemsize == 2 and given[0].shape[-1] % ALIGNED != 0)
         else:
             dtype = str(given[0].dtype).removeprefix("torch.")
             tally.products[dtype] = tally.products.get(dtype, 0) + flops

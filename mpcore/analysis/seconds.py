@@ -2,7 +2,7 @@
 
     product     = operations / (peak e_gemm)
     attention   = operations of the pairs that the mask leaves / (peak e_attention); written out: of all pairs, and
-                  9 bytes of each score a pass
+                  9 bytes of each score a pass; of heads that are no multiple of 16 bytes / (peak_vector e_gemm)
     other       = bytes / (hbm e_hbm)
     block       = product + attention + other + x_tp (collectives over tp, cp, ep) + tau
     pipeline    = the schedule run on 4 micro-batches a rank, and for each other one the difference from 3
@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from mpcore.analysis.layout import Layout
 from mpcore.analysis.machine import Machine
+from mpcore.analysis.operators import Tally
 from mpcore.analysis.work import Kept, Part, Sent
 from mpcore.pipeline.makespan import Resolved, resolve
 from mpcore.pipeline.schedules import Schedule
@@ -116,7 +117,7 @@ def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: 
     tally = part.operators
     found = {
         "products": sum(flops / machine.rate(dtype) for dtype, flops in tally.products.items()),
-        "attention": (tally.all_pairs if unfused else tally.attention) / (machine.peak * machine.e_attention),
+        "attention": _attention(tally, machine, unfused),
         "operators": (tally.bytes + unfused * SCORE_BYTES * tally.scores) / (machine.hbm * machine.e_hbm),
         "host": blocks * machine.tau,
     }
@@ -124,6 +125,16 @@ def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: 
         if axis in INSIDE:
             found[axis] = machine.x_tp * seconds
     return found
+
+
+def _attention(tally: Tally, machine: Machine, unfused: bool) -> float:
+    """Seconds of attention. Written out, its products are batches of matrices as narrow as a head: matrix units refuse
+    heads that are no multiple of 16 bytes, which fused kernels pad."""
+    if not unfused:
+        return tally.attention / (machine.peak * machine.e_attention)
+    slow = tally.unaligned if machine.peak_vector else 0
+    aligned = (tally.all_pairs - slow) / (machine.peak * machine.e_attention)
+    return aligned + (slow / (machine.peak_vector * machine.e_gemm) if slow else 0.0)
 
 
 def _by_axis(sent: Sent, layout: Layout, machine: Machine) -> dict[str, float]:
