@@ -40,8 +40,14 @@ Calls of Python and of C functions, and torch's operators, in one step; cProfile
 | save a checkpoint | 4,627 + 3,019 calls | safetensors: 213 + 295 |
 
 - MLP: a step has two all-reduces, each an operator and a wait, which `nn.Linear` does not have.
-- Checkpoints: load verifies a checksum of each chunk, which save computes; safetensors has none.
-- ZeRO-1 to 3 run torch's `fully_shard`.
+- Checkpoints: load verifies a checksum of each chunk before it changes any tensor, and save computes it. safetensors
+  has none. The checksums of 201 MB took 13.9 ms of processor time, where save took 14 to 20 ms more than safetensors.
+  Load reads the file twice: once to verify, once to copy.
+- Training step of a GPT: 138 copies (bare loop: 71), and 52 norms in float64. In one process that took turns a step was
+  69.3 ms, the bare loop's 69.8.
+- Cross-entropy in bfloat16: mpcore computes in float32, `F.cross_entropy` in bfloat16.
+- ZeRO-1 to 3 run torch's `fully_shard`. It packs gradients for each reduce-scatter and copies parameters out of each
+  gather (585 copies in three steps); ZeroRedundancyOptimizer sums DDP's buckets in place and broadcasts (432 copies).
 """
 
 

@@ -66,7 +66,7 @@ class EarlySums:
         self.places: list[tuple[nn.Module, str, nn.Parameter, Axis]] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.order: list[tuple[nn.Parameter, Axis]] = []
-        self.next, self.armed = 0, False
+        self.next, self.armed, self.found = 0, False, False
         self.ready: set[nn.Parameter] = set()
         self.begun: dict[nn.Parameter, Begun] = {}
 
@@ -91,12 +91,12 @@ class EarlySums:
 
     def _find(self) -> None:
         """Find the parameters, and hook them, once; again where others have taken their places or have more hooks."""
-        known = bool(self.hooks) and all(
+        if self.found and all(
             module._parameters.get(leaf) is p and has_last_accumulation_hook(p, hook)
             for (module, leaf, p, _), hook in zip(self.places, self.hooks, strict=True)
-        )
-        if known:
+        ):
             return
+        self.found = True
         for hook in self.hooks:
             hook.remove()
         stages_of = Counter(p for stage in self.stages for p in stage.parameters())
@@ -133,15 +133,15 @@ class EarlySums:
 
 def only_axis(parameter: nn.Parameter, sharding: Sharding, axes: Iterable[Axis]) -> Axis | None:
     """The axis over which a large gradient is summed; None where it is a small one, or a sum over several axes."""
-    over = list({axis.group: axis for axis in axes if axis.size > 1}.values())
-    if len(over) != 1 or any(shard.replicated for shard in sharding.shards) or not is_large(parameter, over[0]):
+    if parameter.numel() < ALONE or any(shard.replicated for shard in sharding.shards):
         return None
-    return over[0]
+    over = list({axis.group: axis for axis in axes if axis.size > 1}.values())
+    return over[0] if len(over) == 1 and is_large(parameter, over[0]) else None
 
 
 def is_large(parameter: nn.Parameter, axis: Axis) -> bool:
     """Whether a gradient is summed by itself."""
-    return local_tensor(parameter).numel() >= ALONE and not axis.virtual
+    return parameter.numel() >= ALONE and local_tensor(parameter).numel() >= ALONE and not axis.virtual
 
 
 @torch.no_grad()

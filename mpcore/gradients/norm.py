@@ -16,7 +16,7 @@ from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import ModelTree, declarations, tree_of
-from mpcore.sharding.declare import check_lies_on
+from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
 
@@ -122,13 +122,9 @@ def _owned(
     model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors by name, without the elements that a lower rank holds as well."""
-    for name, parameter, sharding in declarations(model):
-        check_lies_on(name, parameter, sharding, mesh)
+    for name, parameter, sharding, holds_first in _held(tree_of(model), mesh):
         found = of(parameter)
-        if found is None:
-            continue
-        first = is_first_replica(found) if is_dtensor(found) else sharding.data_axis(mesh).rank == 0
-        if not first or any(axis.rank > 0 for axis in sharding.replica_axes(mesh)):
+        if found is None or not (is_first_replica(found) if is_dtensor(found) else holds_first):
             continue
         grad = local_tensor(found)
         for shard in sharding.shards:
@@ -138,6 +134,22 @@ def _owned(
                 runs = ((max(start - begin, 0), max(end - begin, 0)) for start, end in shard.owned_runs)
                 grad = torch.cat([front[:0], *(front[start:end] for start, end in runs)])
         yield name, grad
+
+
+def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding, bool]]:
+    """Each parameter that no lower rank holds too, on axes but that of data; with whether this rank is the first there.
+
+    Found once: the steps of a run have one tree and one mesh.
+    """
+    known = tree.derived.get(("held", id(mesh)))
+    if known is None:
+        held = []
+        for name, parameter, sharding in tree.declared:
+            check_lies_on(name, parameter, sharding, mesh)
+            if all(axis.rank == 0 for axis in sharding.replica_axes(mesh)):
+                held.append((name, parameter, sharding, sharding.data_axis(mesh).rank == 0))
+        known = tree.derived["held", id(mesh)] = mesh, held  # the mesh lives as long as its id is known
+    return known[1]
 
 
 @torch.no_grad()

@@ -112,7 +112,8 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         large = [p for _, p, shard in entries if shard is None and is_large(p, axis)]
         begun |= {p: begin_sum(p, axis) for p in large if p not in begun or begun[p].axis.group is not axis.group}
         apart = [(p, begun[p]) for p in large]
-        packed = [entry for entry in entries if entry[2] is not None or not is_large(entry[1], axis)]
+        whole = set(large)
+        packed = [entry for entry in entries if entry[2] is not None or entry[1] not in whole]
         wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in packed) else torch.float32
         for bucket in list(buckets(packed, _sent_elements, BUCKET)) or [[]]:
             _reduce_pending(axis, bucket, wide, apart)

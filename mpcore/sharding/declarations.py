@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -53,6 +53,11 @@ class ModelTree:
         """Each parameter once."""
         held = (p for _, module in self.modules for p in module._parameters.values() if p is not None)
         return tuple(dict.fromkeys(held))
+
+    @cached_property
+    def derived(self) -> dict[tuple[str, int], Any]:
+        """What others derive once from the declarations, by a name of theirs and the `id` of what it depends on."""
+        return {}
 
     @cached_property
     def units(self) -> list[FSDPModule]:
