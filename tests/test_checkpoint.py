@@ -358,6 +358,18 @@ class Large(nn.Module):
         self.optimizer.step()
 
 
+def test_diff_takes_a_tolerance_relative_to_the_largest_value_of_a_tensor(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    for step, second in enumerate((2.0, 2.0 + 2**-19, float("nan"))):
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1000.0, second]]))
+        save(tmp_path / str(step), model, mesh=Mesh(), step=0)
+    near, far = (["0", "1"], ["0", "2"])
+    found = {rtol: diff(*(tmp_path / name for name in near), rtol=rtol) for rtol in (0.0, 1e-9, 2e-9)}
+    assert found[0.0] == found[1e-9] == ["model/weight: 1 of 2 elements differ, by 1.91e-06 at most"]
+    assert found[2e-9] == [] != diff(*(tmp_path / name for name in far), rtol=1.0)
+
+
 def test_pitfall_40_large_tensors_come_back_into_new_memory_and_into_old(tmp_path):
     model, other = Large(1), Large(2)
     model.step()

@@ -241,7 +241,7 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
         recompute(blocks, budget=0.5)
     with pytest.raises(ValueError, match=r"budget 1.5 is not in \(0, 1\]"):
         recompute(blocks, budget=1.5, example=example)
-    with pytest.raises(ValueError, match="kind 'some' is none of none, selective, full"):
+    with pytest.raises(ValueError, match="kind 'some' is unknown: it is one of 'none', 'selective', 'full'"):
         recompute(blocks, "some")
     with pytest.raises(ValueError, match="every 0 is smaller than 1"):
         recompute(blocks, every=0)

@@ -26,12 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"inspect": "print what is inside", "verify": "read and check every byte"}.items():
         commands.add_parser(name, help=text).add_argument("path", nargs="+")
-    two = commands.add_parser("diff", help="compare two, whatever layouts wrote them")
+    two = commands.add_parser("diff", help="compare two bit for bit, whatever layouts wrote them")
+    two.add_argument(
+        "--rtol", type=float, default=0.0, help="ignore differences up to this share of a tensor's largest value"
+    )
     two.add_argument("a")
     two.add_argument("b")
     args = parser.parse_args(argv)
     if args.command == "diff":
-        lines = diff(args.a, args.b)
+        lines = diff(args.a, args.b, rtol=args.rtol)
         print("\n".join(lines) or "no difference")
         return 1 if lines else 0
     bad = 0

@@ -46,8 +46,13 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     return Files(folder, manifest).problems(chunks)
 
 
-def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
-    """List how two checkpoints differ, of any layouts, holding one logical tensor of each; ValueError for damage."""
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 0.0) -> list[str]:
+    """List how two checkpoints differ, of any layouts, holding one logical tensor of each; ValueError for damage.
+
+    Args:
+        a, b: their paths.
+        rtol: differences of at most this share of the tensor's largest magnitude are ignored. 0: the same bits.
+    """
     for path in (a, b):
         for problem in verify(path):
             raise ValueError(problem)
@@ -71,5 +76,6 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
                 count = int(bits.view(x.numel(), -1).any(1).sum())
                 wide = torch.complex128 if x.is_complex() else torch.float64
                 most = float((x.to(wide) - y.to(wide)).abs().max())
-                lines.append(f"{name}: {count:,} of {x.numel():,} elements differ, by {most:.3g} at most")
+                if not (rtol and most <= rtol * float(x.to(wide).abs().max())):  # NaN differs
+                    lines.append(f"{name}: {count:,} of {x.numel():,} elements differ, by {most:.3g} at most")
     return lines

@@ -156,6 +156,8 @@ def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding
 def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor | float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
 
+    torch's `clip_grad_norm_` divides by the norm + 1e-6, this by the norm.
+
     Args:
         model: the model, or this rank's stage of it.
         max_norm: the bound; 0 or less: no clipping.

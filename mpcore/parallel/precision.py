@@ -56,8 +56,9 @@ def convert_to_fp8(blocks: Blocks) -> None:
     pipeline parallel layouts whose ranks hold multiples of 128 tokens. Others differ by roundings of gradients.
 
     Args:
-        blocks: the transformer blocks, as a list, an `nn.ModuleList` or a mapping: `model.blocks`. Leave the head out:
-            its errors go into the loss directly. Embeddings, norms, routers and grouped experts stay in their dtype.
+        blocks: the modules whose parallel linear layers are converted, as a list, an `nn.ModuleList` or a mapping:
+            `model.blocks`, or some linear layers alone. Leave the head out: its errors go into the loss directly.
+            Embeddings, norms, routers and grouped experts stay in their dtype.
 
     Raises:
         ValueError: with nothing converted, if `blocks` is a single module, a layer's cut over tp isn't at multiples of

@@ -2,8 +2,8 @@
 
     kind        kept of a block                                  computed again, once a backward
     full        its input                                        the block up to the last tensor that backward needs
-    selective   its input, results of matrix products            norms, activations, rotations, the attention core
-                and of collectives
+    selective   its input, results of linear layers              norms, activations, rotations, the attention core
+                and of collectives                               (its two products too)
 
 Losses and gradients are bitwise those without recomputation: dropout masks and routing are functions of their inputs,
 and layers that count calls ask `mpcore.layers.module.recomputing`.
@@ -90,7 +90,7 @@ def recompute(
     """
     blocks = listed(blocks)
     if kind not in KINDS:
-        raise ValueError(f"recompute kind {kind!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"recompute kind {kind!r} is unknown: it is one of {', '.join(map(repr, KINDS))}")
     if every < 1:
         raise ValueError(f"every {every} is smaller than 1: 1 recomputes each block, 2 every second")
     if budget is None:

@@ -104,7 +104,7 @@ class Recompute:
     """Compute activations of the blocks again in backward instead of keeping them.
 
     Args:
-        kind: "none"; "selective" keeps the results of matrix products; "full" keeps each block's input alone.
+        kind: "none"; "selective" keeps the results of linear layers; "full" keeps each block's input alone.
         every: recompute only every n-th block.
         budget: replaces `kind`: the share of their activations' bytes that the blocks may keep, in (0, 1].
         example: with `budget`, `example(block)` returns `(args, kwargs)` of its call; tensors may be on "meta".
@@ -126,7 +126,9 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.kind not in RECOMPUTE_KINDS:
-            raise ValueError(f"recompute kind {self.kind!r} is none of {', '.join(RECOMPUTE_KINDS)}")
+            raise ValueError(
+                f"recompute kind {self.kind!r} is unknown: it is one of {', '.join(map(repr, RECOMPUTE_KINDS))}"
+            )
         if self.budget is not None and not 0 < self.budget <= 1:
             raise ValueError(f"recompute budget {self.budget} is not above 0 and at most 1")
         if self.budget is not None and self.example is None:

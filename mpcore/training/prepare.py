@@ -130,7 +130,7 @@ def prepare(
         if numerics == "invariant":
             check_invariant(stages, precision, policies, splits)
         _check_optimizer(optimizer)
-        _check_values(stages, initialize)
+        _check_values(stages, initialize, precision)
         modules = {module for stage in stages for module in stage.modules()}
         outside = [type(block).__name__ for block in held if block not in modules]
         if outside:
@@ -146,6 +146,7 @@ def prepare(
     if idle and not sum(gather_objects(len(held), mesh.pp.group)):
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
+    _check_names(stages, mesh)
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)
@@ -206,7 +207,6 @@ def lay_out(
     """
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
     if initialize:
-        _check_names(whole, mesh)
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
@@ -248,25 +248,31 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_names(whole: nn.Module, mesh: Mesh) -> None:
-    """Refuse two pipeline ranks that call different parameters by one name: they would begin with the same values."""
+def _check_names(stages: Sequence[nn.Module], mesh: Mesh) -> None:
+    """Refuse two pipeline ranks that call different parameters by one name: a checkpoint has one tensor for a name."""
     tied = {mesh.pp, mesh.ends}
-    own = [name for name, _, sharding in declarations(whole) if tied.isdisjoint(sharding.partial)]
+    held = [each for stage in stages for each in declarations(stage)]
+    own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
     holder: dict[str, int] = {}
     for rank, names in enumerate(gather_objects(own, mesh.pp.group)):
         for name in names:
             if name in holder:
                 raise ValueError(
-                    f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}: call it as in the whole "
-                    f"model, such as ModuleDict({{str(i): block}}) with i the block's number there; if it is one tied "
-                    f"weight, declare that with add_partial(module, leaf, mesh.ends)"
+                    f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}. If each has the whole "
+                    f"model, cut it with pipeline_stages(model, mesh, ..); call parameters of a stage as in the "
+                    f"whole model, such as ModuleDict({{str(i): block}}) with i the block's number there; declare one "
+                    f"tied weight with add_partial(module, leaf, mesh.ends)"
                 )
             holder[name] = rank
 
 
-def _check_values(stages: Sequence[nn.Module], initialize: bool | None) -> None:
-    """Refuse to guess whether a model's values are to be kept, and to train parameters without values."""
-    named = [(name, p.is_meta) for stage in stages for name, p in stage.named_parameters()]
+def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
+    """Refuse to guess whether a model's values are to be kept, and to train parameters without values or in less."""
+    parameters = [each for stage in stages for each in stage.named_parameters()]
+    narrow = [f"{name} is {p.dtype}" for name, p in parameters if p.is_floating_point() and p.dtype != torch.float64]
+    if narrow and precision.dtype in ("float64", "fp64", torch.float64):
+        raise ValueError(f"precision is float64, but {narrow[0]}: build the model in float64, or call model.double()")
+    named = [(name, p.is_meta) for name, p in parameters]
     real, meta = ([name for name, is_meta in named if is_meta == wanted] for wanted in (False, True))
     if initialize is None and real:
         raise ValueError(

@@ -221,7 +221,7 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
         (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
         (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
         (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
-        (partial(mp.Recompute, "some"), "recompute kind 'some' is none of none, selective, full"),
+        (partial(mp.Recompute, "some"), "recompute kind 'some' is unknown: it is one of 'none', 'selective', 'full'"),
         (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
         (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
         (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
@@ -232,6 +232,13 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
 def test_a_policy_refuses_what_it_cannot_mean(made, words):
     with pytest.raises(ValueError, match=words):
         made()
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float64])
+def test_float64_needs_a_model_in_float64(dtype):
+    told = {"loss": None, "optimizer": lambda model: None, "initialize": False, "precision": mp.Precision(dtype)}
+    with pytest.raises(ValueError, match=r"precision is float64, but weight is torch.float32: .*model.double\(\)"):
+        mp.prepare(nn.Linear(2, 2), mp.Mesh(), blocks=[], **told)
 
 
 def check_refused(sizes: dict, words: str, told: dict) -> None:
@@ -547,14 +554,17 @@ class Half(nn.Module):
 def check_names_of_stages() -> None:
     on = mesh(pp=2)
 
-    def run(numbered: bool, make: Any = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) -> mp.Run:
+    def run(numbered: bool, make: Any = lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **told) -> mp.Run:
         stage = Half(on, numbered)
+        stage = stage if told.get("initialize", True) else stage.to_empty(device="cpu")
         return mp.prepare(
-            stage, on, blocks=stage.blocks, loss=lambda y, t: (y - t).square().sum(), optimizer=make, micro_batches=2
-        )
+            stage, on, blocks=stage.blocks, loss=lambda y, t: (y - t).square().sum(), optimizer=make, micro_batches=2,
+            **told,
+        )  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"pipeline ranks 0 and 1 both hold a parameter blocks.0.weight: .*ModuleDict"):
-        run(numbered=False)
+    for told in {"initialize": True}, {"initialize": False}:
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 both hold a parameter blocks.0.weight. .*pipeline_stages"):
+            run(numbered=False, **told)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="the optimizer holds 2 parameters that the prepared model has not: make it"):
         run(numbered=True, make=lambda model: other)

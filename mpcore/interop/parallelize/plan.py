@@ -234,5 +234,8 @@ def _style(pattern: str, style: str | Style) -> Style:
             f"it and what it feeds out of the plan, to run whole on every rank"
         )
     if style not in STYLES:
-        raise ValueError(f"style {style!r} of {pattern!r} is unknown: it is one of {sorted(STYLES)}")
+        raise ValueError(
+            f"style {style!r} of {pattern!r} is unknown: it is one of {sorted(STYLES)}, or a Colwise(..), Rowwise(..), "
+            f"Replicate(..), LocalSizes(..) or Experts(..)"
+        )
     return STYLES[style]
