@@ -63,9 +63,8 @@ def warps(module: Any) -> Iterator[Candidate]:
     launch = module.launch
     for factor in (0.5, 2.0):
 
-        def other(*args: Any, factor: float = factor, num_warps: int | None = None) -> None:
-            *given, count = args if num_warps is None else (*args, num_warps)
-            launch(*given, num_warps=max(1, min(32, int(count * factor))))
+        def other(*given: Any, num_warps: int, factor: float = factor, **arguments: Any) -> None:
+            launch(*given, num_warps=max(1, min(32, int(num_warps * factor))), **arguments)
 
         yield Candidate(f"warps x {factor:g}", {"launch": other})
 

@@ -75,9 +75,11 @@ def _forward_op(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
     M, F = count_rows(x), y.shape[-1]
     x, stride = as_rows(x)
     block_m, block_f, tiles = _tiles(F)
-    constants = (stride, F, gated, function(f), tiles, block_m, block_f)
-    grid = (tiles * ceil_div(M, block_m), 1, 1)
-    launch(_forward_kernel, grid, (x, *contiguous(bias), y), (M,), constants, num_warps=4)
+    (bias,) = contiguous(bias)
+    launch(
+        _forward_kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, x_ptr=x, bias_ptr=bias, y_ptr=y, M=M,
+        X_STRIDE=stride, F=F, GATED=gated, ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f,
+    )  # fmt: skip
     return y
 
 
@@ -94,11 +96,18 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool)
     block_m, block_f, tiles = _tiles(F)
     groups, stages, num_warps, partials = ceil_div(M, block_m), 1, 4, None  # one block of rows per program
     if bias is not None:  # many blocks a program; the sums double the registers
-        groups = min(groups, max(1, 8 * multiprocessors(x.device) // tiles))  # partial sums: under 3 % of the traffic
+        most = (
+            8 * multiprocessors(x.device) // tiles,
+            M * x.element_size() // 72,
+        )  # partial sums: under 5 % of the traffic
+        groups = min(groups, max(1, min(most)))
         stages, num_warps, partials = 3, 8, x.new_empty((1, groups, width), dtype=torch.float32)
-    constants = (dy_stride, stride, F, gated, function(f), tiles, block_m, block_f, stages)
-    tensors = (dy, x, *contiguous(bias), dx, partials)
-    launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M,), constants, num_warps)
+    (bias,) = contiguous(bias)
+    launch(
+        _backward_kernel, (tiles * groups, 1, 1), num_warps=num_warps,
+        dy_ptr=dy, x_ptr=x, bias_ptr=bias, dx_ptr=dx, partials_ptr=partials, M=M, DY_STRIDE=dy_stride, X_STRIDE=stride,
+        F=F, GATED=gated, ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, STAGES=stages,
+    )  # fmt: skip
     if partials is not None:
         sum_partials(partials, dbias)
     return dx, dbias

@@ -7,10 +7,10 @@ In this order:
 3. `measured.json` beside this file: rows of `python -m bench.gpu_hour`, each for a device, an operator, a dtype and
    sizes. A row counts for sizes within a factor of two of its own. The package ships without rows until a GPU has been
    measured.
-4. The rule. Matrix products and attention run torch's own implementation (`scaled_dot_product_attention`, `grouped_mm`,
-   `scaled_mm`): vendors tune it for each device, and a Triton product that is slower would cost every user. All other
-   operators are bound by memory and run Triton: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts
-   them), and plain torch moves it once for each operator of the formula.
+4. The rule. Plain attention runs torch's `scaled_dot_product_attention`, which vendors tune for each device. All other
+   operators run Triton. Most are bound by memory: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts
+   them), and plain torch moves it once for each operator of the formula. Grouped and FP8 products run Triton too, as
+   long as no GPU has measured torch's `grouped_mm` and `scaled_mm` beside them.
 
 A Triton kernel that 3 or 4 chose runs only if it passed its self-test on this device (`_self_test.py`).
 """

@@ -83,16 +83,23 @@ def _forward_op(
     M, D = count_rows(x), x.shape[-1]
     x, x_stride = as_rows(x)
     residual, residual_stride = optional_rows(residual)
-    tensors = (x, residual, *contiguous(weight, bias), y, None if residual is None else residual_out, stats)
-    constants = (x_stride, residual_stride, D, subtract_mean, zero_centered)
+    weight, bias = contiguous(weight, bias)  # type: ignore[assignment]
+    shared = {
+        "x_ptr": x, "residual_ptr": residual, "weight_ptr": weight, "bias_ptr": bias,
+        "y_ptr": y, "residual_out_ptr": None if residual is None else residual_out, "stats_ptr": stats,
+        "M": M, "eps": eps, "X_STRIDE": x_stride, "RESIDUAL_STRIDE": residual_stride, "D": D,
+        "SUBTRACT_MEAN": subtract_mean, "ZERO_CENTERED": zero_centered,
+    }  # fmt: skip
     if D <= WIDEST_FORWARD:
-        *tile, num_warps = row_tile(D, elements_per_thread=32)
-        launch(forward_kernel, (ceil_div(M, tile[-1]), 1, 1), tensors, (M, eps), (*constants, *tile), num_warps)
+        tile = row_tile(D, elements_per_thread=32)
+        grid = (ceil_div(M, tile.block_m), 1, 1)
+        blocks = {"MAIN": tile.main, "TAIL": tile.tail, "BLOCK_M": tile.block_m}
+        launch(forward_kernel, grid, num_warps=tile.num_warps, **shared, **blocks)
     else:
         # 16 warps: few rows at a time, so that all that is read again stays in an L2 cache of 50 MB
         block_d = 16384 // x.element_size()
-        tile = block_d, stages(block_d, *tensors[:4])
-        launch(forward_wide_kernel, (M, 1, 1), tensors, (M, eps), (*constants, *tile), num_warps=16)
+        depth = stages(block_d, x, residual, weight, bias)
+        launch(forward_wide_kernel, (M, 1, 1), num_warps=16, **shared, BLOCK_D=block_d, STAGES=depth)
     return outs
 
 
@@ -128,30 +135,38 @@ def _backward_op(
     h, h_stride = as_rows(h)
     dy, dy_stride = as_rows(dy)
     dstream, dstream_stride = optional_rows(dstream)
-    weight = weight.contiguous()
     has_bias = bias is not None
-    constants = (dy_stride, dstream_stride, h_stride, D, subtract_mean, zero_centered, has_bias)
+    shared = {
+        "dy_ptr": dy, "h_ptr": h, "weight_ptr": weight.contiguous(), "stats_ptr": stats, "M": M,
+        "DY_STRIDE": dy_stride, "H_STRIDE": h_stride, "D": D,
+        "SUBTRACT_MEAN": subtract_mean, "ZERO_CENTERED": zero_centered,
+    }  # fmt: skip
+    last = {"dstream_ptr": dstream, "dh_ptr": dh, "DSTREAM_STRIDE": dstream_stride, "HAS_BIAS": has_bias}
     wide = _wide_tile(dy, h, D, has_bias) if D > WIDEST_BACKWARD else None
     if D <= WIDEST_BACKWARD or wide:
         # A power of two needs no mask and no tail, so 16 warps hold both sums: half as many programs and partial sums.
         elements = 8192 if subtract_mean and D & (D - 1) == 0 else 4096
-        *tile, num_warps = row_tile(D, elements_per_thread=16, elements=elements)
-        tile[:2] = wide or tile[:2]
-        programs = min(ceil_div(M, tile[-1]), multiprocessors(h.device) * (16 // num_warps))
+        tile = row_tile(D, elements_per_thread=16, elements=elements)
+        main, tail = wide or tile[:2]
+        # The sums of a bias take registers: then a multiprocessor holds one program, and more write partial sums alone.
+        resident = 1 if has_bias else 16 // tile.num_warps
+        programs = min(ceil_div(M, tile.block_m), multiprocessors(h.device) * resident)
         partials = h.new_empty((1 + has_bias, programs, D), dtype=torch.float32)
-        tensors = (dy, dstream, h, weight, stats, dh, partials)
-        *columns, block_m = tile
-        tile += [wide is not None, 3 if wide else stages(sum(columns) * block_m, dy, h, dstream)]
-        launch(backward_kernel, (programs, 1, 1), tensors, (M,), (*constants, *tile), num_warps)
+        launch(
+            backward_kernel, (programs, 1, 1), num_warps=tile.num_warps, **shared, **last, partials_ptr=partials,
+            MAIN=main, TAIL=tail, BLOCK_M=tile.block_m, NARROW=wide is not None,
+            STAGES=3 if wide else stages((main + tail) * tile.block_m, dy, h, dstream),
+        )  # fmt: skip
     else:
         means = stats.new_empty((1 + subtract_mean, M))  # of g dy n, of g dy
-        rows = (dy_stride, h_stride, D, subtract_mean, zero_centered, 4096)
-        launch(backward_rows_kernel, (M, 1, 1), (dy, h, weight, stats, means), (M,), rows, num_warps=8)
+        launch(backward_rows_kernel, (M, 1, 1), num_warps=8, **shared, means_ptr=means, BLOCK_D=4096)
         columns = ceil_div(D, 1024)
         groups = min(ceil_div(M, 4), max(1, 2 * multiprocessors(h.device) // columns))
         partials = h.new_empty((1 + has_bias, groups, D), dtype=torch.float32)
-        tensors = (dy, dstream, h, weight, stats, means, dh, partials)
-        launch(backward_columns_kernel, (columns, groups, 1), tensors, (M,), (*constants, 4, 1024), num_warps=8)
+        launch(
+            backward_columns_kernel, (columns, groups, 1), num_warps=8, **shared, **last,
+            means_ptr=means, partials_ptr=partials, BLOCK_M=4, BLOCK_D=1024,
+        )  # fmt: skip
     first, second = (dweight, dbias) if main_grad is None else (main_grad, bias_main_grad)
     sum_partials(partials, first, second if has_bias else None, accumulate=main_grad is not None)
     return outs

@@ -82,8 +82,8 @@ def _copy_heads(
 @triton.jit
 def rotate_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, k_weight_ptr, y_ptr,
-    M, T, P, eps, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
-    v_stride_b, v_stride_t, v_stride_h,
+    M, T, P, eps, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    v_batch, v_token, v_head,
     H: tl.constexpr, KV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BATCHED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
@@ -95,7 +95,7 @@ def rotate_kernel(
     if BACK:
         sin = -sin
     kind = tl.program_id(1)
-    q, k = (q_ptr, q_stride_b, q_stride_t, q_stride_h), (k_ptr, k_stride_b, k_stride_t, k_stride_h)
+    q, k = (q_ptr, q_batch, q_token, q_head), (k_ptr, k_batch, k_token, k_head)
     rest_cols = 2 * HALF + tl.arange(0, BLOCK_REST if BLOCK_REST else 1)[None, None, :]
     for which in tl.static_range(1 if k_ptr is None else 2):  # queries, keys
         x_ptr, stride_b, stride_t, stride_h = (q, k)[which]
@@ -127,7 +127,7 @@ def rotate_kernel(
                 if BLOCK_REST:
                     tl.store(y_ptr + y_offsets + rest_cols, rest.to(y_ptr.dtype.element_ty), mask=in_rest)
     if v_ptr is not None and kind == 2:
-        v = (v_ptr, v_stride_b, v_stride_t, v_stride_h)
+        v = (v_ptr, v_batch, v_token, v_head)
         _copy_heads(v, y_ptr, rows, live, T, H + KV, KV, N, K, BLOCK_H, BLOCK_K)
 
 
@@ -135,21 +135,21 @@ def rotate_kernel(
 def norm_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, k_weight_ptr,
     dx_ptr, partials_ptr,
-    M, T, P, eps, dq_stride_b, dq_stride_t, dq_stride_h, dk_stride_b, dk_stride_t, dk_stride_h,
-    dv_stride_b, dv_stride_t, dv_stride_h, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
+    M, T, P, eps, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
+    dv_batch, dv_token, dv_head, q_batch, q_token, q_head, k_batch, k_token, k_head,
     H: tl.constexpr, KV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BATCHED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     kind = tl.program_id(1)
-    dq, dk = (dq_ptr, dq_stride_b, dq_stride_t, dq_stride_h), (dk_ptr, dk_stride_b, dk_stride_t, dk_stride_h)
-    q, k = (q_ptr, q_stride_b, q_stride_t, q_stride_h), (k_ptr, k_stride_b, k_stride_t, k_stride_h)
+    dq, dk = (dq_ptr, dq_batch, dq_token, dq_head), (dk_ptr, dk_batch, dk_token, dk_head)
+    q, k = (q_ptr, q_batch, q_token, q_head), (k_ptr, k_batch, k_token, k_head)
     REST: tl.constexpr = BLOCK_REST if BLOCK_REST else 1  # pyright: ignore[reportAssignmentType]
     rest_cols = 2 * HALF + tl.arange(0, REST)[None, None, :]
     for which in tl.static_range(2):  # queries, keys
-        dy_ptr, dy_stride_b, dy_stride_t, dy_stride_h = (dq, dk)[which]
-        x_ptr, x_stride_b, x_stride_t, x_stride_h = (q, k)[which]
+        dy_ptr, dy_batch, dy_token, dy_head = (dq, dk)[which]
+        x_ptr, x_batch, x_token, x_head = (q, k)[which]
         weight_ptr, FIRST, HEADS = ((q_weight_ptr, 0, H), (k_weight_ptr, H, KV))[which]
         if kind == which:
             gain_a, gain_b, gain_rest = _load_gains(weight_ptr, rest_cols, K, ZERO_CENTERED, HALF, INTERLEAVED, BLOCK_R)
@@ -162,13 +162,13 @@ def norm_backward_kernel(
                 cos, sin = _load_table((cos_ptr, sin_ptr, positions_ptr), rows, live, T, P, BATCHED, HALF, BLOCK_R)
                 within = live & (tl.arange(0, BLOCK_R)[None, None, :] < HALF)
                 cos, sin = tl.where(within, cos, 0.0), tl.where(within, sin, 0.0)
-                dy_rows = rows // T * dy_stride_b + rows % T * dy_stride_t
-                x_rows = rows // T * x_stride_b + rows % T * x_stride_t
+                dy_rows = rows // T * dy_batch + rows % T * dy_token
+                x_rows = rows // T * x_batch + rows % T * x_token
                 for first in range(0, HEADS, BLOCK_H):
                     head = first + tl.arange(0, BLOCK_H)[None, :, None]
                     here = live & (head < HEADS)
-                    dy_offsets = dy_rows + head.to(tl.int64) * dy_stride_h
-                    x_offsets = x_rows + head.to(tl.int64) * x_stride_h
+                    dy_offsets = dy_rows + head.to(tl.int64) * dy_head
+                    x_offsets = x_rows + head.to(tl.int64) * x_head
                     dx_offsets = rows * (N * K) + (FIRST + head) * K
                     dy_a, dy_b = _load_pairs(dy_ptr, dy_offsets, here, HALF, INTERLEAVED, BLOCK_R)
                     a, b = _load_pairs(x_ptr, x_offsets, here, HALF, INTERLEAVED, BLOCK_R)
@@ -202,7 +202,7 @@ def norm_backward_kernel(
                 dgain_rest = tl.sum(tl.sum(dgain_rest, 0, keep_dims=True), 1, keep_dims=True)
                 tl.store(partials_ptr + rest_cols, dgain_rest, mask=rest_cols < K)
     if dv_ptr is not None and kind == 2:
-        dv = (dv_ptr, dv_stride_b, dv_stride_t, dv_stride_h)
+        dv = (dv_ptr, dv_batch, dv_token, dv_head)
         for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_T), tl.num_programs(0)):
             rows = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
             _copy_heads(dv, dx_ptr, rows, rows < M, T, H + KV, KV, N, K, BLOCK_H, BLOCK_K)

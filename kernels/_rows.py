@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +61,19 @@ def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
-def by_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    """Return tensors `[B, T, H, K]`, copied where K is not contiguous, and the strides of B, T and H of each."""
-    views = [t if t is None or t.stride(3) == 1 else t.contiguous() for t in tensors]
-    return views, [0 if t is None else t.stride(dim) for t in views for dim in range(3)]
+def by_heads(**tensors: Tensor | None) -> dict[str, Any]:
+    """Name tensors `[B, T, H, K]`, copied where K is not contiguous, and their strides, as kernels do."""
+    named: dict[str, Any] = {}
+    for name, x in tensors.items():
+        x = x if x is None or x.stride(3) == 1 else x.contiguous()
+        strides = (0, 0, 0) if x is None else x.stride()
+        named |= {
+            f"{name}_ptr": x,
+            f"{name}_batch": strides[0],
+            f"{name}_token": strides[1],
+            f"{name}_head": strides[2],
+        }
+    return named
 
 
 def count_rows(x: Tensor) -> int:
@@ -119,13 +128,16 @@ def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, 
         accumulate: add to the values of `first` and `second`.
     """
     S, P, D = partials.shape
-    grid, constants = (ceil_div(D, 32), S, 1), (D, accumulate, 64, 32)
-    launch(_sum_partials_kernel, grid, (partials, first, second), (P,), constants, num_warps=4)
+    launch(
+        _sum_partials_kernel, (ceil_div(D, 32), S, 1), num_warps=4,
+        partials_ptr=partials, first_ptr=first, second_ptr=second,
+        P=P, D=D, ACCUMULATE=accumulate, BLOCK_P=64, BLOCK_D=32,
+    )  # fmt: skip
 
 
 def sum_all(partials: Tensor, total: Tensor) -> Tensor:
     """Write the sum of `partials` to the scalar `total`, in its dtype, added in the same order every time."""
-    launch(_sum_kernel, (1, 1, 1), (partials, total), (partials.numel(),), (1024,), num_warps=4)
+    launch(_sum_kernel, (1, 1, 1), num_warps=4, partials_ptr=partials, total_ptr=total, P=partials.numel(), BLOCK=1024)
     return total
 
 

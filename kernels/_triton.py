@@ -5,7 +5,7 @@ a stand-in that remembers the kernel, and `tl` is an empty name. Other modules i
 
 Note:
     - A Triton kernel takes its pointers, sizes, strides and constants one by one, because the language has no
-      structures that hold them. That is why kernels have more than ten parameters; their launchers pack them.
+      structures that hold them. That is why kernels have more than ten parameters; launchers pass them by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +81,8 @@ def decorate_all() -> None:
 _compiled: dict[tuple, Any] = {}
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: tuple[Any, ...],
-    scalars: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-) -> None:
-    """Launch `kernel[grid](*tensors, *scalars, *constants)` on the device and the current stream of `tensors[0]`.
+def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: Any) -> None:
+    """Launch `kernel[grid](**arguments)` on the device and the current stream of its first argument, a tensor.
 
     Triton searches for the compiled kernel at each launch, which takes twice the host time of everything else. This
     function remembers it instead. Triton's choice depends on the key below only; on AMD it also depends on the sizes of
@@ -97,30 +91,65 @@ def launch(
     Args:
         kernel: decorated with `triton.jit`.
         grid: how many programs.
-        tensors: pointer arguments; `None` for a tensor that the kernel can do without. The first is a tensor.
-        scalars: run-time numbers.
-        constants: `tl.constexpr` arguments, which may be kernels.
         num_warps: of a program.
+        arguments: all of the kernel's, by name: tensors, or `None` for one that the kernel can do without, numbers,
+            and `tl.constexpr` constants, which may be kernels.
+
+    Raises:
+        TypeError: the names are not those of the kernel's parameters.
     """
-    device = tensors[0].device
+    function = kernel.function if type(kernel) is LazyKernel else kernel.fn
+    every, pointers, numbers, constants = _readers(function)
+    values: tuple[Any, ...]
+    try:
+        values = every(arguments)
+    except KeyError:
+        values = ()
+    if len(values) != len(arguments):
+        wrong = sorted(arguments.keys() ^ set(_names(function)))
+        raise TypeError(f"{kernel.__name__} and its launch don't share the arguments {', '.join(wrong)}")
+    device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, tensors, scalars, constants, num_warps)
-    pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
-    numbers = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in scalars]
-    key = (id(kernel), device.index, num_warps, constants, *pointers, *numbers)
+            return launch(kernel, grid, num_warps=num_warps, **arguments)
+    tensors = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in pointers(arguments)]
+    scalars = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in numbers(arguments)]
+    fixed = constants(arguments)
+    key = (id(kernel), device.index, num_warps, fixed, *tensors, *scalars)
     known = _compiled.get(key)
     if known is not None:
-        known[1][grid](*tensors, *scalars, *constants)
+        known[1][grid](*values)
         return None
-    held = kernel, *constants
+    held = kernel, *fixed
     if any(type(value) is LazyKernel for value in held):
         decorate_all()
-        kernel, constants = decorated(kernel), tuple(map(decorated, constants))
-    compiled = kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
+    run, values = decorated(kernel), tuple(map(decorated, values))
+    compiled = run[grid](*values, num_warps=num_warps)
     if compiled is not None and compiled.metadata.target.backend == "cuda":  # the interpreter returns None
         _compiled[key] = held, compiled  # what is held keeps its id
     return None
+
+
+Reader = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+@functools.cache
+def _readers(function: Callable) -> tuple[Reader, ...]:
+    """Return what reads, from named arguments in the kernel's order: all, its pointers, its numbers, its constants."""
+    names, types = _names(function), function.__annotations__
+    constants = [name for name in names if types.get(name) == "tl.constexpr"]
+    pointers = [name for name in names if name.endswith("_ptr")]
+    return tuple(map(_reader, (names, pointers, [n for n in names if n not in (*pointers, *constants)], constants)))
+
+
+def _names(function: Callable) -> tuple[str, ...]:
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
+def _reader(names: Sequence[str]) -> Reader:
+    if len(names) > 1:
+        return itemgetter(*names)  # a few times as fast as a comprehension
+    return lambda arguments: tuple(arguments[name] for name in names)
 
 
 def stages(elements: int, *tensors: torch.Tensor | None) -> int:

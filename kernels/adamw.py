@@ -285,12 +285,17 @@ def _adamw_op(params: list[Tensor], *others: Any) -> None:
     lists = [params, *([x.contiguous() for x in of] for of in lists)]
     tiles, table = _tables(lists, keys)
     grads, exp_avgs, exp_avg_sqs, _, masters, rows, _ = lists[1:]
-    examples = *(of[0] if of else None for of in (params, grads, exp_avgs, exp_avg_sqs, masters, rows)), scale
-    scalars = (1 - beta1, beta2, 1 - beta2, eps, weight_decay)
     aligned = all(x.data_ptr() % 16 == 0 for of in (params, grads, exp_avgs, exp_avg_sqs, masters) for x in of)
-    constants = (bool(keys), aligned, _BLOCK)
-    if tiles.numel():
-        launch(_adamw_kernel, (tiles.numel(), 1, 1), (tiles, table, *examples), scalars, constants, num_warps=4)
+    if tiles.numel() == 0:
+        return
+    launch(
+        _adamw_kernel, (tiles.numel(), 1, 1), num_warps=4,
+        tiles_ptr=tiles, table_ptr=table, param_ptr=params[0], grad_ptr=grads[0],
+        exp_avg_ptr=exp_avgs[0], exp_avg_sq_ptr=exp_avg_sqs[0], master_ptr=masters[0] if masters else None,
+        rows_ptr=rows[0] if rows else None, scale_ptr=scale,
+        weight1=1 - beta1, beta2=beta2, weight2=1 - beta2, eps=eps, weight_decay=weight_decay,
+        ROUND=bool(keys), ALIGNED=aligned, BLOCK=_BLOCK,
+    )  # fmt: skip
 
 
 # By device, stream, tile and sizes: the tensor of each tile, the table on the device, on the host, and its numbers.
@@ -333,7 +338,7 @@ def _sum_of_squares_op(x: Tensor) -> Tensor:
         return total.zero_()
     programs = min(ceil_div(N, 4096), 8 * multiprocessors(x.device))
     partials = x.new_empty(programs, dtype=torch.float32)
-    launch(_squares_kernel, (programs, 1, 1), (x.contiguous(), partials), (N,), (4096,), num_warps=8)
+    launch(_squares_kernel, (programs, 1, 1), num_warps=8, x_ptr=x.contiguous(), partials_ptr=partials, N=N, BLOCK=4096)
     return sum_all(partials, total)
 
 

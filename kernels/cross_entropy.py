@@ -311,13 +311,18 @@ def _stats_op(
     if V >= LONG_ROW:
         parts = max(1, min(MOST_PARTS, 4 * multiprocessors(logits.device) // N))
     partial = stats if parts == 1 else stats.new_empty((parts, 4 + entropy, N))
-    tensors, scalars = (logits, target.contiguous(), partial), (N, start, ignore_index)
-    span = ceil_div(ceil_div(V + vector - 1, block_v), parts) * block_v
-    constants = (stride, V, softcap, sum_logits, entropy, parts, span, block_v, vector)
-    launch(stats_kernel, (N * parts, 1, 1), tensors, scalars, constants, num_warps)
+    launch(
+        stats_kernel, (N * parts, 1, 1), num_warps=num_warps,
+        x_ptr=logits, target_ptr=target.contiguous(), stats_ptr=partial,
+        N=N, start=start, ignore_index=ignore_index, STRIDE=stride, V=V, SOFTCAP=softcap, SUM_LOGITS=sum_logits,
+        ENTROPY=entropy, PARTS=parts, SPAN=ceil_div(ceil_div(V + vector - 1, block_v), parts) * block_v,
+        BLOCK_V=block_v, VECTOR=vector,
+    )  # fmt: skip
     if parts > 1:
-        constants = (parts, 4 + entropy, next_power_of_2(parts), 64)
-        launch(merge_kernel, (ceil_div(N, 64), 1, 1), (partial, stats), (N,), constants, num_warps=2)
+        launch(
+            merge_kernel, (ceil_div(N, 64), 1, 1), num_warps=2, partial_ptr=partial, stats_ptr=stats,
+            N=N, PARTS=parts, STATS=4 + entropy, BLOCK_P=next_power_of_2(parts), BLOCK_N=64,
+        )  # fmt: skip
     return stats
 
 
@@ -340,12 +345,15 @@ def _run_backward(logits: Tensor, dlogits: Tensor, given: _Rows) -> None:
     rows, stride = as_rows(logits)
     out, out_stride = (rows, stride) if dlogits is logits else (dlogits, V)
     vector, block_v, num_warps = _tile(rows)
-    *per_row, start, ignore_index, peak, uniform, twice_z_loss, softcap = given
-    tensors = (rows, *contiguous(*per_row), out)
+    target, stats, dloss, dlog_prob, dentropy = contiguous(*given[:5])
     tiles = ceil_div(V if stride % vector == 0 else V + vector - 1, block_v)
-    scalars = (N, start, ignore_index, peak, uniform, twice_z_loss)
-    constants = (stride, out_stride, V, softcap, tiles, block_v, vector)
-    launch(backward_kernel, (N * tiles, 1, 1), tensors, scalars, constants, num_warps)
+    launch(
+        backward_kernel, (N * tiles, 1, 1), num_warps=num_warps,
+        x_ptr=rows, target_ptr=target, stats_ptr=stats, dloss_ptr=dloss, dlog_prob_ptr=dlog_prob,
+        dentropy_ptr=dentropy, dx_ptr=out, N=N, start=given.start, ignore_index=given.ignore_index, peak=given.peak,
+        uniform=given.uniform, twice_z_loss=given.twice_z_loss, STRIDE=stride, DX_STRIDE=out_stride, V=V,
+        SOFTCAP=given.softcap, TILES=tiles, BLOCK_V=block_v, VECTOR=vector,
+    )  # fmt: skip
     if dlogits is logits and rows.data_ptr() != logits.data_ptr():  # as_rows had to copy
         logits.copy_(rows.view(logits.shape))
 

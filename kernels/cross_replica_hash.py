@@ -82,7 +82,10 @@ def _hash_op(x: Tensor) -> Tensor:
     words = data[: size - size % 8].view(torch.int64)
     programs = max(1, min(ceil_div(words.numel(), BLOCK), 8 * multiprocessors(x.device)))
     partials = words.new_empty(programs)
-    launch(_partials_kernel, (programs, 1, 1), (words, data, partials), (size // 16, size), (BLOCK,), num_warps=4)
+    launch(
+        _partials_kernel, (programs, 1, 1), num_warps=4,
+        words_ptr=words, bytes_ptr=data, partials_ptr=partials, PAIRS=size // 16, SIZE=size, BLOCK=BLOCK,
+    )  # fmt: skip
     return sum_all(partials, total)
 
 

@@ -88,21 +88,22 @@ class _Mask(NamedTuple):
     first_feature: int
     sequence_dim: int
 
-    @property
-    def places(self) -> list[Tensor | None]:
-        """The samples and the tokens, as kernels read them."""
-        return contiguous(self.samples, self.tokens)
-
-    @property
-    def scalars(self) -> tuple[float, int, int, int, int]:
-        """The scale, the first counter, the two words of the key, and the threshold."""
-        words = as_int32(self.key), as_int32(self.key >> 32), as_int32(threshold_of(self.p))
-        return 1 / (1 - self.p), self.first_feature // 4, *words
-
-    @property
-    def constants(self) -> tuple[int, int, bool]:
-        """SHIFT, SEQUENCE_DIM and DROPS of the kernels."""
-        return self.first_feature % 4, self.sequence_dim, self.p > 0
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """Return the kernels' arguments that say what to drop of `x`."""
+        samples, tokens = contiguous(self.samples, self.tokens)
+        return {
+            "samples_ptr": samples,
+            "tokens_ptr": tokens,
+            "inner": x.shape[-2] if self.p > 0 else 1,
+            "scale": 1 / (1 - self.p),
+            "first_counter": self.first_feature // 4,
+            "key_low": as_int32(self.key),
+            "key_high": as_int32(self.key >> 32),
+            "threshold": as_int32(threshold_of(self.p)),
+            "SHIFT": self.first_feature % 4,
+            "SEQUENCE_DIM": self.sequence_dim,
+            "DROPS": self.p > 0,
+        }
 
 
 def _reference(x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: _Mask) -> Tensor:
@@ -167,14 +168,16 @@ def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given:
         return y
     mask = _Mask(*given)
     M, D = count_rows(x), x.shape[-1]
-    inner = x.shape[-2] if mask.p > 0 else 1
+    drops = mask.arguments(x)
     x, stride = as_rows(x)
     residual, residual_stride = optional_rows(residual)
     block_m, block_d, tiles = _tiles(D, mask.first_feature)
-    tensors = (x, residual, *contiguous(bias), *mask.places, y)
-    constants = (stride, residual_stride, D, *mask.constants, tiles, block_m, block_d)
-    grid = (tiles * ceil_div(M, block_m), 1, 1)
-    launch(_forward_kernel, grid, tensors, (M, inner, *mask.scalars), constants, num_warps=4)
+    (bias,) = contiguous(bias)
+    launch(
+        _forward_kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, **drops,
+        x_ptr=x, residual_ptr=residual, bias_ptr=bias, y_ptr=y, M=M, X_STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
+        D=D, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d,
+    )  # fmt: skip
     return y
 
 
@@ -188,16 +191,17 @@ def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: An
         return dx, dbias.zero_()
     mask = _Mask(*given)
     M, D = count_rows(dy), dy.shape[-1]
-    inner = dy.shape[-2] if mask.p > 0 else 1
+    drops = mask.arguments(dy)
     dy, stride = as_rows(dy)
     block_m, block_d, tiles = _tiles(D, mask.first_feature)
     groups, stages, partials = ceil_div(M, block_m), 1, None  # one block of rows per program
     if bias is not None:
         groups, stages = min(groups, max(1, 2 * multiprocessors(dy.device) // tiles)), 3
         partials = dx.new_empty((1, groups, D), dtype=torch.float32)
-    tensors = (dy, *mask.places, dx, partials)
-    constants = (stride, D, *mask.constants, tiles, block_m, block_d, stages)
-    launch(_backward_kernel, (tiles * groups, 1, 1), tensors, (M, inner, *mask.scalars), constants, num_warps=4)
+    launch(
+        _backward_kernel, (tiles * groups, 1, 1), num_warps=4, **drops, dy_ptr=dy, dx_ptr=dx, partials_ptr=partials,
+        M=M, DY_STRIDE=stride, D=D, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d, STAGES=stages,
+    )  # fmt: skip
     if partials is not None:
         sum_partials(partials, dbias)
     return dx, dbias

@@ -132,13 +132,17 @@ def _run(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, y: Tensor, ad
     if y.numel() == 0:
         return
     (M, K), N = a.shape, b.shape[0]
-    square = (a_scales.shape[0] != M, b_scales.shape[0] != N)
     (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
     block_m, block_n, stages, num_warps = _tile(M, N, multiprocessors(a.device))
     grid = (ceil_div(M, block_m) * ceil_div(N, block_n), 1, 1)
-    strides = (a_stride, b_stride, *a_scales.stride(), *b_scales.stride(), *y.stride())
-    constants = (*square, add, block_m, block_n, BLOCK, GROUP, stages)
-    launch(_matmul_kernel, grid, (a, a_scales, b, b_scales, y), (M, N, K, *strides), constants, num_warps)
+    launch(
+        _matmul_kernel, grid, num_warps=num_warps,
+        a_ptr=a, a_scales_ptr=a_scales, b_ptr=b, b_scales_ptr=b_scales, y_ptr=y, M=M, N=N, K=K,
+        A_STRIDE=a_stride, B_STRIDE=b_stride, A_SCALE_M=a_scales.stride(0), A_SCALE_K=a_scales.stride(1),
+        B_SCALE_N=b_scales.stride(0), B_SCALE_K=b_scales.stride(1), Y_M=y.stride(0), Y_N=y.stride(1),
+        A_SQUARE=a_scales.shape[0] != M, B_SQUARE=b_scales.shape[0] != N, ADD=add,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK, GROUP=GROUP, STAGES=stages,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -183,9 +183,12 @@ def _run(x: Tensor, weight: Tensor, counts: Tensor, y: Tensor, z: Tensor | None,
     block_n = min(64 if gated else 128, max(16, next_power_of_2(N)))  # a gate and its up each
     block_m, block_k = 128, STEP_BYTES // x.element_size()
     tiles = R // block_m + E + 1  # each expert, and the rows after the last, end in at most one partial tile
-    constants = (stride, *weight.stride(), E, N, K, gated, f, next_power_of_2(E), block_m, block_n, block_k)
-    tensors = (x, weight, counts.contiguous(), y, z)
-    launch(_forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), tensors, (R,), constants, 8)
+    launch(
+        _forward_kernel, (tiles * ceil_div(N, block_n), 1, 1), num_warps=8,
+        x_ptr=x, weight_ptr=weight, counts_ptr=counts.contiguous(), y_ptr=y, z_ptr=z, R=R, X_STRIDE=stride,
+        E_STRIDE=weight.stride(0), N_STRIDE=weight.stride(1), K_STRIDE=weight.stride(2), E=E, N=N, K=K, GATED=gated,
+        ACTIVATION=f, BLOCK_E=next_power_of_2(E), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+    )  # fmt: skip
 
 
 @operator("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _weight_reference)
@@ -200,8 +203,11 @@ def _weight_op(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     x, x_stride = as_rows(x)
     block_n, block_k = (min(128, max(16, next_power_of_2(size))) for size in (N, K))
     grid = (ceil_div(N, block_n) * ceil_div(K, block_k), E, 1)
-    constants = (dy_stride, x_stride, E, N, K, next_power_of_2(E), STEP_BYTES // x.element_size(), block_n, block_k)
-    launch(_weight_kernel, grid, (dy, x, counts.contiguous(), dweight), (), constants, 8)
+    launch(
+        _weight_kernel, grid, num_warps=8, dy_ptr=dy, x_ptr=x, counts_ptr=counts.contiguous(), dweight_ptr=dweight,
+        DY_STRIDE=dy_stride, X_STRIDE=x_stride, E=E, N=N, K=K, BLOCK_E=next_power_of_2(E),
+        BLOCK_R=STEP_BYTES // x.element_size(), BLOCK_N=block_n, BLOCK_K=block_k,
+    )  # fmt: skip
     return dweight
 
 

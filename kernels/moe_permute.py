@@ -165,12 +165,12 @@ def _rows_op(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     block_n = max(8192 // block_e, 16)
     blocks = ceil_div(N, block_n)
     held = row.new_empty((num_experts, blocks))  # so that the scan over blocks runs along contiguous memory
-    constants = (num_experts, block_n, block_e)
-    launch(_count_kernel, (blocks, 1, 1), (experts, held), (N,), constants, num_warps=4)
+    shared = {"experts_ptr": experts, "N": N, "E": num_experts, "BLOCK_N": block_n, "BLOCK_E": block_e}
+    launch(_count_kernel, (blocks, 1, 1), num_warps=4, held_ptr=held, **shared)
     # The choices of the experts before, and of this expert in the blocks before: one scan, expert by expert.
     first = held.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, blocks) - held
     counts.copy_(held.sum(1, dtype=torch.int32))
-    launch(_place_kernel, (blocks, 1, 1), (experts, first, row), (N,), constants, num_warps=4)
+    launch(_place_kernel, (blocks, 1, 1), num_warps=4, first_ptr=first, row_ptr=row, **shared)
     return row, counts
 
 
@@ -188,8 +188,11 @@ def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     (T, K), (R, D) = row.shape, y.shape
     y, stride = as_rows(y)
     block = min(next_power_of_2(D), 1024)
-    tensors = (y, *contiguous(row, weight), out)
-    launch(_unpermute_kernel, (T, ceil_div(D, block), 1), tensors, (R,), (stride, K, D, block), num_warps=4)
+    row, weight = contiguous(row, weight)  # type: ignore[assignment]
+    launch(
+        _unpermute_kernel, (T, ceil_div(D, block), 1), num_warps=4,
+        y_ptr=y, row_ptr=row, weight_ptr=weight, out_ptr=out, R=R, Y_STRIDE=stride, K=K, D=D, BLOCK_D=block,
+    )  # fmt: skip
     return out
 
 
@@ -212,10 +215,17 @@ def _scattered(
     y, y_stride = (None, 0) if y is None else as_rows(y)
     filled = row.new_zeros(R)
     block = min(next_power_of_2(D), 1024)
-    tensors = (x, row.contiguous(), y, *contiguous(weight), out, filled, dweight)
+    (weight,) = contiguous(weight)
     if T:
-        launch(_scatter_kernel, (T, 1, 1), tensors, (R,), (stride, y_stride, K, D, block), num_warps=4)
-    launch(_fill_kernel, (ceil_div(R, 16), 1, 1), (out, filled), (R,), (D, 16, min(block, 256)), num_warps=4)
+        launch(
+            _scatter_kernel, (T, 1, 1), num_warps=4, x_ptr=x, row_ptr=row.contiguous(), y_ptr=y, weight_ptr=weight,
+            out_ptr=out, filled_ptr=filled, dweight_ptr=dweight,
+            R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=block,
+        )  # fmt: skip
+    launch(
+        _fill_kernel, (ceil_div(R, 16), 1, 1), num_warps=4,
+        out_ptr=out, filled_ptr=filled, R=R, D=D, BLOCK_R=16, BLOCK_D=min(block, 256),
+    )  # fmt: skip
     return out
 
 

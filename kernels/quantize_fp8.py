@@ -156,9 +156,12 @@ def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Te
     block_m = BLOCK if square or columns else ROWS
     grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
     (own, scales), (turned, turned_scales) = map(_whole_rows, outs[::2], outs[1::2])
-    strides = (stride, outs[0].stride(0), outs[2].stride(0))
-    tensors = (x, own, scales, turned, turned_scales)
-    launch(_quantize_kernel, grid, tensors, (M, K, *strides), (square, block_m, BLOCK), block_m // 16)
+    launch(
+        _quantize_kernel, grid, num_warps=block_m // 16,
+        x_ptr=x, values_ptr=own, scales_ptr=scales, turned_ptr=turned, turned_scales_ptr=turned_scales,
+        M=M, K=K, X_STRIDE=stride, ROW_STRIDE=outs[0].stride(0), COLUMN_STRIDE=outs[2].stride(0),
+        SQUARE=square, BLOCK_M=block_m, BLOCK_K=BLOCK,
+    )  # fmt: skip
     return outs
 
 

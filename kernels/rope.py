@@ -44,13 +44,30 @@ class _Options(NamedTuple):
     zero_centered: bool
     interleaved: bool
 
-    def table(self) -> tuple[list[Tensor | None], int, bool]:
-        """Return the table as kernels read it, how many rows it has, and whether each sample has rows of its own."""
+    def arguments(self, K: int) -> dict[str, Any]:
+        """Return the kernels' arguments that say how to rotate heads of K dimensions.
+
+        P: rows of the table. BATCHED: each sample has rows of its own. HALF: pairs; BLOCK_R, BLOCK_REST and BLOCK_K
+        are powers of two that cover the pairs, the other dimensions, and all K.
+        """
         cos, sin, positions = self[:3]
         if cos.dim() == 3 and cos.shape[0] == 1:
             cos, sin = cos[0], sin[0]
         batched = cos.dim() == 3 if positions is None else positions.dim() == 2
-        return contiguous(cos, sin, positions), cos.numel() // cos.shape[-1], batched
+        names = ("cos_ptr", "sin_ptr", "positions_ptr", "q_weight_ptr", "k_weight_ptr")
+        tensors = contiguous(cos, sin, positions, self.q_weight, self.k_weight)
+        half = cos.shape[-1]
+        return dict(zip(names, tensors, strict=True)) | {
+            "P": cos.numel() // half,
+            "eps": self.eps,
+            "BATCHED": batched,
+            "ZERO_CENTERED": self.zero_centered,
+            "INTERLEAVED": self.interleaved,
+            "HALF": half,
+            "BLOCK_R": next_power_of_2(half),
+            "BLOCK_REST": next_power_of_2(K - 2 * half) if half * 2 < K else 0,
+            "BLOCK_K": next_power_of_2(K),
+        }
 
 
 def rope(
@@ -289,21 +306,16 @@ def _backward_op(
     if options.q_weight is None:
         _rotate((dq, dk, dv), options, dx, back=True)
         return outs
-    (gradients, gradient_strides), (inputs, input_strides) = by_heads(dq, dk, dv), by_heads(q, k)
     B, T, _, K = dq.shape
-    table, table_rows, batched = options.table()
-    flags = batched, options.zero_centered, options.interleaved
     block_t, block_h = _tile(dx, dq, dk, elements=2048)
     programs = min(ceil_div(B * T, block_t), 2 * multiprocessors(dx.device))
     partials = dx.new_empty((2, programs, K), dtype=torch.float32)
     launch(
-        norm_backward_kernel,
-        (programs, 2 + (dv is not None), 1),
-        (*gradients, *inputs, *table, *contiguous(*weights), dx, partials),
-        (B * T, T, table_rows, options.eps, *gradient_strides, *input_strides),
-        (*_sizes(dq, dk, dx), *flags, block_t, block_h, *_blocks(K, options.cos)),
-        num_warps=4,
-    )
+        norm_backward_kernel, (programs, 2 + (dv is not None), 1), num_warps=4,
+        **by_heads(dq=dq, dk=dk, dv=dv, q=q, k=k), dx_ptr=dx, partials_ptr=partials,
+        M=B * T, T=T, H=dq.shape[2], KV=0 if dk is None else dk.shape[2], N=heads, K=K,
+        BLOCK_T=block_t, BLOCK_H=block_h, **options.arguments(K),
+    )  # fmt: skip
     sum_partials(partials, dq_weight, dk_weight)
     return outs
 
@@ -311,30 +323,13 @@ def _backward_op(
 def _rotate(heads: tuple[Tensor, Tensor | None, Tensor | None], options: _Options, y: Tensor, back: bool) -> None:
     """Rotate q and k, by the negative angles to go `back`, and copy v, into y; the way back has no norm."""
     B, T, _, K = y.shape
-    tensors, strides = by_heads(*heads)
-    table, table_rows, batched = options.table()
-    flags = batched, options.zero_centered, options.interleaved, back
-    block_t, block_h = _tile(y, heads[0], heads[1], elements=4096)
+    q, k, v = heads
+    block_t, block_h = _tile(y, q, k, elements=4096)
     launch(
-        rotate_kernel,
-        (ceil_div(B * T, block_t), sum(t is not None for t in heads), 1),
-        (*tensors, *table, *contiguous(options.q_weight, options.k_weight), y),
-        (B * T, T, table_rows, options.eps, *strides),
-        (*_sizes(heads[0], heads[1], y), *flags, block_t, block_h, *_blocks(K, options.cos)),
-        num_warps=4,
-    )
-
-
-def _sizes(q: Tensor, k: Tensor | None, y: Tensor) -> tuple[int, int, int, int]:
-    """Return H, Hkv, all heads of `y`, and K."""
-    return q.shape[2], 0 if k is None else k.shape[2], y.shape[2], y.shape[3]
-
-
-def _blocks(K: int, cos: Tensor) -> tuple[int, int, int, int]:
-    """Return the number of pairs, and the powers of two that cover the pairs, the other dimensions, and all K."""
-    half = cos.shape[-1]
-    rest = next_power_of_2(K - 2 * half) if half * 2 < K else 0
-    return half, next_power_of_2(half), rest, next_power_of_2(K)
+        rotate_kernel, (ceil_div(B * T, block_t), sum(t is not None for t in heads), 1), num_warps=4,
+        **by_heads(q=q, k=k, v=v), y_ptr=y, M=B * T, T=T, H=q.shape[2], KV=0 if k is None else k.shape[2],
+        N=y.shape[2], K=K, BACK=back, BLOCK_T=block_t, BLOCK_H=block_h, **options.arguments(K),
+    )  # fmt: skip
 
 
 def _tile(y: Tensor, q: Tensor, k: Tensor | None, elements: int) -> tuple[int, int]:

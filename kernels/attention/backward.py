@@ -44,27 +44,24 @@ def backward_op(
             gradient.zero_()
         return outs
     (B, T, H, _), (keys, groups), V = query.shape, key.shape[1:3], value.shape[3]
-    heads, strides = by_heads(query, key, value, grad)
-    outputs, output_strides = by_heads(grad, output)
+    lse, dlse = contiguous(lse, dlse)  # type: ignore[assignment]
     rows = query.new_empty((2, B, H, T), dtype=torch.float32)  # lse log2 e, and delta
     launch(
-        _rows_kernel,
-        (tiles.programs(T, 32, B * H), 1, 1),
-        (*outputs, *contiguous(lse, dlse), rows),
-        (T, H, B * H * T, *output_strides),
-        (V, tiles.padded(V), 32),
-        num_warps=4,
-    )
-    tensors = (*heads, rows, *contiguous(scores.low, scores.high))
-    scalars = (T, keys, H, H // groups, scores.scale, B * H * T, *strides)
-    constants = tiles.constants(query, value, scores)
+        _rows_kernel, (tiles.programs(T, 32, B * H), 1, 1), num_warps=4,
+        **by_heads(do=grad, o=output), lse_ptr=lse, dlse_ptr=dlse, rows_ptr=rows, T=T, H=H, size=B * H * T,
+        V=V, BLOCK_V=tiles.padded(V), BLOCK_M=32,
+    )  # fmt: skip
+    shared = tiles.arguments(query, key, value, scores) | by_heads(q=query, k=key, v=value, do=grad)
     for name, kernel, written, count, of_batch in (
-        ("dkdv", _backward_keys_kernel, (dk, dv), keys, groups),
-        ("dq", _backward_queries_kernel, (dq,), T, H),
+        ("dkdv", _backward_keys_kernel, {"dk_ptr": dk, "dv_ptr": dv}, keys, groups),
+        ("dq", _backward_queries_kernel, {"dq_ptr": dq}, T, H),
     ):
         tile = tiles.tile(name, query, value, scores)
         grid = (tiles.programs(count, tile.blocks[name == "dkdv"], B * of_batch), 1, 1)
-        launch(kernel, grid, (*tensors, *written), scalars, (*constants, *tile.blocks, tile.stages), tile.warps)
+        launch(
+            kernel, grid, num_warps=tile.warps, **shared, **written, rows_ptr=rows, size=B * H * T,
+            BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
+        )  # fmt: skip
     return outs
 
 

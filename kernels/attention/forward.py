@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._dispatch import operator
 from .._flops import flops
-from .._rows import by_heads, contiguous
+from .._rows import by_heads
 from .._torch import has_no_values
 from .._triton import launch, tl, triton
 from . import tiles
@@ -38,15 +38,11 @@ def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tupl
     if output.numel() == 0:
         return outs
     tile = tiles.tile("forward", query, value, scores)
-    heads, strides = by_heads(query, key, value)
     launch(
-        _forward_kernel,
-        (tiles.programs(T, tile.blocks[0], B * H), 1, 1),
-        (*heads, *contiguous(scores.low, scores.high), output, lse),
-        (T, key.shape[1], H, H // key.shape[2], scores.scale, *strides),
-        (*tiles.constants(query, value, scores), *tile.blocks, tile.stages),
-        tile.warps,
-    )
+        _forward_kernel, (tiles.programs(T, tile.blocks[0], B * H), 1, 1), num_warps=tile.warps,
+        **by_heads(q=query, k=key, v=value), **tiles.arguments(query, key, value, scores),
+        output_ptr=output, lse_ptr=lse, BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
+    )  # fmt: skip
     return outs
 
 

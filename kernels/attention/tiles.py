@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._math import tanh_and_slope
-from .._rows import MAX_ROWS, ceil_div, next_power_of_2
+from .._rows import MAX_ROWS, ceil_div, contiguous, next_power_of_2
 from .._triton import INTERPRETING, tl, triton
 from .bounds import Scores
 
@@ -92,10 +92,25 @@ def _tiles_of(device: Any) -> dict:
     return _BLACKWELL if major >= 10 else _LARGE
 
 
-def constants(query: Tensor, value: Tensor, scores: Scores) -> tuple:
-    """Return the constants K, V, BLOCK_K, BLOCK_V, MASK and SOFTCAP that all kernels take."""
-    K, V = query.shape[3], value.shape[3]
-    return K, V, padded(K), padded(V), scores.mask, scores.softcap
+def arguments(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> dict[str, Any]:
+    """Return the arguments of all kernels over pairs of a query and a key: sizes, and how scores are computed."""
+    (_, T, H, K), V = query.shape, value.shape[3]
+    low, high = contiguous(scores.low, scores.high)
+    return {
+        "low_ptr": low,
+        "high_ptr": high,
+        "T": T,
+        "KEYS": key.shape[1],
+        "H": H,
+        "GROUP": H // key.shape[2],
+        "scale": scores.scale,
+        "K": K,
+        "V": V,
+        "BLOCK_K": padded(K),
+        "BLOCK_V": padded(V),
+        "MASK": scores.mask,
+        "SOFTCAP": scores.softcap,
+    }
 
 
 def padded(dim: int) -> int:

@@ -21,6 +21,7 @@ from unittest import mock
 import api_table
 import machine_code
 import torch
+import traffic
 import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
 
@@ -45,6 +46,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "kernels.md"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 ROWS = 64  # the rows are counted at run time; any number compiles to the same code
+DOCUMENTED_ROWS = 8192  # of the benches
 ops = torch.ops.mpcore
 
 
@@ -71,8 +73,9 @@ def run_activation(f: str, gated: bool, width: int, dtype: torch.dtype = torch.b
 
 
 def run_cross_entropy(
-    V: int, dtype: torch.dtype = torch.bfloat16, rows: int = ROWS, softcap: float = 0.0, every: bool = False
+    V: int, dtype: torch.dtype = torch.bfloat16, rows: int | None = None, softcap: float = 0.0, every: bool = False
 ) -> None:
+    rows = rows or ROWS
     logits, target, row = torch.empty(rows, V, dtype=dtype), torch.zeros(rows, dtype=torch.int64), torch.empty(rows)
     optional = (row, row) if every else (None, None)
     stats = ops.cross_entropy_stats(logits, target, 0, -100, softcap, every, every)
@@ -242,14 +245,31 @@ TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm",
 
 LEFT_OUT = """
 
-## What is not there
+## What is fused, and what is left out
 
-- Dropout in the norm's launch: with dropout on, `dropout_add` and the norm are two launches, so the residual stream is
-  read once more. A layer without dropout fuses the addition into the norm.
-- Norm backward in one pass above a width of 16384 (12288 for layer_norm with a bias), or above 8192 in float32: it
-  reads its inputs twice, since a multiprocessor can't hold a row and its sums (docs/decisions.md).
-- The weight gradient of chunked linear cross-entropy in `main_grad`: it is float32 in memory of its own until backward.
-- MXFP8: no device here multiplies it, and quantised layouts that nothing reads would be unproven.
+| fusion | fused in | left out, and why |
+|---|---|---|
+| bias + dropout + residual | `dropout_add`, one pass; backward draws the mask again | the norm after it: with \
+dropout on it is a second launch, which reads the residual stream once more. Without dropout the norm adds the \
+residual |
+| norm backward | `rms_norm`, `layer_norm`: dx, the residual's gradient, dweight and dbias in one pass | two passes \
+above a width of 16384 (12288 with a bias), or above 8192 in float32: a multiprocessor can't hold a row and its \
+sums |
+| RoPE and the norm of queries and keys | `rope`, `rope_qkv`: both of one packed projection, one launch | - |
+| softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: `softcap` | - |
+| weighted sum of a token's experts | `moe_unpermute`: products with the router's weights, added in float32; \
+backward computes their gradient in the pass that scatters the rows | dropless rows in the product's own loads: \
+torch's grouped products read contiguous rows |
+| cross-entropy with z-loss and label smoothing | `cross_entropy`: both from the sums of the one pass over the \
+logits | - |
+| AdamW with unscale, clip and stochastic rounding | `adamw_foreach`: one launch for all parameters of the same \
+dtypes | the gradient's norm, which must be known before: two launches a gradient |
+| gradients added to `main_grad` in float32 | norms (in the launch that sums their partial sums), column and row \
+layers (in float32 the product adds to it; in half precision on a GPU a float32 product, then an addition) | \
+experts, activations' biases and chunked linear cross-entropy: autograd accumulates, and the sum moves |
+| FP8 quantisation | `quantize_fp8`: 1 x 128 and 128 x 128 blocks, rows and their transpose from one read | per \
+tensor: the scale needs a pass of its own, or the last step's. MXFP8: nothing here multiplies it, and quantised \
+layouts that nothing reads would be unproven |
 """
 
 Facts = dict[str, Any]
@@ -364,7 +384,7 @@ def write(what: str = "changed") -> None:
     known = json.loads(GOLDEN.read_text())
     sources = {target: {case: source_of(target, case) for case in cases_of(target)} for target in TARGETS}
     new = what == "all" or known["triton"] != triton.__version__
-    document: dict[str, Any] = {"triton": triton.__version__, "sources": sources, "targets": {}}
+    document: dict[str, Any] = {"triton": triton.__version__, "sources": sources, "moved": all_moved(), "targets": {}}
     for target, cases in sources.items():
         document["targets"][target] = {
             case: compile_case(target, case)
@@ -395,10 +415,16 @@ def table(document: dict[str, Any]) -> str:
         for kernel, first in targets["sm_90"][case].items():
             cells = [_cell(targets[target].get(case, {}).get(kernel)) for target in targets]
             lines.append(f"| {case} | `{kernel}` | {first['warps']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_overlap(targets["sm_90"])]) + LEFT_OUT
+    return "\n".join([*lines, *_overlap(targets["sm_90"], document["moved"])]) + LEFT_OUT
 
 
-def _overlap(cases: dict[str, dict[str, Facts]]) -> list[str]:
+def all_moved() -> dict[str, dict[str, float]]:
+    """Return the bytes over the floor of every memory-bound kernel, by case, at the documented number of rows."""
+    with mock.patch.object(sys.modules[__name__], "ROWS", DOCUMENTED_ROWS):
+        return {case: traffic.moved(run) for case, run in (CASES | FP8_CASES).items()}
+
+
+def _overlap(cases: dict[str, dict[str, Facts]], moved: dict[str, dict[str, float]]) -> list[str]:
     """What the machine code for sm_90 says about speed, one row a kernel."""
     lines = [
         "",
@@ -409,16 +435,21 @@ def _overlap(cases: dict[str, dict[str, Facts]]) -> list[str]:
         "a copy to its wait; tests refuse less than 0.5. Programs: on one multiprocessor at once. In flight: bytes of",
         "loads that they have under way at most. Wide: share of bytes that move 16 at a time. Instructions and special",
         "functions (exponentials, roots) are for each byte, in the longest loop, else in the whole kernel.",
+        "Bytes: what the operator's launches move over the floor, its inputs and outputs, at 8192 rows and on 132",
+        "multiprocessors (`tests/kernels/traffic.py`). Tests refuse more than 1.05, but for the norms' backward in two",
+        "passes. `-`: bound by products or by latency.",
         "",
-        "| case | kernel | stages | wait | depth | registers | shared | programs | flight | wide | instr. | special |",
-        "|---" * 12 + "|",
+        "| case | kernel | bytes | stages | wait | depth | registers | shared | programs | flight | wide | instr."
+        " | special |",
+        "|---" * 13 + "|",
     ]
     for case, kernels in cases.items():
         for kernel, c in kernels.items():
             loops = c["loops"]
             depth = [str(c["stages"]), *(str(min(of)) for of in zip(*loops, strict=True))] if loops else ["-"] * 3
             cells = [c[k] for k in ("registers", "shared", "programs", "flight", "wide", "instructions", "special")]
-            lines.append(f"| {case} | `{kernel}` | " + " | ".join([*depth, *map(str, cells)]) + " |")
+            bytes_ = str(moved[case].get(kernel, "-"))
+            lines.append(f"| {case} | `{kernel}` | " + " | ".join([bytes_, *depth, *map(str, cells)]) + " |")
     return lines
 
 

@@ -7,13 +7,15 @@ import torch
 from fake_gpu import fake_gpu
 
 from mpcore.kernels import _triton
-from mpcore.kernels._rows import _sum_partials_kernel
+from mpcore.kernels._rows import _sum_kernel, _sum_partials_kernel
 from mpcore.kernels._triton import decorated, launch
 
 
 def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
     partials, out = torch.empty(P * D + offset)[offset:], torch.empty(D, dtype=dtype)
-    launch(_sum_partials_kernel, (2, 1, 1), (partials, out, None), (P,), (D, False, 64, 32), num_warps=4)
+    sizes = {"P": P, "D": D, "ACCUMULATE": False, "BLOCK_P": 64, "BLOCK_D": 32}
+    tensors = {"partials_ptr": partials, "first_ptr": out, "second_ptr": None}
+    launch(_sum_partials_kernel, (2, 1, 1), num_warps=4, **dict(reversed(sizes.items())), **tensors)
 
 
 def test_a_second_launch_does_not_ask_triton(monkeypatch):
@@ -33,6 +35,11 @@ def test_whatever_changes_the_code_is_compiled_anew(change):
         sum_partials()
         sum_partials(**change)
     assert launches[0].kernel is not launches[1].kernel
+
+
+def test_a_missing_and_a_misspelt_argument_are_named():
+    with pytest.raises(TypeError, match=r"_sum_kernel and its launch don't share the arguments BLOCK, BLOK, total_ptr"):
+        launch(_sum_kernel, (1, 1, 1), num_warps=4, partials_ptr=torch.empty(2), P=2, BLOK=1024)
 
 
 def test_on_amd_triton_is_asked_each_time():
@@ -59,8 +66,12 @@ def test_the_launch_goes_to_the_tensors_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     seen = []
-    kernel = {(1, 1, 1): lambda *args, num_warps: seen.append(current[-1])}
-    launch(kernel, (1, 1, 1), (torch.empty(2).as_subclass(Elsewhere),), (), (), num_warps=4)
+
+    class Kernel(dict):
+        fn = staticmethod(lambda x_ptr: None)
+
+    kernel = Kernel({(1, 1, 1): lambda *args, num_warps: seen.append(current[-1])})
+    launch(kernel, (1, 1, 1), num_warps=4, x_ptr=torch.empty(2).as_subclass(Elsewhere))
     assert (seen, current) == ([1], [0])
 
 
