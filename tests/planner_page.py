@@ -65,7 +65,7 @@ A row of a JSON list, or of a CSV file with the same columns, is a run with a kn
 - `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. `dp` is what the others leave of `gpus`.
 - `seconds` of a step; or `tflops` a GPU, with `flops` of a step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
   (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
-- `attention`: `unfused` where its scores are in memory. `gradient_bytes`: 2 where the run summed gradients in 16 bits. `set`: rows that are fitted together. `machine`: a profile.
+- `attention`: `unfused` where its scores are in memory. `gradient_bytes`: 2 where the run summed gradients in 16 bits, 6 where it kept those besides float32 sums. `set`: rows that are fitted together. `machine`: a profile.
 - `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
   `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
 
@@ -89,7 +89,11 @@ NOT = """
   stages a rank for 462B, 1 for the others. Other assumptions give other errors: with micro-batch 1 for 7.1B the mean is a point higher.
 - These assumptions were chosen by their error, among several, and the prior of `x_dp` on h100 was lowered from 0.3 to 0.04 after the 32B row missed by
   33%. So the error of the Megatron-Core rows is fitted in part, not a forecast. None of its other rows is held out.
-- The rows of SC'21 and DGXC that were never fitted were predicted once, and nothing was changed after.
+- The rows of SC'21 and DGXC that were never fitted were predicted, and no rate was changed after. DGXC's flags were: `regather`, since its runtime
+  keeps shards of the sequence for backward (not in Megatron-Core's rows, whose memory isn't known and whose gathers are hidden), and 16-bit
+  gradients of GPT-3 and Nemotron-4 340B, as their published configurations say. So 4 of 31 are planned too large, not 9.
+- BigScience's rows of 02-28 keep 16-bit gradients besides float32 sums, as the source says (`gradient_bytes` 6), and the profile's reserve is 5 GB, not
+  3 GB. Its fullest ranks still held 5 to 12 GB more than is planned, and more with larger micro-batches.
 - After the errors of half of BigScience's rows were looked at: heads of 108 take attention off the tensor cores, where it is written out; the
   source says CUDA_LAUNCH_BLOCKING=1, so the profile jean-zay hides nothing (`x_dp` 1) and begins with 10 ms a block and micro-batch (`tau`, from
   these rows, instead of 0.1 ms); errors of single runs are cut off (Huber); and `--suggest` prefers runs that resemble others.

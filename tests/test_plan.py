@@ -176,6 +176,17 @@ def test_heads_of_no_multiple_of_16_bytes_are_slow_where_attention_is_written_ou
         assert took[1] == pytest.approx(ratio * took[0], rel=1e-12)
 
 
+def test_regather_keeps_shards_of_the_sequence_and_gathers_them_again():
+    flags = ["--layers", "2", "--d-model", "128", "--seq-len", "32", "--global-batch", "4", "--micro-batch", "2"]
+    flags += ["--sequence-parallel", "--dtype", "bfloat16"]
+    usual, less = (dry_run(build_gpt, [*flags, *more], 0, True, tp=2) for more in ([], ["--regather"]))
+    for found in (usual, less):
+        assert found.theory
+        assert {key: found.ledger.counts[key].bytes for key in found.theory} == found.theory
+    saved = usual.stages[0].activations - less.stages[0].activations
+    assert saved == 5 * (2 * 32 * 128 * 2) // 2, "of two products a block, and of the head, half of the whole"
+
+
 def test_what_workers_cannot_share_is_refused():
     with pytest.raises(ValueError, match="--global-batch 8 is not a multiple of --workers 3"):
         dry_run(build_gpt, ["--global-batch", "8", "--workers", "3"], 0)

@@ -27,6 +27,7 @@ from mpcore import Mesh
 from mpcore.analysis.counts import block_bytes
 from mpcore.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
 from mpcore.command_line import Parser
+from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
@@ -40,7 +41,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
     The preset gives the vocabulary, unless --vocab-size does.
     """
     own, rest = OWN.parse_known_args(arguments)
-    args = parse(rest)
+    args = argparse.Namespace(**vars(parse(rest)), regather=own.regather)
     check_mesh(args, mesh)
     config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
     config = config if own.vocab_size is None else dataclasses.replace(config, vocab_size=own.vocab_size)
@@ -78,6 +79,7 @@ UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a st
 OWN = Parser(prog="examples.gpt.plan:build", add_help=False)
 OWN.add_argument("--vocab-size", type=int, help="tokens of the vocabulary (default: the preset's)")
 OWN.add_argument("--stage-blocks", metavar="N,N,..", help="the number of blocks of each stage")
+OWN.add_argument("--regather", action="store_true", help="with sequence parallel, keep shards for backward: see Linear")
 OWN.add_argument("--even-stages", action="store_true", help="as many blocks on each stage, whatever the head costs")
 
 
@@ -163,6 +165,9 @@ def work(
     layers = [block for stage in stages for block in stage.blocks.values()]
     told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "local_updates")}
     lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
+    for module in nn.ModuleList(stages).modules():
+        if isinstance(module, ColumnParallelLinear):
+            module.regather = args.regather
     ids = (args.micro_batch, config.seq_len // mesh.cp.size)
 
     def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
@@ -204,7 +209,7 @@ def theory(
     size = tokens * config.d_model * width
     stats = tokens * 4 * max(width, 4)  # the loss gathers four numbers a token
     about: dict[str, Any] = {"recompute": args.recompute if args.recompute == "full" else "none"}
-    about["dropout"] = config.dropout > 0
+    about |= {"dropout": config.dropout > 0, "regather": args.regather}
     if config.latent is not None:
         c = config.latent
         queries = config.d_model if c.q_lora_rank is None else c.q_lora_rank
@@ -215,7 +220,7 @@ def theory(
         each = block_bytes(size, sequence_parallel=args.sequence_parallel, **about)
         ends: dict[str, int] = {"all_reduce": size * (first + last)}
         if args.sequence_parallel:
-            ends = dict.fromkeys(("all_gather", "reduce_scatter"), size * (first + last))
+            ends = {"all_gather": size * (first + last + last * args.regather), "reduce_scatter": size * (first + last)}
         ends["all_gather"] = ends.get("all_gather", 0) + last * mesh.tp.size * stats
         for name in sorted(each.keys() | ends.keys()):
             key, inner = ("tp", name), len(blocks[stage]) * each.get(name, 0)

@@ -11,7 +11,8 @@ A row names the mesh, what the run took, and flags of the target:
                                         time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 .., `flops_of`)
     name, set, machine                  what it is called, whose errors are averaged together, and a profile's name
     attention                           "unfused": its scores are in memory
-    gradient_bytes                      of each parameter, where the run sums gradients: 2 or 4 (4)
+    gradient_bytes                      of each parameter, where the run sums gradients: 2 or 4 (4); 6 where it keeps
+                                        those in 16 bits besides their float32 sums
     target                              `module:function`; default examples.gpt.plan:build
     layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
                                         any other column is a flag of the target: true is the flag alone
