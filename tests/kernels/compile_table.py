@@ -232,6 +232,9 @@ SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
 SPILLS["sm_80", "layer_norm D=65536 bf16"] = {"forward_wide_kernel"}  # 16 bytes a thread, for rows that stay in L2
 if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
     SPILLS |= {
+        ("sm_80", "adamw bf16 master"): {"adamw_kernel"},
+        ("sm_90", "adamw bf16 master"): {"adamw_kernel"},
+        ("sm_100", "rms_norm D=16384 bf16 residual"): {"backward_kernel"},
         ("sm_80", "dropout_add D=1000 fp32 bias from feature 2"): {"backward_kernel"},
         ("sm_80", "moe_permute D=2000 K=2 E=8 fp32"): {"scatter_kernel"},
         ("sm_90", "attention K=128 bf16"): {"backward_keys_kernel"},

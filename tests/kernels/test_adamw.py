@@ -146,7 +146,7 @@ def test_one_launch_a_list_and_two_a_norm(monkeypatch, on_a_gpu):
     adamw_foreach(states, **OPTIONS)
     sum_of_squares(states[0].grad)
     update, partial, total = on_a_gpu
-    assert (update.name, update.grid) == ("_adamw_kernel", (977 + 0 + 1 + 3, 1, 1))
+    assert (update.name, update.grid) == ("adamw_kernel", (977 + 0 + 1 + 3, 1, 1))
     assert [launch.grid for launch in (partial, total)] == [(245, 1, 1), (1, 1, 1)]
     arguments = update.arguments
     assert arguments["tiles_ptr"].tolist() == [0] * 977 + [2] + [3] * 3
