@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import mpcore as mp
 from examples import own_model
@@ -288,6 +289,21 @@ def skips_one_of_two(mesh: mp.Mesh) -> None:
     all_reduce(torch.ones(4), mesh.tp)
 
 
+class Sums(nn.Module):
+    def __init__(self, tp: mp.Axis, skips: bool = False) -> None:
+        super().__init__()
+        self.tp, self.skips = tp, skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.skips else all_reduce(x, self.tp)
+
+
+def skips_in_a_layer(mesh: mp.Mesh) -> None:
+    skips = [mesh.tp.rank == 1 and i == 1 for i in range(3)]
+    nn.Sequential(*(Sums(mesh.tp, skip) for skip in skips))(torch.ones(4))
+    all_reduce(torch.ones(2), mesh.tp)  # of another form, and rank 1 is here while rank 0 is in the last layer
+
+
 def circle(mesh: mp.Mesh) -> None:
     for axis in (mesh.tp, mesh.dp) if mesh.world.rank in (0, 3) else (mesh.dp, mesh.tp):
         all_reduce(torch.ones(1), axis)
@@ -312,6 +328,8 @@ def waits_for_a_message(mesh: mp.Mesh) -> None:
                              r"_all_gather_base\(tp\) of \[4\]"),
         (skips_one_of_two, {"tp": 2}, r"(?s)rank 1 never did.*made at different places is call 1: rank 0 entered .* at "
                                       r"tests/test_simulation.py:\d+ while rank 1 entered"),
+        (skips_in_a_layer, {"tp": 2}, r"(?s)disagree about call 3.*made at different places is call 2: rank 0 entered "
+                                      r"[^\n]*, in 1 while rank 1 entered [^\n]*, in 2\n"),
         (circle, {"tp": 2, "dp": 2}, r"wait in a circle: rank 0 waits in all_reduce\(tp\).* for rank 1, rank 1 waits"),
         (polls, {"tp": 2}, r"rank 1 waits for nobody while others wait"),
         (waits_for_a_message, {"tp": 2}, r"rank 0: waits at .* in receiving from rank 1"),

@@ -94,7 +94,11 @@ def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
-    """Return the first of `checkpoints`, the newest complete one; None where there is none.
+    """Return the path of the newest complete checkpoint of a folder; None where there is none.
+
+    Args:
+        root: the folder that `Run.save` was given.
+        mesh: rank 0 of its world looks, and tells the others, so that all ranks load the same one.
 
     Example:
         >>> mpcore.latest("no such folder") is None

@@ -221,12 +221,10 @@ def explain(logs: Sequence[Log], size: int) -> str:
     by_rank = {log.rank: log for log in logs}
     silent = [rank for rank in range(size) if rank not in by_rank]
     mismatch = _first_pair(by_rank, form_of)
-    if mismatch:
-        verdict = f"the ranks disagree about {mismatch}"
-    else:
-        verdict = _lag(by_rank, silent) or _idle(by_rank, silent)
-        parted = _first_pair(by_rank, lambda call: call.site)
-        verdict += f"\n  the first call that ranks made at different places is {parted}" if parted else ""
+    verdict = f"the ranks disagree about {mismatch}" if mismatch else _lag(by_rank, silent) or _idle(by_rank, silent)
+    parted = _first_pair(by_rank, lambda call: call.site)
+    if parted and parted != mismatch:
+        verdict += f"\n  the first call that ranks made at different places is {parted}"
     lines = [f"  rank {log.rank}: {_stands(log)}" for _, log in sorted(by_rank.items())]
     lines += [f"  rank {rank}: no answer" for rank in silent]
     return "\n".join([verdict, *lines])

@@ -182,13 +182,14 @@ class RowParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the columns of W (the input features) sharded over tp.
 
     Each rank takes its shard of x's last dimension, as a column-parallel layer returns it, and the ranks sum to the
-    whole y: x is S(-1), y is I in the terms of `mpcore.collectives`. The bias is added once, after the sum.
+    whole y (`mpcore.collectives` calls this S(-1) and I). The bias is added once, after the sum.
 
     Args:
         in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
         input_is_parallel: `x` is this rank's shard; otherwise it is whole, and split here.
-        unit: so many neighbouring input features stay on one rank, such as `head_dim`.
-        options: `LayerOptions`. With sequence parallel the output is this rank's shard of the sequence.
+        unit: groups of `unit` neighbouring input features are never split, such as `head_dim`.
+        options: `tp`, the axis; `sequence_parallel`: the output is this rank's shard of the sequence; `sequence_dim`;
+            `init`, `device`, `dtype`.
 
     Raises:
         ValueError: if in_features / unit is smaller than the number of ranks.

@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy(
             without `gather_output`.
         target: [...] integer ids in [0, V), the same on every rank, or `ignore_index`.
         tp: the axis that the vocabulary is cut over.
-        vocab_size: V; where tp cuts nothing None will do. Shards may be uneven, which one of them doesn't show.
+        vocab_size: V. Needed for tp > 1: shards may be uneven, so one of them doesn't tell. None at tp 1.
         ignore_index: tokens with this target have loss 0 and gradient 0, and don't count in the mean.
         label_smoothing: a, the weight of the uniform distribution over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.

@@ -44,8 +44,8 @@ def build_mesh(
     Args:
         tp, cp, pp, ep: sizes of the axes.
         dp: size of the data-parallel axis; None takes what the others leave of the world.
-        device_type: "cuda" or "cpu"; None takes CUDA where each of the launcher's processes on this machine has a GPU,
-            and in a world that runs already where it has nccl. With `--virtual-local-rank`, say "cuda".
+        device_type: "cuda" or "cpu"; None: CUDA if every process of this machine has a GPU; if torch.distributed
+            runs already, CUDA if it has nccl. With `--virtual-local-rank`, say "cuda".
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
         etp: tensor parallel inside each expert, of any size; None: as tp.
         workers: cut the job into so many equal worlds of consecutive ranks, each with a mesh as above, for

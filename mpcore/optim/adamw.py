@@ -42,7 +42,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         model: the model, or this rank's stage of it; sharded over data before.
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         groups: parameter groups; None: `decay_groups(model, weight_decay)`.
-        state_dtype: of the moments; None: float32 (float64 for float64 parameters), or bfloat16.
+        state_dtype: of the moments: bfloat16, or None for float32 (float64 for float64 parameters).
         masters: keep a float32 master of each bfloat16 or float16 parameter. float16 needs it; bfloat16 parameters
             without are rounded at random too. Write to the parameter to change both: the next step takes over what
             isn't its master rounded, such as weights loaded from elsewhere.

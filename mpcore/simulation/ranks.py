@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -112,7 +113,9 @@ class _Job:
         self.meshes: list[Mesh | None] = [None] * size
         self.threads: list[threading.Thread] = []
         self.groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in range(size)]
-        self.calls: list[deque[list]] = [deque(maxlen=_KEPT) for _ in range(size)]  # [Call, whether it came back]
+        self.calls: list[deque[list]] = [
+            deque(maxlen=_KEPT) for _ in range(size)
+        ]  # [Call, whether it came back, modules]
         self.waits_in: list[object] = [None] * size  # the entry of `calls`, or the text, that a rank waits in
         self.results: list[Any] = [None] * size
 
@@ -136,9 +139,10 @@ class _Job:
         role = "world" if group.group_desc in ("default_pg", "undefined") else group.group_desc.removeprefix("mpcore ")
         self.groups[rank].setdefault(group.group_name, (role, group.ranks))
         shape, dtype = (tuple(x.shape), str(x.dtype).removeprefix("torch.")) if x is not None else ((), "")
-        site = call_site(_outside(inspect.currentframe()))
+        frame = _outside(inspect.currentframe())
+        site = call_site(frame)
         call = Call(group.group_name, number, kind, shape, dtype, site, False, time.time_ns(), "simulated")
-        entry = [call, False]
+        entry = [call, False, _running_modules(frame)]
         self.calls[rank].append(entry)
         if first is not None and form_of(first[0]) != form_of(call):
             self.waits_in[rank] = entry
@@ -206,7 +210,9 @@ class _Job:
     def _log(self, rank: int) -> Log:
         waited = self.waits_in[rank]
         calls = [
-            Call(**{**vars(call), "done": entry is not waited}) for entry in self.calls[rank] for call in entry[:1]
+            replace(call, done=entry is not waited, site=f"{call.site}{_name_of(modules)}")
+            for entry in self.calls[rank]
+            for call, _, modules in [entry]
         ]
         groups, mesh = dict(self.groups[rank]), self.meshes[rank]
         for name, axis in () if mesh is None else reversed(mesh.axes.items()):
@@ -215,7 +221,7 @@ class _Job:
         if rank not in self.turns.alive:
             return Log(rank, groups, calls, "the end of its function")
         frame = _outside(sys._current_frames().get(self.threads[rank].ident or 0))
-        site, doing, _ = stands_in(frame, _module_names(frame))
+        site, doing, _ = stands_in(frame, _module_names(_running_modules(frame)))
         doing = f"{waited}{doing and f', in {doing}'}" if isinstance(waited, str) else doing
         return Log(rank, groups, calls, site, doing, waiting=True)
 
@@ -229,14 +235,26 @@ def _outside(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _module_names(frame: FrameType | None) -> dict[int, str]:
-    """The names of all modules within the outermost module whose method is running."""
-    outermost = None
+def _running_modules(frame: FrameType | None) -> list[nn.Module]:
+    """The modules whose methods are running, the innermost first."""
+    found = []
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        outermost = owner if isinstance(owner, nn.Module) else outermost
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(owner, nn.Module):
+            found.append(owner)
         frame = frame.f_back
-    return {} if outermost is None else {id(m): name for name, m in outermost.named_modules()}
+    return found
+
+
+def _module_names(modules: Sequence[nn.Module]) -> dict[int, str]:
+    """The names of all modules within the outermost of some running ones."""
+    return {id(m): name for name, m in modules[-1].named_modules()} if modules else {}
+
+
+def _name_of(modules: Sequence[nn.Module]) -> str:
+    """Where a call is: the innermost module with a name in the outermost one."""
+    names = _module_names(modules)
+    return next((f", in {names[id(m)]}" for m in modules if names.get(id(m))), "")
 
 
 @contextmanager

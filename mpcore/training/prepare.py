@@ -78,13 +78,13 @@ def prepare(
         optimizer: called with the prepared model, returns its optimizer: `lambda model: AdamW(model, lr=3e-4)` or
             `lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)`.
         seed: seeds parameters and dropout.
-        initialize: None draws a model on "meta", and refuses one that has values: say True to draw them anew, by
-            (seed, full name) and so alike on every layout, or False to keep them, as of a pretrained model.
+        initialize: None: the model must be on "meta", and its values are drawn. True: draw them anew. False: keep them,
+            as of a pretrained model. A drawn value depends on seed and full name, so every layout has the same.
         micro_batches: how many a step has on each rank. Gradients accumulate over them.
         schedule: the pipeline's: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
         data: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
-        precision, recompute, offload, compile, local_updates: policies; or the dtype of `Precision` alone, and the kind
-            of `Recompute`.
+        precision, recompute, offload, compile, local_updates: policies. Short forms: `precision="bfloat16"`,
+            `recompute="full"`.
         trace: record when each action of the pipeline runs.
         numerics: "invariant": losses, norms and weights have the same bits on every mesh of one `virtual` degree
             (docs/bitwise.md). Each forward is then of one leaf of the batch, whatever `micro_batches`.
@@ -94,7 +94,7 @@ def prepare(
 
     Raises:
         ValueError: on every rank, before a collective of the model starts, if policies don't go together or with the
-            mesh, ranks ask for different things, or a step of the order refuses the model.
+            mesh, ranks ask for different things, or the model can't be prepared; the message says why.
 
     Example:
         >>> import torch
