@@ -76,7 +76,8 @@ def find_object(name: str) -> Any:
     try:
         module = import_module(module_name)
     except (ImportError, ValueError) as problem:
-        raise ValueError(f"{module_name or repr(name)} can't be imported: {problem}") from problem
+        here = "; run the command in the folder of the clone" if module_name.startswith("examples.") else ""
+        raise ValueError(f"{module_name or repr(name)} can't be imported: {problem}{here}") from problem
     if attribute not in vars(module):
         public = [other for other in vars(module) if not other.startswith("_")]
         raise ValueError(

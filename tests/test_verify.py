@@ -79,7 +79,7 @@ FAULTS = [
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
-    (0, "between", "tp2", models.loss, "forward", "scale", "or what the forward does between the module before and th"),
+    (0, "between", "tp2", models.loss, "forward", "scale", "or the forward is wrong between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip

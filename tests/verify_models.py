@@ -441,8 +441,8 @@ class Uneven(Plain):
         return super().forward(x)
 
 
-def loss_of_named(output: dict[str, Tensor], target: Tensor, mesh: Mesh) -> Tensor:
-    """The loss of its logits."""
+def loss_of_named(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    """The loss of its logits; it needs no mesh."""
     return output["logits"].square().sum() / 2
 
 

@@ -17,6 +17,7 @@ The order, and why each step comes where it does:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -146,7 +147,7 @@ def prepare(
     if idle and not sum(gather_objects(len(held), mesh.pp.group)):
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
-    _check_names(stages, mesh)
+    _check_names(stages, mesh, drawn=initialize is not False)
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)
@@ -248,14 +249,19 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_names(stages: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Refuse two pipeline ranks that call different parameters by one name: a checkpoint has one tensor for a name."""
+def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
+    """Refuse two pipeline ranks that call different parameters by one name: they would be drawn with the same values.
+
+    If values are kept, refuse two that have all their names in common: each was given the whole model.
+    """
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
     own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
     holder: dict[str, int] = {}
-    for rank, names in enumerate(gather_objects(own, mesh.pp.group)):
-        for name in names:
+    ranks = gather_objects(own, mesh.pp.group)
+    alike = any(set(one) == set(other) for one, other in itertools.combinations(ranks, 2) if one)
+    for rank, names in enumerate(ranks):
+        for name in names if drawn or alike else ():
             if name in holder:
                 raise ValueError(
                     f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}. If each has the whole "

@@ -3,8 +3,9 @@
     mpcore verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
 
 Beside `build(mesh)` the module has `batch()`, which returns a dict with "x" and "target", and if needed
-`loss(output, target, mesh)`, a sum. For pp `build(mesh)` returns the stage of `mesh.pp.rank`, each parameter under its
-name in the whole model, a tied one under its first; for sp `build` takes `sequence_parallel`.
+`loss(output, target, mesh)` or `loss(output, target)`, a sum. Each rank imports that module anew. For pp `build(mesh)`
+returns the stage of `mesh.pp.rank`, each parameter under its name in the whole model, a tied one under its first; for
+sp `build` takes `sequence_parallel`.
 
 The model runs dense in float64, then under each layout on local processes. Compared are the first values, all tensors
 that the model returns ([B, ...]), the loss, every gradient and their norm, parameters and persistent buffers after one
@@ -26,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.dispatch import Float64
-from mpcore.mesh.axis import Mesh
 from mpcore.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
@@ -44,7 +44,7 @@ def verify(
     batch: Mapping[str, Tensor],
     layouts: Sequence[str],
     *,
-    loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     timeout: float = 120.0,
@@ -63,8 +63,8 @@ def verify(
             passed to every stage by name, such as the `samples` that dropout needs. With cp, what is [B, T, ...] like x
             is cut as the `context` of the model's attention says.
         layouts: such as "tp2sp", "pp2", "dp2zero3" or "cp2": see `parse_layout`.
-        loss: `loss(output, target, mesh)`, the *sum* over the tokens it is given; None: half the sum of squares, for
-            outputs that every rank holds whole.
+        loss: `loss(output, target, mesh)`, or without `mesh`: the *sum* over its tokens; None: half the sum of squares,
+            for outputs that every rank holds whole.
         dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it, the
             largest of five runs whose parameters are half a rounding apart: twice that is allowed. Where float64
             differs by roundings of float32, and the dense model casts to it, both run again without these casts.

@@ -314,8 +314,8 @@ class Judge:
         if got.dim() > 1 and _same_columns(got, part):
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
         return (
-            "what modules before it return was right: its own weights are cut otherwise than it computes, it reads "
-            "another rank's, or what the forward does between the module before and this one"
+            "all modules before it are right, so the fault is here: its weights are cut otherwise than it computes, it "
+            "reads another rank's, or the forward is wrong between the module before and this one"
         )
 
     # --- buffers ------------------------------------------------------------------------------------------------------

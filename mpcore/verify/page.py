@@ -59,7 +59,7 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
     """
     names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
     figure = matplotlib_part("figure").Figure(
-        figsize=(3.5 + 0.8 * len(verdicts), 1.8 + 0.26 * max(len(names), 1)), layout="constrained"
+        figsize=(max(6.5, 3.5 + 0.8 * len(verdicts)), 1.8 + 0.26 * max(len(names), 1)), layout="constrained"
     )
     axes, norm = figure.add_subplot(), matplotlib_part("colors").LogNorm(0.1, 1e6, clip=True)
     colours = matplotlib_part("pyplot").get_cmap("cividis")

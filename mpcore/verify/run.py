@@ -36,7 +36,8 @@ class Task:
     Attributes:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or this rank's stage of it.
         batch: "x", the model's input; "target", which the loss takes; other tensors are passed by name. All [B, ...].
-        loss: `loss(output, target, mesh)`: summed over what it is given, never averaged; None: half the square.
+        loss: `loss(output, target)` or `loss(output, target, mesh)`: a sum over its tokens, never a mean; None: half
+            the sum of squares.
         dtype: of the parameters and of floating inputs.
         seed: of the first values.
         virtual: not 0: the virtual degree of the meshes, on which the run is bitwise the same.
@@ -46,7 +47,7 @@ class Task:
 
     build: Callable[..., nn.Module]
     batch: Mapping[str, Tensor]
-    loss: Callable[[Tensor, Tensor, Mesh], Tensor] | None = None
+    loss: Callable[..., Tensor] | None = None
     dtype: torch.dtype = torch.float64
     seed: int = 0
     nudge: int = 0
@@ -148,6 +149,8 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of {what} {each}")
     forwards = listen(model, seen)
     returned: list[dict[str, Tensor]] = []
+    asked = inspect.signature(task.loss).parameters if task.loss else {}
+    takes_mesh = "mesh" in asked or sum(each.default is each.empty for each in asked.values()) > 2
 
     def loss(output: Any, target: Tensor) -> Tensor:
         if task.loss is None and not isinstance(output, Tensor):
@@ -155,7 +158,9 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         returned.append(_leaves(output))
         if not any(leaf.is_floating_point() for leaf in returned[-1].values()):
             raise ValueError(f"the model returns a {type(output).__name__} without a floating tensor: none to compare")
-        return task.loss(output, target, mesh) if task.loss else output.square().sum() / 2
+        if task.loss is None:
+            return output.square().sum() / 2
+        return task.loss(output, target, mesh) if takes_mesh else task.loss(output, target)
 
     batch = {name: t.chunk(mesh.dp.size)[mesh.dp.rank] for name, t in task.batch.items()}
     if mesh.cp.size > 1:
