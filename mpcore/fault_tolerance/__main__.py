@@ -1,4 +1,4 @@
-"""`python -m mpcore.fault_tolerance FOLDER`: explain the logs that a watchdog left."""
+"""`mpcore explain FOLDER`: explain the logs that a watchdog left."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Watchdog:
         mesh: of this rank.
         model: its modules' names say where a rank is.
         timeout: seconds without `beat` that are a hang: several times the longest step, evaluation or save.
-        folder: where each rank leaves its log, `rank0.json` and on, for `python -m mpcore.fault_tolerance FOLDER`.
+        folder: where each rank leaves its log, `rank0.json` and on, for `mpcore explain FOLDER`.
         grace: seconds in which the other ranks answer.
 
     Raises:
