@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import raise_together
 from mpcore.mesh.axis import Mesh
 
+log = logging.getLogger(__name__)
 Loss = Callable[[Any, Tensor], Tensor]
 SHARDED = "sharded logits need mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
 
@@ -53,6 +55,8 @@ class LossCheck:
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
             self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
+            if once.dtype.itemsize == 2 and self.mesh.job.rank == 0:
+                log.warning("the loss is %s, with three digits: give it logits.float()", once.dtype)
         return once
 
     def end(self, total: Tensor) -> None:

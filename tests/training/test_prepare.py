@@ -206,6 +206,23 @@ def gradient_norms(sizes: dict) -> tuple[float, float]:
     return run.optimizer_step()[:2]
 
 
+def sum_of_squares(y: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return y.to(dtype).square().sum()
+
+
+def test_a_loss_in_half_precision_is_warned_of_once(caplog):
+    told = {"blocks": [], "optimizer": mp.AdamW, "precision": "bfloat16", "initialize": True}
+    for name in ("bfloat16", "float32"):
+        squares = partial(sum_of_squares, dtype=getattr(torch, name))
+        run = mp.prepare(nn.Linear(2, 4), mp.Mesh(), loss=squares, **told)
+        for _ in range(2):
+            run.forward_backward(torch.ones(3, 2).bfloat16(), torch.zeros(3))
+            run.optimizer_step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the loss is torch.bfloat16, with three digits: give it logits.float()"
+    ]
+
+
 def test_nobody_can_forget_to_reduce_gradients(ranks):
     (want,) = ranks(1, gradient_norms, {})
     for got in ranks(2, gradient_norms, {"tp": 2}):
