@@ -399,6 +399,8 @@ ELSEWHERE = {
     "Offload": "POLICIES",
     "Compile": "POLICIES",
     "adamw": "tests/kernels/test_adamw.py",
+    "adamw_foreach": "tests/kernels/test_adamw.py",
+    "AdamWState": "tests/kernels/test_adamw.py",
     "adamw_reference": "tests/kernels/test_adamw.py",
     "attention_backward": "tests/kernels/test_attention.py",
     "grad_norm": "tests/test_gradients.py",

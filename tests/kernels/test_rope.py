@@ -108,7 +108,7 @@ def test_launches(monkeypatch):
     assert forward.kernel.src.fn is backward.kernel.src.fn
     arguments = forward.arguments
     assert (arguments["M"], arguments["T"], arguments["BLOCK_T"], arguments["BLOCK_H"]) == (200, 100, 4, 8)
-    assert [arguments[f"k_stride_{dim}"] for dim in "bth"] == [100 * 48 * 128, 48 * 128, 128]
+    assert [arguments[f"k_{dim}"] for dim in ("batch", "token", "head")] == [100 * 48 * 128, 48 * 128, 128]
     forward, backward, total = launched(2, 1000, 32, 8, 128, norm=True)
     assert (forward.grid, backward.grid, total.grid) == ((500, 2, 1), (264, 3, 1), (4, 2, 1))
     assert launched(0, 3, 2, 1, 8) == launched(2, 0, 2, 1, 8) == []
