@@ -280,7 +280,7 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
     [
         (["--world", "4", "--memory", "1e-9"], "no layout fits"),
         (["--world", "4", "--tp", "3"], "no mesh of these sizes has 4 ranks"),
-        (["--world", "4", "--refuse"], "no layout fits"),
+        (["--world", "4", "--refuse"], "no layout could be counted: "),
         (["--world", "4", "--vary", "zero"], "isn't of the form"),
         (["--world", "4", "--tp", "0"], "argument --tp: 0 is no size of an axis"),
         (

@@ -27,6 +27,7 @@ PRESETS = {
     "gpt2-medium": _gpt2(layers=24, d_model=1024, heads=16),
     "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
     "gpt2-xl": _gpt2(layers=48, d_model=1600, heads=25),
+    "llama-7b": GPTConfig(vocab_size=32000, seq_len=2048, layers=32, d_model=4096, heads=32, d_ff=11008),
     "llama-65b": GPTConfig(vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016),
     "llama3-1b": _llama3(layers=16, d_model=2048, heads=32, d_ff=8192, tie_embeddings=True),
     "llama3-8b": _llama3(layers=32, d_model=4096, heads=32, d_ff=14336),

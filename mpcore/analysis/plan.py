@@ -176,6 +176,8 @@ def main(argv: list[str] | None = None) -> None:
         draw_ranks(machine.node, args.ranks, **fits[(args.explain or 1) - 1].sizes)
     if args.out and fits:
         draw(found, machine, args.out)
+    if found and all(e.refused for e in found):
+        raise ValueError(f"no layout could be counted: {found[0].refused}")
     if not fits:
         raise ValueError(
             "no layout fits: try --vary recompute=selective,full, --vary zero=3, more ranks or smaller micro-batches"

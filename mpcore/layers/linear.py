@@ -107,16 +107,15 @@ class ParallelLinear(ParallelModule):
 class ColumnParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the rows of W (the output features) sharded over tp.
 
-    Each rank takes the whole x and returns its shard of y's last dimension: x is I, y is S(-1) in the terms of
-    `mpcore.collectives`.
+    Each rank takes the same x, and returns its shard of y's last dimension (I and S(-1) in `mpcore.collectives`).
 
     Args:
         in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
         gather_output: return the whole output on every rank.
-        regather: with sequence parallel, gather the input again in backward instead of keeping the whole.
-        unit: so many neighbouring output features stay on one rank, such as `head_dim`.
-        options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
-            sequence parallel the input is this rank's shard of the sequence, gathered here.
+        regather: with sequence parallel, gather the input again in backward instead of storing all of it.
+        unit: groups of `unit` neighbouring output features are never split, such as `head_dim`.
+        options: `tp`, the axis: give `mesh.tp`, without it each rank holds the whole layer; `sequence_parallel`: the
+            input is this rank's shard of the sequence, gathered here; `sequence_dim`; `init`, `device`, `dtype`.
 
     Raises:
         ValueError: if out_features / unit is smaller than the number of ranks.
@@ -188,8 +187,8 @@ class RowParallelLinear(ParallelLinear):
         in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
         input_is_parallel: `x` is this rank's shard; otherwise it is whole, and split here.
         unit: groups of `unit` neighbouring input features are never split, such as `head_dim`.
-        options: `tp`, the axis; `sequence_parallel`: the output is this rank's shard of the sequence; `sequence_dim`;
-            `init`, `device`, `dtype`.
+        options: `tp`, the axis: give `mesh.tp`, without it each rank holds the whole layer; `sequence_parallel`: the
+            output is this rank's shard of the sequence; `sequence_dim`; `init`, `device`, `dtype`.
 
     Raises:
         ValueError: if in_features / unit is smaller than the number of ranks.

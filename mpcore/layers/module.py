@@ -48,6 +48,8 @@ class LayerOptions(TensorParallelOptions, TensorOptions, total=False):
     """Keyword arguments of every parallel layer with parameters.
 
     Attributes:
+        tp, sequence_parallel, sequence_dim: as of `TensorParallelOptions`.
+        device, dtype: of the parameters, as of torch's layers.
         init: fills the logical weights; None: as torch's own layer.
     """
 

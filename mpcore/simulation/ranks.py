@@ -55,7 +55,7 @@ def simulate(
     Args:
         function: called as `function(mesh, *args)` on each rank; with `ranks`, as `function(*args)`.
         args: the same objects on each rank. Build models in the function, so that each rank has its own.
-        tp, cp, pp, ep, dp: sizes of the mesh, which is made on the CPU; dp is by default the smallest that fits.
+        tp, cp, pp, ep, dp: sizes of the mesh, which is made on the CPU; dp is 1 by default, or what ep needs.
         ranks: number of ranks, for a function that calls `build_mesh` itself.
         mesh: more arguments of `build_mesh`, such as `{"etp": 1, "device_type": "cuda"}`.
 
@@ -63,14 +63,14 @@ def simulate(
         What the function returned on each rank, in rank order.
 
     Raises:
-        ValueError: if sizes don't fit each other, or this thread is a simulated rank.
-        RankError: if a rank raised an error, which is its cause. The other ranks are stopped.
+        ValueError: if sizes don't fit each other, or simulate is called within simulate.
+        RankError: if a rank raised an error, which is its `__cause__`. The other ranks are stopped.
         DeadlockError: if no rank can go on: one returned early, or ranks are in different collectives.
 
     Note:
         - All ranks share the process: modules, their global variables, environment variables, files.
         - Each rank has its own process groups, torch, numpy and Python random state, and default dtype.
-        - A save in the background is written at once.
+        - `run.save(background=True)` writes at once.
 
     Example:
         >>> def total(mesh):

@@ -66,7 +66,10 @@ class LossCheck:
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
         error = None
         if high - low > 1e-4 * abs(high):
-            error = ValueError(f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: {SHARDED}")
+            error = ValueError(
+                f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: "
+                f"{SHARDED}; or the ranks hold other weights, as without one torch.manual_seed for all"
+            )
         elif self.is_mean:
             error = ValueError(
                 f"the loss is a mean, as it stays the same when each sample comes twice: return the sum over tokens "

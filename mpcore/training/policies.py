@@ -24,8 +24,8 @@ class Zero:
 
     Args:
         stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
-        replicate: shard within groups of `data.size / replicate` ranks, such as a node, and replicate across them.
-        param_dtype: gather and compute parameters in this dtype; None: in their own.
+        replicate: the number of groups that hold all shards, each of `data.size / replicate` ranks, such as a node.
+        param_dtype: the dtype in which parameters are gathered and used; None keeps their own.
         reduce_dtype: sum gradients in this dtype. Gradients of float64 parameters are summed in float64.
 
     Raises:

@@ -185,7 +185,7 @@ class Run:
             ValueError: on every rank, if the schedule can't be had with this number; or between `forward_backward` and
                 `optimizer_step`.
         """
-        self._may("forward_backward")
+        self._may("forward_backward", "set_micro_batches")
         if micro_batches != self.pipeline.micro_batches:
             if self.invariant is not None:
                 kept = self.pipeline.micro_batches
@@ -282,15 +282,16 @@ class Run:
         if not self._stepping:
             raise ValueError("the optimizer of a run was stepped by itself: call run.optimizer_step() instead")
 
-    def _may(self, call: str) -> None:
-        """Refuse a call that comes in a wrong order."""
+    def _may(self, call: str, name: str = "") -> None:
+        """Refuse a call that comes in a wrong order. One of another `name` may come where `call` may."""
         order = "forward_backward, clip_gradients (once, or not at all), optimizer_step"
         if self._next == "drop_gradients":
             raise ValueError(f"{call} after a forward_backward that raised: call drop_gradients() on every rank first")
         if call == "forward_backward" and self._next != call:
+            more = "" if name else "; to accumulate, prepare(micro_batches=...)"
             raise ValueError(
-                f"forward_backward while gradients of the last one wait: the order of a step is {order}; to give it "
-                f"up, drop_gradients(); to accumulate, prepare(micro_batches=...)"
+                f"{name or call} while gradients wait for optimizer_step: the order of a step is {order}; to give it "
+                f"up, drop_gradients(){more}"
             )
         if self._next == "forward_backward" and call != self._next:
             raise ValueError(f"{call} without gradients: the order of a step is {order}")
@@ -341,7 +342,7 @@ class Run:
             batches: `(x, target)` of this rank; every rank has as many.
             arguments: tensors that the model takes by name; of a list each batch takes its own.
         """
-        self._may("forward_backward")
+        self._may("forward_backward", "evaluate")
         held = list(batches)
         if not held:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
@@ -387,21 +388,22 @@ class Run:
     def save(
         self, folder: str | os.PathLike[str], *, background: bool = False, after: Saving | None = None, **about: Any
     ) -> Path | Saving:
-        """Write a checkpoint that any layout reads, `folder`/step-N: a collective on all ranks.
+        """Write the checkpoint `folder`/step-N, which any layout can read. All ranks must call it.
 
         Args:
-            folder: holds all checkpoints of the run.
+            folder: the folder for all checkpoints of the run.
             background: copy the state, and write it while training goes on.
-            after: an earlier save in the background, which must end first.
-            about: arguments of `mpcore.checkpoint.save`: `sample`, `config`, `extra`, `keep`, `beside`.
+            after: an earlier save in the background, which is waited for first.
+            about: `keep=2` deletes all checkpoints but the newest two; `extra={..}` is returned by `load`; `sample`,
+                `config`, `keep_every` and `beside` are explained at `mpcore.checkpoint.save`.
 
         Returns:
-            The path; in the background the `Saving`, whose `wait` returns it.
+            The path. With `background=True` a `Saving`, whose `wait()` returns the path.
 
         Raises:
             ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written.
         """
-        self._may("forward_backward")
+        self._may("forward_backward", "save")
         self.begin_merges()
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
         state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
@@ -426,7 +428,7 @@ class Run:
         Raises:
             ValueError: on every rank and before anything changes, as `mpcore.checkpoint.load`.
         """
-        self._may("forward_backward")
+        self._may("forward_backward", "load")
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
