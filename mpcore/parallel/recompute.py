@@ -59,29 +59,34 @@ def recompute(
     axes: Sequence[Axis] = (),
     preserve_rng_state: bool = True,
 ) -> list[str]:
-    """Have blocks keep less for backward and compute it again there. Names, parameters and results stay as they are.
+    """Recompute activations of the blocks in backward instead of storing them (activation checkpointing).
 
-    Call it again to change the kind, or where submodules of a block were replaced. It works before and after
-    `shard_data_parallel`, under any pipeline schedule, autocast and torch.compile. A `forward` that was set on a block
-    itself is the one called, and comes back with "none".
+    The blocks change in place: names, parameters, outputs and gradients stay the same. Call it again to change the
+    kind, or after you replaced submodules of a block. It works before and after `shard_data_parallel`, under any
+    pipeline schedule, autocast and torch.compile. A `block.forward` that you assigned is called, and comes back with
+    "none".
 
     Args:
-        blocks: modules called one after the other; those of one pipeline rank.
-        kind: "full", "selective" or "none".
+        blocks: the blocks of this pipeline rank, in the order of their calls.
+        kind: "full" keeps only a block's input; "selective" also the results of linear layers and collectives; "none"
+            keeps everything.
         every: recompute each n-th block, from the first; the others keep everything.
-        budget: instead of `kind`: the share of the blocks' activations that they may keep, in (0, 1]. Blocks become
-            selective, one after the other, then full, until the counted bytes are in the budget.
-        example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them; only
-            shapes and dtypes matter, "meta" will do.
-        axes: with `budget`, the axes of the blocks' collectives, such as `(mesh.tp, mesh.data)`. Their ranks choose
-            the same kinds, by the rank that keeps most: to recompute a block repeats its collectives.
-        preserve_rng_state: of torch's generators, for blocks that draw from them. Layers of mpcore don't.
+        budget: replaces `kind` and `every`: the fraction of the activation bytes that may be kept, in (0, 1]. Blocks
+            become selective in order, then full in order, until the counted bytes fit.
+        example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them. Only
+            shapes and dtypes matter: tensors may be on "meta".
+        axes: with `budget`, the axes over which the blocks communicate, such as `(mesh.tp, mesh.data)`. Bytes are the
+            maximum over their ranks, a collective, so that all choose the same kinds: recomputing "full" repeats
+            collectives.
+        preserve_rng_state: save and restore the state of torch's generators. Only blocks that draw from them need it;
+            mpcore's layers don't.
 
     Returns:
         The kind of each block.
 
     Raises:
-        ValueError: if the kind is unknown, or the budget is out of reach, with the least share that can be had.
+        ValueError: if the kind is unknown, `every` is below 1, `budget` is outside (0, 1] or has no `example`, or
+            "full" for all blocks exceeds the budget; the message gives the smallest possible one.
 
     Example:
         >>> blocks = [mpcore.ParallelMLP(4, 16), mpcore.ParallelMLP(4, 16)]

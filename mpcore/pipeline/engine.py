@@ -27,39 +27,37 @@ from mpcore.pipeline.schedules import Action, Schedule, Span
 
 
 class Pipeline:
-    """Runs a step: forward and backward of every micro-batch, on this rank's stages.
+    """Run one training step: forward and backward of every micro-batch, on this rank's stages.
 
-    A stage returns a tensor, or a tuple of tensors, which the next takes as so many arguments. For micro-batches of one
-    shape it returns the same number of tensors, of the same shapes, dtypes and need of gradients. The last stage may
-    return whatever `loss` takes.
-
-    The first message of each shape of micro-batch is preceded by a header with its shapes; the receiving rank's host
-    waits for that one. No forward runs twice.
-
-    Schedules that split backward (`zb`, `zbv`, `dualpipev`) run it in two halves: a stage's graph is kept between
-    them, an `autograd.Function` may run its backward in both, hooks of activations too, and a layer that is used
-    several times costs what lies between its uses once more.
+    A stage returns a tensor or a tuple of tensors, and the next stage receives them as positional arguments. For
+    micro-batches of the same shape, the number, shapes, dtypes and `requires_grad` of the outputs must not change. The
+    last stage may return any object that `loss` accepts.
 
     Args:
-        model: this rank's stage; or its stages, lowest first, for schedules that lay several on a rank. The first
-            takes the batch's input, each other what the one before returns, all of them the keyword arguments of a
-            step.
+        model: this rank's stage, or a list of its stages in pipeline order if the schedule places several on a rank.
+            The first stage of the pipeline receives the batch's input, every stage the keyword arguments of a step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
-        micro_batches: how many a step has.
-        loss: `loss(output, target)`, one number with a graph; called on the last stage. Losses are summed, nothing is
-            divided here.
-        schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
-        trace: note when each action runs, for `recorded`. On a GPU that waits for the device around each action.
-        after_backward: called with the stage after each backward of a micro-batch that is not split.
+        micro_batches: the number of micro-batches of a step on each rank.
+        loss: `loss(output, target)`, a scalar that requires grad; called on the last stage, once for each micro-batch.
+            Losses are summed. Divide in `loss` by the tokens of the step, not by `micro_batches`.
+        schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a `Schedule`.
+        trace: note when each action runs, for `recorded`. On a GPU the host then waits for the device at each action.
+        after_backward: called with the stage after each backward that the schedule doesn't split in two.
 
     Attributes:
         plan: the schedule that runs.
         last_rank: the rank along `mesh.pp` that holds the last stage.
 
     Raises:
-        ValueError: on every rank of the pipeline, if the schedule can't be had with these numbers, fails its proof,
-            names its messages (they are posted here), or gives this rank another number of stages; or if a tied
-            parameter is pending over `mesh.pp` or `mesh.ends` on some of their ranks alone.
+        ValueError: on every rank of the pipeline, if the schedule doesn't exist for this number of ranks, micro-batches
+            or stages, fails its proof, contains send or receive actions (`Pipeline` adds them), or if ranks disagree
+            about the tied parameters whose gradients are summed over `mesh.pp` or `mesh.ends`.
+
+    Note:
+        - For the first micro-batch of each shape the sender sends a header with the shapes, and the receiving rank's
+          host waits for it. No extra forward runs.
+        - `zb`, `zbv` and `dualpipev` compute the gradients of inputs first and those of weights later. The autograd
+          graph stays in memory between the two, and an `autograd.Function` or a hook on an activation may run twice.
 
     Example:
         >>> stage = mpcore.ColumnParallelLinear(4, 4)

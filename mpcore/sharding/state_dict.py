@@ -72,16 +72,18 @@ def all_names(model: nn.Module) -> Iterable[list[str]]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy a logical state dict into the model: each parameter's part, and persistent buffers. No communication.
+    """Load the state dict of the unsharded model: each rank copies its shards, and persistent buffers.
+
+    There is no communication: every rank passes the whole tensors.
 
     Args:
-        model: the model, or this rank's stage of it, sharded over data or not. Gathered parameters are shards again.
-        state: logical tensors by full name, of a tied parameter by one of its names; may hold more than this model's
-            stage needs.
+        model: the model, or this rank's stage of it, before or after `shard_data_parallel`. Parameters that a forward
+            left gathered are resharded first.
+        state: whole tensors by full name. A tied parameter may have any of its names; other tensors are ignored.
 
     Raises:
-        ValueError: before anything changes, naming what is missing, has another shape, is offloaded, or is still
-            gathered by a stage that the model joins.
+        ValueError: before any value is copied, naming the tensor, if one is missing, has another shape, is offloaded,
+            or is still gathered by a stage that was sharded separately.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)

@@ -33,17 +33,18 @@ def from_pretrained(
     model_class: Any = None,
     **options: Any,
 ) -> Any:
-    """Open a folder of transformers as a model that is sharded over tp: a collective on all ranks.
+    """Load a Hugging Face model from a local folder, sharded over `mesh.tp`. Call it on every rank.
 
-    Each rank reads its shards, and never holds the whole model: it makes the model on the meta device, calls
-    `parallelize`, and reads the files one tensor at a time. The model is what `parallelize` of transformers'
-    `from_pretrained` gives.
+    Each rank creates the model on the meta device and calls `parallelize`. Then it reads one tensor at a time, or a
+    group that transformers converts together, and keeps its shard: no rank holds the whole model. The result equals
+    `parallelize` of the model that transformers' `from_pretrained` returns.
 
     Args:
         folder: a local folder with config.json and safetensors files.
         mesh: the mesh; the model is sharded over `mesh.tp` and lies on `mesh.device`.
-        plan: as of `parallelize`.
-        dtype: of the parameters; None: that of config.json, or else float32.
+        plan: see `parallelize`.
+        dtype: of the parameters, but for those that transformers keeps in float32; None: that of config.json, or else
+            float32.
         model_class: a class of transformers; None: the first of config.json's `architectures`.
         options: `check`, `example`, `skip` and `strict` of `parallelize`.
 
@@ -51,13 +52,13 @@ def from_pretrained(
         The model, in evaluation mode as of transformers: call `train()` before you train it.
 
     Raises:
-        ValueError: on every rank, if the folder has no such model, the weights are pickles or quantized, a tensor is
-            missing or misshapen, or as `parallelize`.
+        ValueError: on every rank, if the folder is not there (names on the Hub aren't accepted), transformers lacks the
+            architecture, the weights are pickles or quantized, a tensor is missing or has another shape, or for any
+            error of `parallelize`.
 
     Note:
-        - Files that use other names than `save_pretrained` of transformers 5 writes, such as very old ones, are
-          refused: save them once with transformers.
-        - Call `shard_data_parallel` or `prepare(initialize=False)` afterwards, as with any model that has weights.
+        - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
+        - Call `shard_data_parallel` or `prepare(initialize=False)` afterwards, which keeps the loaded weights.
 
     Example:
         >>> import tempfile

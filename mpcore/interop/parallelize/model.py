@@ -55,48 +55,50 @@ def parallelize(
 
     Every rank holds the whole model on entry, with the same weights, and keeps its shard. Create the optimizer
     afterwards: sharding replaces parameters. After each backward call `mpcore.reduce_gradients`. A model with dropout
-    needs the same random seed on all ranks of tp, and even shards.
+    needs the same random seed on all ranks of tp, and sizes that tp divides.
 
-    Before any weight is sharded, the plan is checked: rank 0 runs a small copy of the model (on its CPU, in float64,
-    with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must be equal.
+    Before any weight is sharded, the plan is checked: rank 0 of tp runs a small copy of the model (on its CPU, in
+    float64, with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must agree to
+    rounding.
 
     Args:
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
-        plan: a style for each pattern of module or parameter names. A style is a word, such as "colwise", or an
+        plan: a style for each pattern of module or parameter names. A style is a string, such as "colwise", or an
             object, such as `Colwise(...)`; the page docs/parallelize.md lists both. `*` matches within one component
             ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with fewer stars wins. "auto" or
             None: the plan that a Hugging Face model carries.
-        tp: the axis.
+        tp: the tensor-parallel axis, `mesh.tp`. Call `parallelize` on each of its ranks. Size 1 shards nothing.
         check: check the plan as above. False: trust it.
         example: arguments of a forward for the check: a tensor, a tuple of arguments, or a dict of them by name. None:
             guess them from the model's forward; if that fails, the first forward checks the plan on its arguments.
         skip: patterns of modules that stay replicated, though the plan names them.
-        strict: raise where there would be a warning: less than half of the model is sharded, or the plan can't be
+        strict: raise instead of warning, if less than half of the parameters' bytes is sharded or the plan can't be
             checked.
 
     Returns:
-        The model itself. If the model is a single layer, which a plan names by "", its replacement.
+        The model itself. If the model is one layer, which the pattern "" names, the new layer.
 
     Raises:
         ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
-            or unsupported or doesn't fit its module, sizes don't fit tp, the model's code keeps a number of heads that
-            the plan shards, the ranks hold different models, or the sharded copy differs from the unsharded one: the
-            message names the first module that differs.
+            or unsupported or doesn't fit its module, sizes don't fit tp, a module stores a number of heads that the
+            plan shards and no `LocalSizes` divides, the ranks hold different models, or the sharded copy differs from
+            the unsharded one: the message names the first module that differs. If the first forward checks the plan,
+            it raises then.
 
     Note:
-        - dtype, device, requires_grad, training mode and ties stay. Where the plan names one end of a tied weight, the
-          other end is sharded too, and returns whole outputs.
+        - dtype, device, requires_grad and training mode stay; tied weights stay tied. Where the plan names one end of
+          a tied weight, the other end is sharded too, and its outputs are gathered on every rank.
         - On an axis of size 1 the parameters stay the same objects.
         - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
-          `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for whole logits.
+          `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for all logits.
         - Don't wrap it in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it gives all of
-          them rank 0's shards. Its forward refuses. Over ranks of dp alone it is right.
-        - Call transformers' `generate` on every rank of tp. Options by which ranks would choose different tokens raise.
+          them rank 0's shards. The forward then raises. Over ranks of dp alone it is right.
+        - Call transformers' `generate` on every rank of tp. It raises if ranks could choose different tokens.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         >>> tp = mpcore.Axis(size=2, rank=0, name="tp")
-        >>> mpcore.parallelize(model, {"0": "colwise", "2": "colwise"}, tp)  # "2" takes the shards of "0"
+        >>> mpcore.parallelize(model, {"0": "colwise", "2": "colwise"}, tp)  # wrong: "2" gets a shard of its input
         Traceback (most recent call last):
         ValueError: 2 fails on 2 ranks: the last dimension of x (2, 7, 4) is 4, but in_features is 8...
         >>> mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, tp)[0].weight.shape

@@ -13,13 +13,15 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class Colwise:
-    """Shard the output features of a linear layer, or the columns of an embedding, such as a bias of each head.
+    """Shard the output features of a linear layer, or the columns of an embedding, as of a table [buckets, heads].
 
     Args:
-        blocks: into how many equal blocks the output falls (3 for a fused [Q|K|V]), or their lengths. Each is sharded.
-        gather_output: return the whole output on every rank.
-        unit: consecutive output features that stay on one rank. None: the `head_dim` (or `head_size`,
-            `attention_head_size`, `key_value_proj_dim`) of the module that holds a linear layer, and 1 otherwise.
+        blocks: the number of equal blocks of output features (3 for a fused [Q|K|V]), or a tuple of their lengths. Each
+            block is sharded by itself.
+        gather_output: gather the output, so that every rank has all features.
+        unit: the number of consecutive output features that stay on one rank, such as a head's. None: for a linear
+            layer the `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`) of the module that holds
+            it, and 1 where there is none.
 
     Example:
         >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64

@@ -155,23 +155,24 @@ class RouterOptions:
 
 
 class Router(ParallelModule, RandomModule):
-    """Scores, the best K experts of each token, their weights, and the balance losses.
+    """Score the experts for each token, choose the best K, and return their weights and the balance losses.
 
     Args:
-        dim: D.
-        num_experts, top_k: E and K.
-        tp, cp, data: the axes that tokens are sharded over; each rank has other ones.
-        init, device, dtype: `LayerOptions`.
-        options: `RouterOptions`.
+        dim: D, the features of a token.
+        num_experts, top_k: the number of experts E, and of experts for each token K.
+        tp, cp, data: the axes over which tokens are sharded: every rank holds different tokens.
+        init, device, dtype: as of `LayerOptions`.
+        options: the fields of `RouterOptions` as keyword arguments, such as `score="sigmoid"`.
 
     Attributes:
         options: as given.
-        bias_rate: that of the options; it may be changed between steps.
-        tally: sums over the tokens of the step so far, until `update_routers`; None before the first.
-        key: the stream of the jitter; None until it is seeded.
+        bias_rate: the step size of the experts' biases in `update_routers`. You can change it between steps.
+        tally: statistics summed over this rank's tokens of the step, for `update_routers`; None before a forward.
+        key: seeds the jitter; None until `materialize` or `seed_dropout` sets it.
 
     Raises:
-        ValueError: if K or the groups don't fit E, or as `RouterOptions`.
+        ValueError: if K or the groups don't fit E, or an option is invalid (see `RouterOptions`). Forward raises it for
+            jitter without `samples` or seed, and for a balance loss without `loss_scale`.
 
     Example:
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=4, top_k=2, score="sigmoid", bias_rate=0.001)
