@@ -71,7 +71,7 @@ FAULTS = [
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
     (14, "tied", "pp3mb4", models.loss, "gradient", "embedding.weight", "mesh.ends.*where other stages hold it"),
     (14, "renamed", "pp2", models.loss, "gradient", "head.weight", "its first name in the whole model on every rank"),
-    (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "cut otherwise than it computes|order"),
+    (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "sharded otherwise than its forward computes|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
     (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
     (21, "init", "tp2", models.loss, "first values", "attention.qkv.weight", "its first values depend on the layout"),
@@ -79,7 +79,7 @@ FAULTS = [
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
-    (0, "between", "tp2", models.loss, "forward", "scale", "or the forward is wrong between the module before and th"),
+    (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip

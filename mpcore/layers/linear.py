@@ -180,8 +180,9 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the columns of W (the input features) sharded over tp.
 
-    Each rank takes its shard of x's last dimension, as a column-parallel layer returns it, and the ranks sum to the
-    whole y (`mpcore.collectives` calls this S(-1) and I). The bias is added once, after the sum.
+    Each rank takes its shard of x's last dimension, as a column-parallel layer returns it. The products
+    are summed over the ranks, and each rank gets the whole y: x is S(-1) and y is I, the same on all ranks, in the
+    terms of `mpcore.collectives`. The bias is added once, after the sum.
 
     Args:
         in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
@@ -275,9 +276,10 @@ class GateUpParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections in one product; each rank's output is [its q heads | k heads | v heads].
 
-    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are cut over tp.
-    Where tp divides the number of KV heads they are cut too; otherwise each rank holds the KV heads that its query
-    heads read, and the gradients of replicas are summed by `mpcore.reduce_gradients`, as declared.
+    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are sharded over
+    tp. Where tp divides the number of KV heads they are sharded too. Otherwise each rank holds the KV heads that its
+    query heads read, so that several ranks may hold the same one. The layer declares this in its `shardings`, and
+    `mpcore.reduce_gradients` sums the gradients of the copies.
 
     Args:
         in_features: D.

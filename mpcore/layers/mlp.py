@@ -47,8 +47,9 @@ class ParallelMLP(torch.nn.Module):
         dim: D, the model width.
         hidden_dim: F, the hidden width (of the gate and of the up projection each, where there is a gate).
         activation: "swiglu", "gelu", "gelu_tanh", "geglu", "geglu_tanh", "relu", "relu_squared" or "silu". "gelu" and
-            "geglu" are exact, as in torch. Or a callable without parameters, [..., F] -> [..., F], that works on each
-            feature by itself; one that makes F features of 2F, such as `torch.nn.functional.glu`, gets [gate | up].
+            "geglu" are exact, as in torch. Or a callable without learnable weights that treats each feature by itself,
+            [..., F] -> [..., F]. A gated one, [..., 2F] -> [..., F], gets the two projections one after the other:
+            `torch.nn.functional.glu` then puts the sigmoid on the second.
         bias: biases of the projections.
         output_init: fills the weight of down; None: as `init`.
         options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With

@@ -48,18 +48,20 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """Compute in a dtype, by 16-bit parameters or by autocast; FP8 products in the blocks.
+    """The dtype to compute in: by 16-bit parameters or by autocast, and optionally with FP8 products in the blocks.
 
     With "bfloat16" the model's parameters are bfloat16, and so are activations, the residual stream, pipeline messages
     and collectives of activations. The optimizer steps float32 masters, which begin with the values before rounding.
-    Gradients are summed in float32. mpcore's norms, softmax, losses and routers compute in float32. `Zero` of stage 1
-    to 3 shards the masters and gathers bfloat16 (unless `Zero.param_dtype` says otherwise), so any optimizer will do;
-    without it `mpcore.AdamW` and `mpcore.Muon` keep the masters. Build the model in float32: `prepare` converts it.
+    Gradients are summed in float32. mpcore's norms, softmax, losses and routers compute in float32. With `Zero` of
+    stage 1 to 3 the float32 shards are the masters, and `Zero.param_dtype`, by default bfloat16, is gathered: any
+    optimizer works. Without it the optimizer must keep the masters: use `mpcore.AdamW` or `mpcore.Muon`. Build the
+    model in float32: `prepare` converts it.
 
     Args:
         dtype: "float64", "float32", "bfloat16" or "float16", a short name such as "bf16", or a torch.dtype.
         autocast: keep the parameters as they are built, and cast operands of matrix products to bfloat16 each time
-            (torch.autocast): the residual stream is float32. "float16" always does, with a loss scale.
+            (torch.autocast): the residual stream is float32. With "float16" autocast is always on, to float16, and the
+            loss is scaled.
         fp8: the linear layers of the blocks multiply in FP8 (e4m3, a scale for each 128 elements).
         first_loss_scale: the first loss scale of float16: halved at an overflow, doubled after 2,000 good steps.
 

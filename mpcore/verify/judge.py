@@ -314,8 +314,9 @@ class Judge:
         if got.dim() > 1 and _same_columns(got, part):
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
         return (
-            "all modules before it are right, so the fault is here: its weights are cut otherwise than it computes, it "
-            "reads another rank's, or the forward is wrong between the module before and this one"
+            "all modules before it are right, so the fault is in this module or just before it: its weights are "
+            "sharded otherwise than its forward computes, it uses another rank's shard, or the code between the module "
+            "before and this one is wrong"
         )
 
     # --- buffers ------------------------------------------------------------------------------------------------------
