@@ -82,7 +82,7 @@ class Verdict:
         if self.first is None:
             return (
                 f"rounding: {self.count} numbers of {self.steps} steps lie within the band of {len(self.twins)} twins, "
-                f"the last of them {self.nearest:.0%} of the way out\n{rates}"
+                f"the farthest of them at {self.nearest:.0%} of the band\n{rates}"
             )
         return f"NOT rounding: {self.first}, {self.first.times:.3g} times the band of {len(self.twins)} twins\n{rates}"
 

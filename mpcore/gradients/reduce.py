@@ -37,22 +37,23 @@ UNSUMMED = (
 def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
     """Sum the gradients that layers declare as pending. Call it once a step, after the last backward.
 
-    Pending are the gradients of replicated parameters that saw only this rank's part of the work: norms under sequence
-    parallel, norms of sharded heads, replicated KV heads, embeddings tied across pipeline stages. They are summed in
-    fp32 (fp64 for fp64): parameters of `early.ALONE` elements and more each by itself, others packed, `BUCKET` elements
-    at once. With `shard_data_parallel(zero=0)` the sums of large ones have begun within the last backward.
-    A parameter without a gradient on some rank counts as zero there; one without on all ranks keeps None.
+    Pending are the gradients of replicated parameters that saw only this rank's part of the work: weights of norm
+    layers under sequence parallel and of sharded heads, replicated KV heads, embeddings tied across pipeline stages.
+    They are summed in fp32 (fp64 for fp64). A parameter of at least `early.ALONE` elements is summed by itself; smaller
+    ones are packed into buckets of up to `BUCKET` elements. With `shard_data_parallel(zero=0)` the sums of large
+    parameters have started during the last backward. A parameter without a gradient on some rank counts as zero there;
+    one without on all ranks keeps None.
 
     Args:
-        model: the model, or this rank's stage of it. Its gradients were zeroed since the last call.
-        over: for plain data parallelism without `shard_data_parallel`: the mesh, which stands for each parameter's
-            `Sharding.data_axis`, or axes over which every parameter is replicated with other data on each rank.
+        model: the model, or this rank's stage of it. Its gradients must have been zeroed since the last call.
+        over: for plain data parallelism without `shard_data_parallel`: the mesh, to sum each parameter over its own
+            `Sharding.data_axis`, or axes over which all parameters are replicated and the ranks' data differ.
 
     Raises:
         ValueError: before anything is sent, if `shard_data_parallel` sums over one of these axes already, or has not
-            summed a gradient (the last micro-batch had no backward, or one that raised: `drop_gradients`); if a trained
-            parameter was added after it, is still gathered, or has hooks that it never calls; or if experts don't lie
-            as the mesh says, or have replicas over tp that nothing sums.
+            summed a gradient because the last backward is missing or raised (then call `drop_gradients`); if a trained
+            parameter was added after `shard_data_parallel`, is still gathered, or has a hook that would never run; or
+            if experts don't lie as the mesh says, or have replicas over tp that nothing sums.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)

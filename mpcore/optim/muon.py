@@ -23,16 +23,16 @@ from mpcore.sharding.state_dict import full_tensor
 class Muon(AdamW):
     """Muon for the matrices of hidden layers, AdamW for all else; on any layout the step of the unsharded model.
 
-    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that shard it. Where several ranks then
-    hold the same matrices, each orthogonalises another one and they exchange the results. A parameter of several
-    matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up, also of each
-    expert), and the last two dimensions of more than two.
+    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that shard it. Ranks that then
+    hold the same matrices divide the work: each orthogonalises some of them, and they exchange the results. A parameter
+    of several matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up, also of
+    each expert), and in more than two dimensions each matrix of the last two.
 
-    These are two optimizers, so there are more than ten parameters: those of torch's Muon and of AdamW, under the same
-    names.
+    The class is two optimizers in one, so it takes more than ten arguments: those of torch's Muon and of AdamW, under
+    the same names.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before.
+        model: the model, or this rank's stage of it. If you shard it over data, do so before.
         lr, weight_decay: of both kinds.
         mesh: the mesh the model lies on; the work is shared over its tp and data axes.
         exclude: parameters, or modules, that AdamW steps: name the head, and tables that are bare parameters.

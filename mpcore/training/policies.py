@@ -144,7 +144,7 @@ class Offload:
     Args:
         optimizer: the optimizer's state; its step runs on the host.
         activations: what autograd saves for backward.
-        parameters: the blocks' parameters; with `Zero(stage=0)` or one data-parallel rank.
+        parameters: the blocks' parameters; only with `Zero(stage=0)` or one data-parallel rank.
 
     Example:
         >>> Offload(optimizer=True).parameters

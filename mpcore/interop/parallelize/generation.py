@@ -16,7 +16,7 @@ from mpcore.mesh.axis import Axis
 
 
 def guard_generate(model: nn.Module, tp: Axis) -> None:
-    """Have each `generate` in a sharded model refuse, on every rank, a call in which ranks would part.
+    """Make every `generate` of a sharded model raise, on all ranks, if the ranks would choose different tokens.
 
     The call raises ValueError if its logits are sharded, if ranks get different prompts or draw from different random
     states, or if the clock ends it (`max_time`).
