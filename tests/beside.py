@@ -18,16 +18,19 @@ TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
-    ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "plan"),
+    ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "floors", "memory_tables", "mutations", "notebooks",
+          "plan", "replay"),
     "examples": ("data", "latent_attention", "prepare", "tokenizer"),
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
-}
+}  # fmt: skip
 RANKS = {
-    ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "lora", "memory", "optim", "parallelize",
-          "plans", "pretrained", "recompute"),
+    ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "lora", "memory", "odd_models", "optim",
+          "parallelize", "plans", "pretrained", "recompute"),
     "examples": ("hf",),
     "oracles": ("oracles",),
+    "pipeline": ("memory",),
+    "training": ("bfloat16", "bitwise"),
 }  # fmt: skip
 
 
