@@ -20,7 +20,7 @@ from mpcore.sharding.local import is_dtensor, local_tensor
 
 
 @torch.no_grad()
-def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
+def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's memory is corrupt") -> None:
     """Raise an error if ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
 
     Layers declare what is replicated: whole parameters over tp and data, replicated KV heads, tied embeddings; and
@@ -30,6 +30,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
         model: the model, or this rank's stage of it, between two steps; where parameters are offloaded, what
             `Run.parameters` gives.
         mesh: the mesh it lies on.
+        cause: what the error says of it.
 
     Raises:
         ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, the ranks that differ
@@ -49,7 +50,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh) -> None:
     if int(all_reduce(count, mesh.world, "max")):
         messages = exchange(None, found, mesh.world.group, lambda lists: list(dict.fromkeys(itertools.chain(*lists))))
         more = f"; and {len(messages) - 8} more" if len(messages) > 8 else ""
-        raise ValueError(f"replicas differ, so a rank's memory is corrupt: {'; '.join(messages[:8])}{more}")
+        raise ValueError(f"replicas differ, {cause}: {'; '.join(messages[:8])}{more}")
 
 
 def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:

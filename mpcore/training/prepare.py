@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import materialize
@@ -45,6 +46,8 @@ from mpcore.training.loss_check import Loss
 from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
+
+OTHER_VALUES = "as each rank made its own: build the model after one torch.manual_seed on all ranks, or load weights"
 
 
 def prepare(
@@ -148,6 +151,9 @@ def prepare(
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
     _check_names(stages, mesh, drawn=initialize is not False)
+    if initialize is False:  # before data parallelism shards the values: each rank would give its own part
+        for stage in stages:
+            compare_replicas(stage, mesh, OTHER_VALUES)
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)

@@ -568,6 +568,28 @@ class Half(nn.Module):
         return x
 
 
+def check_values_of_replicas(sizes: dict, zero: int, seeded: bool) -> None:
+    on = mesh(**sizes)
+    torch.manual_seed(0 if seeded else on.world.rank)
+    model = nn.Sequential(
+        mp.ColumnParallelLinear(4, 8, tp=on.tp), mp.RowParallelLinear(8, 4, tp=on.tp), nn.LayerNorm(4)
+    )
+    nn.init.normal_(model[2].weight)
+    told = {"blocks": [], "optimizer": mp.AdamW, "loss": lambda y, t: y.sum(), "data": mp.Zero(zero)}
+    if seeded:
+        mp.prepare(model, on, initialize=False, **told)
+        return
+    name = "0.weight" if sizes.get("tp", 1) == 1 else "2.weight"
+    with pytest.raises(ValueError, match=rf"replicas differ, as each rank made its own: .*manual_seed.* {name}"):
+        mp.prepare(model, on, initialize=False, **told)
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 0), ({"dp": 2}, 3)])
+def test_kept_values_that_differ_between_replicas_are_refused(ranks, sizes, zero):
+    for seeded in (True, False):
+        ranks(2, check_values_of_replicas, sizes, zero, seeded)
+
+
 def check_names_of_stages() -> None:
     on = mesh(pp=2)
 
