@@ -152,8 +152,9 @@ def prepare(
 
     _check_names(stages, mesh, drawn=initialize is not False)
     if initialize is False:  # before data parallelism shards the values: each rank would give its own part
-        for stage in stages:
-            compare_replicas(stage, mesh, OTHER_VALUES)
+        with raising_together():
+            joined = stages[0] if len(stages) == 1 else join_stages(stages)
+        compare_replicas(joined, mesh, OTHER_VALUES)
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)

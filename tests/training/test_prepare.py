@@ -584,6 +584,35 @@ def check_values_of_replicas(sizes: dict, zero: int, seeded: bool) -> None:
         mp.prepare(model, on, initialize=False, **told)
 
 
+class Part(nn.Module):
+    """One of four stages; the first and the last hold one table."""
+
+    def __init__(self, on: mp.Mesh, number: int, value: float) -> None:
+        super().__init__()
+        if number in (0, 3):
+            self.table = nn.Embedding(4, 4)
+            nn.init.constant_(self.table.weight, value)
+            mp.add_partial(self.table, "weight", on.ends)
+        else:
+            self.blocks = nn.ModuleDict({str(number): nn.Linear(4, 4)})
+
+
+def check_a_table_of_two_stages(alike: bool) -> None:
+    on = mesh(pp=2)
+    stages = [Part(on, number, 1.0 if alike else number) for number in (on.pp.rank, on.pp.rank + 2)]
+    told = {"blocks": [], "optimizer": mp.AdamW, "loss": lambda y, t: y.sum(), "schedule": "interleaved"}
+    if alike:
+        mp.prepare(stages, on, initialize=False, micro_batches=2, **told)
+        return
+    with pytest.raises(ValueError, match=r"replicas differ, as each rank made its own: .* table.weight"):
+        mp.prepare(stages, on, initialize=False, micro_batches=2, **told)
+
+
+def test_a_table_of_stages_at_other_places_of_their_ranks_is_compared(ranks):
+    for alike in (True, False):
+        ranks(2, check_a_table_of_two_stages, alike)
+
+
 @pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 0), ({"dp": 2}, 3)])
 def test_kept_values_that_differ_between_replicas_are_refused(ranks, sizes, zero):
     for seeded in (True, False):
