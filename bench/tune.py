@@ -162,26 +162,6 @@ def blocks(name: str, *sizes: int) -> Callable[[Any], Iterator[Candidate]]:
     return candidates
 
 
-def product_tiles(module: Any) -> Iterator[Candidate]:
-    """Other tiles of a product in eight bits, stages of its loop, warps, and tiles that go together."""
-    for tile in (
-        (128, 128, 3, 8),
-        (128, 128, 5, 8),
-        (128, 64, 4, 4),
-        (64, 128, 4, 4),
-        (64, 256, 3, 8),
-        (128, 256, 3, 8),
-    ):
-        name = "{} x {}, {} stages, {} warps".format(*tile)
-
-        def other(M: int, N: int, programs: int, tile: tuple[int, ...] = tile) -> tuple[int, ...]:
-            return tile
-
-        yield Candidate(name, {"_tile": other})
-    for group in (4, 16):
-        yield Candidate(f"GROUP {group}", {"GROUP": group})
-
-
 TUNABLE = {
     "rms_norm": Tunable("_norm", "bench_rms_norm", row_tiles),
     "layer_norm": Tunable("_norm", "bench_layer_norm", row_tiles),
@@ -192,10 +172,8 @@ TUNABLE = {
     "attention": Tunable("attention.tiles", "bench_attention", attention_tiles),
     "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
     "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
-    "grouped_linear": Tunable("grouped_linear", "bench_grouped_linear", warps),
     "moe_permute": Tunable("moe_permute", "bench_moe_permute", warps),
     "quantize_fp8": Tunable("quantize_fp8", "bench_quantize_fp8", blocks("ROWS", 16, 64, 128)),
-    "fp8_matmul": Tunable("fp8_matmul", "bench_fp8_matmul", product_tiles),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choice import REFERENCE, TRITON, by_rule, chosen, forced
+from ._choice import REFERENCE, TORCH, TRITON, by_rule, chosen, forced
 from ._torch import has_no_values, is_on_gpu, is_tracing, mutated_arguments
 from ._triton import HAS_TRITON, INTERPRETING
 
@@ -62,6 +62,27 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
             "or set TRITON_INTERPRET=1 to run kernels on the CPU"
         )
     return TRITON
+
+
+def runs_torch(impl: str | None, x: Tensor, operator: str, fits: bool, **sizes: int) -> bool:
+    """Return whether torch's own product of the operator runs for `x`, not the reference.
+
+    Args:
+        impl: "torch", "reference" or `None` to choose.
+        x, operator, sizes: as of `implementation`.
+        fits: torch has the product for these inputs.
+
+    Raises:
+        ValueError: `impl` is unknown, or is "torch" where torch has no such product.
+    """
+    if impl not in (None, TORCH, REFERENCE):
+        raise ValueError(f"impl {impl!r} is none of None, 'torch' and 'reference', which {operator} has")
+    here = fits and is_on_gpu(x)
+    if impl == TORCH and not here:
+        raise ValueError(f"impl='torch', but on {x.device} torch has no {operator} of these inputs; use 'reference'")
+    if impl is not None or not here or forced() == REFERENCE:
+        return impl == TORCH
+    return (not x.is_cuda and has_no_values(x)) or chosen(operator, x, sizes) == TORCH
 
 
 def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
 from ._torch import has_no_values
-from ._triton import launch, tl, triton
+from ._triton import HAS_TRITON, launch, tl, triton
 
 MOST_EXPERTS = 1024  # of one call: a program holds all of them at once
 
@@ -222,9 +222,17 @@ def _scattered(
             out_ptr=out, filled_ptr=filled, dweight_ptr=dweight,
             R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=block,
         )  # fmt: skip
+    return zero_rows(out, filled)
+
+
+def zero_rows(out: Tensor, filled: Tensor) -> Tensor:
+    """Write zeros to the rows of `out` `[R, D]` where int32 `filled` `[R]` is 0, and leave the others alone."""
+    if not HAS_TRITON:
+        return out.masked_fill_((filled == 0)[:, None], 0)
+    R, D = out.shape
     launch(
         _fill_kernel, (ceil_div(R, 16), 1, 1), num_warps=4,
-        out_ptr=out, filled_ptr=filled, R=R, D=D, BLOCK_R=16, BLOCK_D=min(block, 256),
+        out_ptr=out, filled_ptr=filled, R=R, D=D, BLOCK_R=16, BLOCK_D=min(next_power_of_2(D), 256),
     )  # fmt: skip
     return out
 

@@ -296,7 +296,7 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     **{
         name_of(f): (
             partial(with_gradient, f, draw(5, D), draw(2, 6, D), torch.tensor([3, 2])),
-            {"activation": (None, "swiglu")},
+            {},
         )
         for f in (grouped_linear, grouped_linear_reference)
     },

@@ -23,8 +23,6 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("attention", "forward"): {"FlexAttention": 1.1, "SDPA flash": 1.2, "SDPA cuDNN": 0.75},
     ("attention", BOTH): {"FlexAttention": 1.1, "SDPA flash": 1.8, "SDPA cuDNN": 0.65},
     ("moe_permute", "forward"): {"percent": 80, "eager": 3, "torch.compile": 1.5},
-    ("grouped_linear", "forward"): {"percent": 75, "eager": 3, "torch._grouped_mm": 1.05},
-    ("grouped_linear", BOTH): {"percent": 75, "eager": 3, "torch._grouped_mm": 1.2},
     ("quantize_fp8", "forward"): {"percent": 88, "eager": 5, "torch.compile": 1.3, "torchao": 1.1},
     ("adamw", "forward"): {"percent": 93, "foreach": 2, "torch.compile": 1.05, "torch fused": 1.1},
 }
@@ -35,7 +33,7 @@ IMPLEMENTATION_OF = {  # by kernel: the operator of the measured table, and the 
 }
 OPERATORS = (  # others have a reference of the same name, timed as "eager"
     "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "relu_squared", "rope", "cross_entropy", "dropout_add",
-    "moe_permute", "grouped_linear", "quantize_fp8", "cross_replica_hash",
+    "moe_permute", "quantize_fp8", "cross_replica_hash",
 )  # fmt: skip
 
 

@@ -237,7 +237,8 @@ class _Fp8Linear(Function):
 def _fp8_weight_product(
     dtype: torch.dtype, main: Tensor | None, dy: Tensor, dy_scales: Tensor, x: Tensor, x_scales: Tensor
 ) -> Tensor:
-    return fp8_matmul(Quantized(dy, dy_scales), Quantized(x, x_scales), dtype, out=main)
+    y = fp8_matmul(Quantized(dy, dy_scales), Quantized(x, x_scales), dtype if main is None else main.dtype)
+    return y if main is None else main.add_(y)
 
 
 def _wanted(ctx, which: int) -> bool:

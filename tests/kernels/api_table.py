@@ -51,14 +51,15 @@ Each module of `mpcore.kernels` is named for its function: `from mpcore.kernels.
 (`from mpcore.kernels import rms_norm` is the module). They take local tensors and know of no ranks. On a CPU they run
 plain torch, which is `rms_norm_reference` and so on in the same module. On a GPU the first of these decides:
 
-1. `impl="triton"` or `"reference"` of the call.
+1. `impl="triton"` (of products `"torch"`) or `"reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
    wrong.
 3. Measurements: `kernels/measured.json` names the fastest implementation for a device, an operator, a dtype and sizes
    (within a factor of two). `python -m bench.gpu_hour` makes it. It is empty: no GPU has been measured yet.
-4. The rule. Plain attention (causal or full, without a window, documents or a soft cap) runs torch's
-   `scaled_dot_product_attention`. All other operators run Triton: they are bound by memory, and a Triton kernel moves
-   each byte once where plain torch moves it once for each operator of the formula.
+4. The rule. Plain attention (causal or full, without a window, documents or a soft cap), grouped products and FP8
+   products run torch's own: `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other
+   operators run Triton: they are bound by memory, and a Triton kernel moves each byte once where plain torch moves it
+   once for each operator of the formula.
 
 Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that was not asked for
 by name is compared with its reference on a small shape. Triton's cache keeps the verdict (`mpcore_self_test`). A

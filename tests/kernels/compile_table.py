@@ -33,8 +33,6 @@ from mpcore.kernels import (  # noqa: F401, they define operators
     cross_entropy,
     cross_replica_hash,
     dropout_add,
-    fp8_matmul,
-    grouped_linear,
     moe_permute,
     quantize_fp8,
     rope,
@@ -125,26 +123,8 @@ def run_moe_permute(D: int, K: int, E: int, dtype: torch.dtype = torch.bfloat16)
     ops.moe_unpermute_backward(x, y, row, weight)
 
 
-def run_grouped_linear(D: int, F: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    x, weight, counts = torch.empty(ROWS, D, dtype=dtype), torch.empty(E, F, D, dtype=dtype), torch.zeros(E).int()
-    y = ops.grouped_linear_forward(x, weight, counts)
-    ops.grouped_linear_forward(y, weight.transpose(1, 2), counts)
-    ops.grouped_linear_weight(y, x, counts)
-
-
-def run_grouped_activation(D: int, F: int, E: int, activation: str, keep: bool) -> None:
-    x, weight = torch.empty(ROWS, D, dtype=torch.bfloat16), torch.empty(E, F, D, dtype=torch.bfloat16)
-    ops.grouped_linear_activated(x, weight, torch.zeros(E).int(), activation, keep)
-
-
 def run_quantize_fp8(K: int, square: bool, columns: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     ops.quantize_fp8(torch.empty(ROWS, K, dtype=dtype), square, True, columns)
-
-
-def run_fp8_matmul(M: int, N: int, K: int, square: bool = True, add: bool = False) -> None:
-    with mock.patch.object(fp8_matmul, "multiprocessors", return_value=132):
-        a, b = (quantize_fp8._empty_quantized(torch.empty(1), *of, True) for of in ((M, K, False), (N, K, square)))
-        ops.fp8_matmul_add(*a, *b, torch.empty(M, N)) if add else ops.fp8_matmul(*a, *b, torch.bfloat16)
 
 
 def run_column_sum(D: int) -> None:
@@ -213,9 +193,6 @@ CASES: dict[str, Callable[[], None]] = {
     "attention K=64 fp32": lambda: run_attention(64, torch.float32),
     "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
     "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),
-    "grouped_linear D=2048 F=2816 E=64 bf16": lambda: run_grouped_linear(2048, 2816, 64),
-    "grouped_linear D=2048 F=2816 E=64 bf16 swiglu": lambda: run_grouped_activation(2048, 2816, 64, "swiglu", True),
-    "grouped_linear D=1000 F=200 E=8 fp32": lambda: run_grouped_linear(1000, 200, 8, torch.float32),
 }
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")
@@ -223,9 +200,6 @@ FP8_CASES: dict[str, Callable[[], None]] = {
     "quantize_fp8 K=4096 bf16": lambda: run_quantize_fp8(4096, False, False),
     "quantize_fp8 K=4096 bf16 both ways": lambda: run_quantize_fp8(4096, False, True),
     "quantize_fp8 K=4096 fp32 square both ways": lambda: run_quantize_fp8(4096, True, True, torch.float32),
-    "fp8_matmul K=4096": lambda: run_fp8_matmul(8192, 4096, 4096),
-    "fp8_matmul K=4096 one token": lambda: run_fp8_matmul(1, 4096, 4096),
-    "fp8_matmul K=8177 added": lambda: run_fp8_matmul(4096, 4096, 8177, False, True),
 }
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
@@ -261,8 +235,8 @@ sums |
 | RoPE and the norm of queries and keys | `rope`, `rope_qkv`: both of one packed projection, one launch | - |
 | softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: `softcap` | - |
 | weighted sum of a token's experts | `moe_unpermute`: products with the router's weights, added in float32; \
-backward computes their gradient in the pass that scatters the rows | dropless rows in the product's own loads: \
-torch's grouped products read contiguous rows |
+backward computes their gradient in the pass that scatters the rows | the products and the activation between them: \
+`grouped_linear` is torch's `grouped_mm`, which reads contiguous rows |
 | cross-entropy with z-loss and label smoothing | `cross_entropy`: both from the sums of the one pass over the \
 logits | - |
 | AdamW with unscale, clip and stochastic rounding | `adamw_foreach`: one launch for all parameters of the same \

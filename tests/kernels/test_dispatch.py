@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpcore.kernels import _choice, _dispatch, _self_test, use_kernels
+from mpcore.kernels import _choice, _dispatch, _self_test, fp8_matmul, grouped_linear, use_kernels
 from mpcore.kernels._dispatch import implementation, refuse_second_derivative
 from mpcore.kernels.rms_norm import rms_norm
 
@@ -106,10 +106,19 @@ def gpu(monkeypatch, tmp_path):
     return ran
 
 
-def test_without_a_measurement_triton_runs_memory_bound_kernels_and_torch_plain_attention(gpu):
+def test_without_a_measurement_triton_runs_memory_bound_kernels_and_torch_products(gpu):
     assert json.loads(_choice.MEASURED.read_text()) == []  # until a GPU has been measured
     assert implementation(None, X, "rms_norm", D=2) == "triton"
     assert implementation(None, X, "plain_attention", T=2) == "torch"
+    for product in ("grouped_linear", "fp8_matmul"):
+        assert _dispatch.runs_torch(None, X, product, True)
+        assert not _dispatch.runs_torch(None, X, product, False)
+        assert not _dispatch.runs_torch("reference", X, product, True)
+        with use_kernels("reference"):
+            assert not _dispatch.runs_torch(None, X, product, True)
+        with use_kernels("triton"):
+            assert _dispatch.runs_torch(None, X, product, True)
+    assert gpu == [("rms_norm", False), ("fp8_matmul", False)]
     assert set(_choice.TORCH_BY_RULE) < set(_self_test.OPERATORS)
     assert set(_self_test.OPERATORS.values()) == set(_self_test.TESTS)
 
@@ -178,6 +187,8 @@ def test_a_kernel_that_is_wrong_is_replaced_with_one_warning(gpu, monkeypatch, w
     monkeypatch.setattr(_choice, "measurements", [measurement("triton", operator="plain_attention")])
     with pytest.warns(RuntimeWarning, match="attention failed"):
         assert implementation(None, X, "plain_attention") == "torch"
+    with pytest.warns(RuntimeWarning, match="fp8_matmul failed"):
+        assert not _dispatch.runs_torch(None, X, "fp8_matmul", True)
 
 
 real_fault = _self_test.fault
@@ -223,7 +234,13 @@ def test_each_operator_hands_on_the_sizes_that_measurements_have(monkeypatch):
         seen.setdefault(operator, set()).add("".join(sorted(sizes)))
         return "reference"
 
+    def record_product(impl, x, operator, fits, **sizes):
+        return record(impl, x, operator, **sizes) != "reference"
+
     monkeypatch.setattr(_dispatch, "implementation", record)
+    monkeypatch.setattr(fp8_matmul, "runs_torch", record_product)
+    monkeypatch.setattr(grouped_linear, "runs_torch", record_product)
+    grouped_linear.grouped_linear(torch.ones(2, 3), torch.ones(1, 4, 3), torch.tensor([2]))
     for name in _self_test.TESTS:
         _self_test.run_kernel(name, "reference", torch.float64, "cpu")
     one = {"adamw": "n", "attention": "", "cross_entropy": "V", "cross_replica_hash": "n", "dropout_add": "D",

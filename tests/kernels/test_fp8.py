@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpcore.kernels import _dispatch, _self_test
 from mpcore.kernels import fp8_matmul as products
 from mpcore.kernels import quantize_fp8 as module
 from mpcore.kernels.fp8_matmul import fp8_matmul
@@ -140,9 +141,6 @@ def test_the_product_is_that_of_what_the_values_stand_for(M, N, K, squares):
     terms = dequantize_fp8(a, F64).abs() @ dequantize_fp8(b, F64).abs().t()
     assert ((fp8_matmul(a, b, F32) - exact).abs() <= 1e-6 * terms).all()
     assert torch.equal(fp8_matmul(a, b), fp8_matmul(a, b, F32).bfloat16())
-    out = torch.ones(M, N)
-    assert fp8_matmul(a, b, out=out) is out
-    torch.testing.assert_close(out, 1 + fp8_matmul(a, b, F32))
 
 
 def factor(M, K, square=False, device="cpu"):
@@ -163,16 +161,10 @@ def factor(M, K, square=False, device="cpu"):
         (lambda: fp8_matmul(factor(3, 4)._replace(scales=torch.ones(2, 1)), factor(3, 4)), r"a \(3, 4\) has scales"),
         (lambda: fp8_matmul(factor(3, 4), factor(3, 4)._replace(scales=torch.ones(3, 2))), r"b \(3, 4\) has scales"),
         (lambda: fp8_matmul(factor(3, 4), Quantized(torch.ones(3, 4), torch.ones(3, 1))), "b is torch.float32 with"),
-        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(5, 3)), r"out is torch.float32 \(5, 3\)"),
-        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(3, 5).half()), "out is torch.float16"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4, device="meta")), "b is on meta, but a is on cpu"),
         (lambda: fp8_matmul(factor(3, 4), factor(5, 4), torch.int32), "dtype is torch.int32; it must be"),
-        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), impl="triton"), "impl='triton', but x is on cpu"),
-        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), F64, impl="triton"), "no torch.float64 kernel"),
-        (
-            lambda: fp8_matmul(factor(3, 4), factor(5, 4), out=torch.ones(3, 5).double(), impl="triton"),
-            "no torch.float64",
-        ),
+        (lambda: fp8_matmul(factor(3, 4), factor(5, 4), impl="triton"), "impl 'triton' is none of None, 'torch'"),
+        (lambda: fp8_matmul(factor(16, 128), factor(16, 128), impl="torch"), "on cpu torch has no fp8_matmul"),
     ],
 )
 def test_bad_input(call, message):
@@ -200,15 +192,8 @@ def test_a_gpu_without_eight_bit_floats_is_refused_before_a_launch(capability, h
         raise ValueError("refused")
 
     monkeypatch.setattr(module, "require_fp8", refuse)
-    monkeypatch.setattr(products, "require_fp8", refuse)
-    with fake_gpu() as launches:
-        for call in (
-            lambda: ops.quantize_fp8(torch.ones(3, 4), False, True, True),
-            lambda: ops.fp8_matmul(*factor(3, 4), *factor(5, 4), BF16),
-            lambda: ops.fp8_matmul_add(*factor(3, 4), *factor(5, 4), torch.ones(3, 5)),
-        ):
-            with pytest.raises(ValueError, match="refused"):
-                call()
+    with fake_gpu() as launches, pytest.raises(ValueError, match="refused"):
+        ops.quantize_fp8(torch.ones(3, 4), False, True, True)
     assert launches == []
 
 
@@ -229,63 +214,83 @@ def test_launches_of_quantize():
         assert [all(launch.arguments[name] is not None for name in pair) for pair in names] == list(wanted)
 
 
-def test_launches_of_products(monkeypatch):
-    """Tiles as large as leave no multiprocessor idle; K is no part of the code."""
-    monkeypatch.setattr(products, "multiprocessors", lambda device: 132)
-    with fake_gpu() as launches:
-        for K in (512, 1024):
-            ops.fp8_matmul(*factor(8192, K), *factor(4096, K, True), BF16)
-        ops.fp8_matmul_add(*factor(1, 48), *factor(4096, 48), torch.empty(1, 4096))
-    assert [launch.grid for launch in launches] == [(64 * 32, 1, 1), (64 * 32, 1, 1), (128, 1, 1)]
-    assert [launch.kernel.metadata.num_warps for launch in launches] == [8, 8, 4]
-    assert launches[0].kernel is launches[1].kernel
-    tiles = [
-        products._tile(M, N, 132)[:2] for M, N in ((8192, 4096), (600, 4096), (500, 4096), (300, 4096), (128, 256))
-    ]
-    assert tiles == [(128, 128), (128, 128), (64, 128), (64, 128), (64, 32)]
-    assert products._tile(64, 8448, 132)[:2] == (64, 64)
-
-
 def test_nothing_is_launched_for_nothing():
     with fake_gpu() as launches:
         for M, K in ((0, 4), (4, 0)):
             ops.quantize_fp8(torch.empty(M, K), False, True, True)
-        for M, N, K in ((0, 3, 4), (3, 0, 4), (3, 5, 0)):
-            assert not ops.fp8_matmul(*factor(M, K), *factor(N, K), BF16).any()
-        out = torch.ones(3, 5)
-        ops.fp8_matmul_add(*factor(3, 0), *factor(5, 0), out)
-        assert out.eq(1).all()
     assert launches == []
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """CPU tensors count as those of a GPU that has torch's product, without any measurement; returns its calls."""
+    calls = []
+
+    def scaled_mm(a, b, a_scales, recipe_a, b_scales, recipe_b, output_dtype):
+        with FakeTensorMode(allow_non_fake_inputs=True):  # torch's own checks of shapes and strides
+            scaled(a, b, a_scales, recipe_a, b_scales, recipe_b, output_dtype=output_dtype)
+        calls.append(recipe_b)
+        blocks, N = a.shape[1] // BLOCK, b.shape[1]
+        scales = b_scales if len(b_scales) == N else b_scales[:blocks].t()  # without the vector's padding
+        return products.fp8_matmul_reference(Quantized(a, a_scales), Quantized(b.t(), scales), output_dtype)
+
+    scaled = torch.nn.functional.scaled_mm
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(_dispatch, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(_self_test, "passes", lambda operator, x: operator == "fp8_matmul")
+    monkeypatch.setattr(products, "_has_blocks", lambda device: True)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_torch_multiplies_where_it_has_the_product(hopper, dtype):
+    """The three products of a linear layer: the layouts of scales are those that torch asks for."""
+    x, dy, weight = draw(256, 640), draw(256, 384), draw(384, 640)
+    (x_rows, x_columns), (dy_rows, dy_columns) = (quantize_fp8(t, columns=True, impl="reference") for t in (x, dy))
+    w_rows, w_columns = quantize_fp8(weight, square=True, columns=True, impl="reference")
+    for a, b in ((x_rows, w_rows), (dy_rows, w_columns), (dy_columns, x_columns)):
+        assert torch.equal(fp8_matmul(a, b, dtype), fp8_matmul(a, b, dtype, impl="reference"))
+    recipes = torch.nn.functional.ScalingType
+    assert hopper == [recipes.BlockWise128x128] * 2 + [recipes.BlockWise1x128]
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "square", "dtype"),
+    [(1, 16, 100, False, BF16), (1, 20, 128, False, BF16), (1, 16, 128, True, BF16), (1, 16, 128, False, F64),
+     (0, 16, 128, False, BF16), (4, 16, 0, False, BF16)],
+)  # fmt: skip
+def test_other_products_are_those_of_bfloat16_or_float64(hopper, M, N, K, square, dtype):
+    assert not fp8_matmul(factor(M, K), factor(N, K, square), dtype).any()
+    assert hopper == []
+    with pytest.raises(ValueError, match="torch has no fp8_matmul of these inputs"):
+        fp8_matmul(factor(M, K), factor(N, K, square), dtype, impl="torch")
 
 
 @pytest.mark.parametrize("where", ["meta", "fake"])
 def test_a_dry_run_holds_what_a_gpu_would(where):
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
-        x, weight, out = torch.empty(100, 40), torch.empty(70, 40), torch.empty(100, 70)
+        x, weight = torch.empty(100, 40), torch.empty(70, 40)
         (a, turned), (b, _) = quantize_fp8(x, columns=True), quantize_fp8(weight, square=True)
         assert turned.values.stride() == (112, 1)
         assert fp8_matmul(a, b).shape == (100, 70)
-        assert fp8_matmul(a, b, out=out) is out
         with FlopCounterMode(display=False) as counter:
             fp8_matmul(a, b)
-            fp8_matmul(a, b, out=out)
-    assert counter.get_total_flops() == 2 * 2 * 100 * 70 * 40
+    assert counter.get_total_flops() == 2 * 100 * 70 * 40
 
 
 @pytest.mark.parametrize("square", [False, True])
 def test_what_fake_tensors_trace_runs_on_a_cpu(square):
     """The operators that a GPU launches: there they run the references."""
 
-    def both(x, weight, out):
+    def both(x, weight):
         (a, c), (b, _) = quantize_fp8(x, columns=True), quantize_fp8(weight, square=square)
-        return fp8_matmul(a, b), fp8_matmul(c, c, F32), fp8_matmul(a, b, out=out)
+        return fp8_matmul(a, b), fp8_matmul(c, c, F32)
 
-    traced = make_fx(both, tracing_mode="fake")(draw(130, 40), draw(20, 40), torch.ones(130, 20))
-    assert sum(str(node.target).startswith("mpcore.") for node in traced.graph.nodes) == 5
-    given, out = (draw(130, 40, seed=1), draw(20, 40, seed=1)), torch.ones(130, 20)
-    for found, wanted in zip(traced(*given, out), both(*given, torch.ones(130, 20)), strict=True):
+    traced = make_fx(both, tracing_mode="fake")(draw(130, 40), draw(20, 40))
+    assert sum(str(node.target).startswith("mpcore.") for node in traced.graph.nodes) == 4
+    given = draw(130, 40, seed=1), draw(20, 40, seed=1)
+    for found, wanted in zip(traced(*given), both(*given), strict=True):
         assert torch.equal(found, wanted)
-    assert out._version == 1
     quantized = ops.quantize_fp8(given[0], square, True, False)
     with FakeTensorMode() as mode:
         strides = [t.stride() for t in ops.quantize_fp8(mode.from_tensor(given[0]), square, True, False)]

@@ -23,10 +23,8 @@ CASE = {
     "attention": "attention K=64 bf16",
     "adamw": "adamw fp32",
     "cross_replica_hash": "cross_replica_hash of 10007 bf16",
-    "grouped_linear": "grouped_linear D=1000 F=200 E=8 fp32",
     "moe_permute": "moe_permute D=2000 K=2 E=8 fp32",
     "quantize_fp8": "quantize_fp8 K=4096 bf16",
-    "fp8_matmul": "fp8_matmul K=4096",
 }
 QUICK = ("rms_norm", "adamw")
 

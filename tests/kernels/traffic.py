@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MULTIPROCESSORS = 132  # an H100's
 COUNTING = ("_activation", "_norm", "adamw", "cross_entropy", "cross_replica_hash", "dropout_add", "rope")
 # Bound by products, or by latency: rows of experts are found from a megabyte of ids, which stays in the cache.
-UNBOUND = ("attention", "grouped_linear", "fp8_matmul", "moe_rows")
+UNBOUND = ("attention", "moe_rows")
 
 
 def moved(case: Callable[[], None]) -> dict[str, float]:
