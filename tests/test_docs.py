@@ -322,6 +322,12 @@ def test_mpcore_verify_prints_what_a_page_shows(saved, capsys):
         assert rounded(capsys.readouterr().out) == rounded(printed)
 
 
+@pytest.mark.parametrize("saved", ["verify.md"], indirect=True)
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_the_page_on_verify_compares_with_the_plain_model(saved, tp):
+    assert all(0 <= off < 1e-12 for off in mpcore.simulate(find_object("mine:compare"), tp=tp))
+
+
 @pytest.mark.parametrize("saved", ["start.md"], indirect=True)
 def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
     text = (DOCS / saved).read_text()

@@ -77,6 +77,7 @@ FAULTS = [
     (21, "init", "tp2", models.loss, "first values", "attention.qkv.weight", "its first values depend on the layout"),
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
+    (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),

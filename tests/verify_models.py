@@ -224,6 +224,19 @@ class GateUpAsOne(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Undeclared(nn.Module):
+    """An MLP of shards that no module declares."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.tp, hidden = mesh.tp, 24 // mesh.tp.size
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return reduce(self.down(self.up(copy(x, self.tp)).tanh()), self.tp)
+
+
 class ForgottenPartial(ParallelAttention):
     """12: norms of sharded heads, which nobody declared pending."""
 
@@ -248,7 +261,8 @@ class Broken(nn.Module):
         self.attention = attention(WIDTH, HEADS, **sp)
         self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
-        self.mlp = GateUpAsOne(mesh) if fault == "gate-up" else ParallelMLP(WIDTH, 24, "swiglu", **sp)
+        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared}
+        self.mlp = mlps[fault](mesh) if fault in mlps else ParallelMLP(WIDTH, 24, "swiglu", **sp)
         scales = {"gather": GatherSums, "modulation": WholeMeetsPart}
         self.scale = scales[fault](mesh) if fault in scales else nn.Identity()
         self.dropout = nn.Dropout(0.3) if fault == "dropout" else nn.Identity()

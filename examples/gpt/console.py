@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from examples.gpt.dashboards import Dashboards
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
@@ -24,6 +23,8 @@ from mpcore.parallel.local_updates import Merge
 from mpcore.sharding import local_tensor
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from examples.gpt.train import Trainer
 
 EVERY = 10.0
@@ -46,6 +47,8 @@ class Console:
 
     def tell(self, text: str, file: Any = None) -> None:
         """Print a line above the progress bar, once for each worker."""
+        from tqdm import tqdm
+
         if self.lead:
             workers = self.mesh.workers
             tqdm.write(f"worker {workers.rank}: {text}" if workers.size > 1 else text, file=file)
@@ -80,6 +83,8 @@ class Console:
 
     def bar(self, todo: range, steps: int) -> tqdm | Lines:
         """Return the steps that are left, with a progress bar on a terminal, and with lines elsewhere."""
+        from tqdm import tqdm
+
         if self.shows and not sys.stderr.isatty():
             return Lines(todo, steps)
         shown = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr, "disable": not self.shows}

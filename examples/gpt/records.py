@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import matplotlib
-
 from mpcore.fault_tolerance.metrics import read_line
 from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
 from mpcore.pipeline.prove import prove
@@ -21,6 +19,8 @@ LOCK = ".lock"
 
 def plot_losses(records: list[dict], path: Path) -> None:
     """Plot the training and validation loss over the tokens seen."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

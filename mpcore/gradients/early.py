@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ class EarlySums:
         tree, self.places = tree_of(self.stage), []
         leaves = {id(p): (module, leaf) for _, module in tree.modules for leaf, p in module._parameters.items()}
         for _, p, sharding in reversed(tree.declared):
-            axis = only_axis(p, sharding, sharding.partial) if p.requires_grad else None
+            axis = only_axis(p, sharding, distinct(sharding.partial)) if p.requires_grad else None
             if axis is not None and stages_of[p] == 1 and (main_grad(p) is not None or p.dtype.itemsize >= 4):
                 self.places.append((*leaves[id(p)], p, axis))
         self.hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for _, _, p, _ in self.places]
@@ -131,12 +131,17 @@ class EarlySums:
         self.armed = False
 
 
-def only_axis(parameter: nn.Parameter, sharding: Sharding, axes: Iterable[Axis]) -> Axis | None:
-    """The axis over which a large gradient is summed; None where it is a small one, or a sum over several axes."""
-    if parameter.numel() < ALONE or any(shard.replicated for shard in sharding.shards):
+def distinct(axes: Iterable[Axis]) -> dict[object, Axis]:
+    """Return the axes of more than one rank by process group."""
+    return {axis.group: axis for axis in axes if axis.size > 1}
+
+
+def only_axis(parameter: nn.Parameter, sharding: Sharding, over: Mapping[object, Axis]) -> Axis | None:
+    """Return the axis of a large gradient that is summed over that axis alone; else None. `over`: as of `distinct`."""
+    axis = next(iter(over.values()), None)
+    if axis is None or len(over) > 1 or not is_large(parameter, axis):
         return None
-    over = list({axis.group: axis for axis in axes if axis.size > 1}.values())
-    return over[0] if len(over) == 1 and is_large(parameter, over[0]) else None
+    return None if any(shard.replicated for shard in sharding.shards) else axis
 
 
 def is_large(parameter: nn.Parameter, axis: Axis) -> bool:

@@ -156,7 +156,8 @@ def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding
 def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor | float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
 
-    torch's `clip_grad_norm_` divides by the norm + 1e-6, this by the norm.
+    Don't call torch's `clip_grad_norm_` on a sharded model: each rank would clip by the norm of its own shards, and
+    replicas would drift apart. It also divides by the norm + 1e-6, this function by the norm.
 
     Args:
         model: the model, or this rank's stage of it.

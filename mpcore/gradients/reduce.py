@@ -15,7 +15,7 @@ from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce, wait
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
-from mpcore.gradients.early import Begun, begin_sum, is_large, only_axis, take_begun
+from mpcore.gradients.early import Begun, begin_sum, distinct, is_large, only_axis, take_begun
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, tree_of
@@ -80,7 +80,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         axes = [sharding.data_axis(on) if isinstance(on, Mesh) else on for on in over]
         for axis in axes:
             _check_unsummed(name, parameter, axis)
-        once = {axis.group: axis for axis in (*sharding.partial, *axes) if axis.size > 1}
+        once = distinct((*sharding.partial, *axes))
         if sharding.data is None and laid and laid.keys().isdisjoint(once) and local_tensor(parameter) is parameter:
             axis = next(iter(laid.values()))
             raise ValueError(
@@ -96,7 +96,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         data = sharding.data
         if data is not None and data.size > 1 and data.group not in once and not cut:
             raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {UNSUMMED}")
-        single = only_axis(parameter, sharding, once.values())
+        single = only_axis(parameter, sharding, once)
         if single is not None:
             alone.append((parameter, single))
         wanted: list[tuple[Axis, Shard | None]] = [(axis, None) for axis in once.values()]

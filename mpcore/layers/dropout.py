@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.kernels.dropout_add import dropout_add
-from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions
+from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions, input_error
 from mpcore.sharding.declarations import named_modules
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Dropout(ParallelLayer, RandomModule):
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
         if self.key is None:
-            raise ValueError("dropout has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+            raise input_error("dropout has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
         if samples is None:
-            raise ValueError(
+            raise input_error(
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
                 "the mask depends on it, and not on which rank computes the row"
             )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore.kernels._dispatch import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
-from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, normal
+from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, input_error, normal
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut
 
@@ -153,7 +153,7 @@ def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
     """Refuse ids outside [0, size) but `ignore_index`, where they can be read."""
     wrong = outside(ids, size, ignore_index)
     if wrong is not None:
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {size}")
+        raise input_error(f"token id {wrong} is outside the vocabulary of {size}")
 
 
 class PositionEmbedding(ParallelModule):
@@ -195,14 +195,14 @@ class PositionEmbedding(ParallelModule):
         first = self.tp.rank * length if self.sequence_parallel else 0
         whole = length * (self.tp.size if self.sequence_parallel else 1)
         if positions is not None and positions.shape[-1] != whole:
-            raise ValueError(
+            raise input_error(
                 f"{positions.shape[-1]} positions for {whole} tokens: under context parallelism select this rank's, "
                 f"positions[..., sequence_index(T, cp, context)]"
             )
         if positions is not None and can_read(positions):
             whole = int(positions.max()) + 1
         if whole > self.num_positions:
-            raise ValueError(f"sequence length {whole} is longer than the model's {self.num_positions} positions")
+            raise input_error(f"sequence length {whole} is longer than the model's {self.num_positions} positions")
         if positions is None:
             rows = self.weight[first : first + length]
         else:

@@ -47,7 +47,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         elif _reset_of(module) is not None:
             resets[id(module)] = (name.rpartition(".")[0], module)
         else:
-            raise ValueError(f"nothing says how {name} of {type(module).__name__} begins: give it reset_parameters()")
+            raise _unfilled(name, module, leaf, "parameter")
     buffers = [
         (name, module, leaf)
         for name, module in named_modules(model)
@@ -56,7 +56,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     ]
     for name, module, leaf in buffers:
         if _reset_of(module) is None:
-            raise _unfilled(name, module, leaf)
+            raise _unfilled(name, module, leaf, "buffer")
     if buffers or any(p.is_meta for p in model.parameters()):
         _to_empty(model, device)
     else:
@@ -76,7 +76,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
         now = module._buffers[leaf]
         if now is buffer and buffer is not None and buffer._version == version and buffer.numel():
-            raise _unfilled(name, module, leaf)
+            raise _unfilled(name, module, leaf, "buffer")
         module._buffers[leaf] = now if now is None else now.to(device)
     seed_dropout(model, seed)
     return model
@@ -96,11 +96,13 @@ def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) 
         reset()
 
 
-def _unfilled(name: str, module: nn.Module, leaf: str) -> ValueError:
-    buffer, kind = f"{name}.{leaf}".lstrip("."), type(module).__name__
+def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
+    """The error for a parameter or a buffer that nothing fills."""
+    kind, full = type(module).__name__, name if what == "parameter" else f"{name}.{leaf}".lstrip(".")
+    other = "" if what == "parameter" else ", or make the buffer outside the meta device"
     return ValueError(
-        f"nothing says how buffer {buffer} of {kind} begins: make it outside the meta device, or give {kind} a "
-        f"reset_parameters() that fills it (not through .data)"
+        f"no code gives the {what} {full} its first values: add a method to {kind} that fills it in place{other}. For "
+        f"example:\n    def reset_parameters(self):\n        torch.nn.init.normal_(self.{leaf}, std=0.02)"
     )
 
 

@@ -16,7 +16,7 @@ from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
 from mpcore.layers.invariant import ColumnProduct, RowProduct, check_pieces, on_tokens
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
-from mpcore.layers.module import LayerOptions, ParallelModule, constant, uniform
+from mpcore.layers.module import LayerOptions, ParallelModule, constant, input_error, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.declare import Run, Shard, cut, cut_blocks
 
@@ -362,13 +362,13 @@ def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
 def check_last(x: Tensor, size: int, what: str) -> None:
     """Refuse an input whose last dimension isn't `size`."""
     if x.shape[-1] != size:
-        raise ValueError(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}")
+        raise input_error(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}")
 
 
 def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:
     """Refuse a sequence that the axis can't cut into equal shards."""
     if x.shape[dim] % tp.size:
-        raise ValueError(
+        raise input_error(
             f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, as sequence_parallel "
             f"needs: pad it to {-(-x.shape[dim] // tp.size) * tp.size} with ignored targets (and a mask, if not causal)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from mpcore._torch.autograd import in_backward
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import stream_key
+from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import Shard, Sharding
 
 if TYPE_CHECKING:
@@ -89,6 +91,23 @@ def constant(value: float) -> Init:
 
 def _fill(tensor: Tensor, generator: torch.Generator | None = None, *, value: float) -> Tensor:
     return nn.init.constant_(tensor, value)
+
+
+def input_error(message: str) -> ValueError:
+    """Make the error for a wrong input of a forward: the message, and the name of the module in the called model.
+
+    The names come from the call stack, so nothing is kept for a forward without an error.
+    """
+    calls: list[nn.Module] = []  # the innermost first
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            calls.append(module)
+        frame = frame.f_back
+    names = (name for root in reversed(calls) for name, module in named_modules(root) if module is calls[0] and name)
+    name = next(names, "")
+    return ValueError(f"{message} (in layer {name})" if name else message)
 
 
 def refuse_second_derivative(what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,9 @@ from mpcore._torch.compile import eagerly
 from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import raise_together
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 Loss = Callable[[Any, Tensor], Tensor]
 SHARDED = "sharded logits need mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
 

@@ -16,20 +16,24 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
+from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.norm import exact_norm
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import reshard
+from mpcore.sharding.local import local_tensor, reshard
 from mpcore.training.loss_check import LossCheck
 from mpcore.training.numerics import InvariantStep
 from mpcore.training.policies import Offload, Precision
+
+log = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -102,6 +106,7 @@ class Run:
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
+        self._written: list[int] = []  # how often each gradient of the first step was written
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self._next = "forward_backward"  # the call that may come; "clip_gradients", "optimizer_step" follow
@@ -174,9 +179,14 @@ class Run:
         if self._check:
             self._check.end(total / self._factor)
             self._check = None
+            self._written = self._writes()
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self._next = "clip_gradients"
         return self._loss
+
+    def _writes(self) -> list[int]:
+        found = [gradient_of(p) for p in self._tree.parameters] if self.mesh.world.size > 1 else []
+        return [-1 if grad is None else local_tensor(grad)._version for grad in found]
 
     def set_micro_batches(self, micro_batches: int) -> None:
         """Set how many micro-batches the next steps have, as a growing batch needs it: a collective of all ranks.
@@ -201,6 +211,12 @@ class Run:
             The norm of the whole model's gradient in float64, the same on every rank.
         """
         if self._next == "clip_gradients":
+            if self._written and self._written != self._writes() and self.mesh.job.rank == 0:
+                log.warning(
+                    "the gradients were changed after forward_backward, before their sums over ranks: if by torch's "
+                    "clip_grad_norm_, call run.clip_gradients(max_norm) instead, or replicas drift apart"
+                )
+            self._written = []
             reduce_gradients(self._tree)
             if self.scaler:
                 self.scaler.unscale(self._tree)
@@ -215,7 +231,7 @@ class Run:
         Note:
             - torch's `clip_grad_norm_` divides by the norm + 1e-6, this by the norm: the losses of a loop that clips by
               torch's differ by about 1e-8 relative.
-            - Don't clip by torch's: it sees this rank's shards alone.
+            - Don't call torch's: each rank would clip by the norm of its own shards, and replicas would drift apart.
 
         Returns:
             The norm before clipping, in float64, the same on every rank.

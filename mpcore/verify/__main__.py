@@ -90,11 +90,7 @@ def _hugging_face(path: str, changes: list[str]) -> tuple:
 
 
 def _tell(verdict: Verdict) -> None:
-    print(
-        f"{verdict.layout}: {'equal' if verdict.equal else 'failed' if verdict.error else 'differs'}",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"compared {verdict.layout}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

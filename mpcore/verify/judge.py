@@ -139,7 +139,7 @@ class Judge:
                     f"their gradients are terms of one sum, declare it pending with add_partial(module, name, axis)"
                 )
             elif shape is not None:
-                cause = f"its logical shape is {shape}, the dense model's {tuple(tensor.shape)}: declare how it is cut"
+                cause = _undeclared(name, shape, tuple(tensor.shape))
             if cause:
                 first = first or Departure(stage, name, math.inf, cause)
                 each[name] = math.inf
@@ -412,6 +412,17 @@ def _shards(layout: Layout, seen: Seen, rows: Tensor, shape: torch.Size, runs: t
         sizes = shard_sizes(rows.shape[dim], layout.tp)
         if sizes[seen.tp] == shape[dim]:
             yield rows.narrow(dim, sum(sizes[: seen.tp]), shape[dim])
+
+
+def _undeclared(name: str, shape: tuple[int, ...], want: tuple[int, ...]) -> str:
+    leaf, pairs = name.rpartition(".")[2], zip(shape, want, strict=False)
+    dim = next((i for i, (here, whole) in enumerate(pairs) if here != whole), 0)
+    cut = f"mpcore.sharding.cut({want[dim] if want else 1}, tp, {dim})"
+    return (
+        f"its declared shape is {shape}, and the dense model's {want}. If each rank holds a shard, derive the module "
+        f"from mpcore.layers.module.ParallelModule, and make the parameter by "
+        f'self.declare("{leaf}", {want}, init, shard={cut})'
+    )
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:

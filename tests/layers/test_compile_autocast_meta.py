@@ -286,7 +286,7 @@ def test_what_is_not_ours_is_reset_from_its_name():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(ValueError, match=r"nothing says how scale of Bare begins: give it reset_parameters\(\)"):
+    with pytest.raises(ValueError, match=r"no code gives the parameter scale its first values: add a method to Bare"):
         materialize(Bare(), 1)
 
 

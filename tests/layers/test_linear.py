@@ -416,6 +416,25 @@ def test_inputs_that_do_not_fit_are_refused_before_any_collective(ranks):
     ranks(4, check_refusals)
 
 
+def test_a_wrong_shape_is_said_with_the_name_of_its_layer():
+    blocks = nn.ModuleList(nn.ModuleDict({"up": ColumnParallelLinear(4, 8)}) for _ in range(2))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x):
+            return self.blocks[1]["up"](x)
+
+    for model in (Model(), nn.Sequential(Model())):
+        prefix = "0." if isinstance(model, nn.Sequential) else ""
+        with pytest.raises(ValueError, match=rf"is 5, but in_features is 4 \(in layer {prefix}blocks\.1\.up\)$"):
+            model(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"in_features is 4$"):
+        blocks[0]["up"](torch.zeros(2, 5))
+
+
 def test_layers_too_small_for_the_axis_are_refused():
     tp = Axis(4, 0, None, "tp")
     for build, message in [

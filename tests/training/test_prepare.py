@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -221,6 +222,31 @@ def test_a_loss_in_half_precision_is_warned_of_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "the loss is torch.bfloat16, with three digits: give it logits.float()"
     ]
+
+
+def warnings_of_clipping(sizes: dict, zero: int, by_torch: bool) -> list[str]:
+    run, said = start(sizes, data=mp.Zero(zero)), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("mpcore.training.run").addHandler(handler)
+    try:
+        for step in range(2):
+            run.forward_backward(*batch(step, run.share(SAMPLES)))
+            if by_torch:
+                nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+            run.optimizer_step()
+    finally:
+        logging.getLogger("mpcore.training.run").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 1), ({"dp": 2}, 3), ({"pp": 2}, 1)])
+def test_gradients_that_torch_clips_are_warned_of_once(ranks, sizes, zero):
+    assert ranks(2, warnings_of_clipping, sizes, zero, False) == [[], []]
+    if zero < 3:
+        first, second = ranks(2, warnings_of_clipping, sizes, zero, True)
+        assert second == []
+        assert [message.count("call run.clip_gradients") for message in first] == [1]
 
 
 def test_nobody_can_forget_to_reduce_gradients(ranks):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpcore.layers.module import input_error
+
 
 class KVCache:
     """The keys and values of one attention layer: those of this rank's KV heads, on its device and in its dtype.
@@ -42,21 +44,21 @@ class KVCache:
         if self._layer is None:
             self._layer = id(layer)
         if self._layer != id(layer):
-            raise ValueError("this cache is another layer's: make one for each, by its new_cache")
+            raise input_error("this cache is another layer's: make one for each, by its new_cache")
         if self.keys is not None and self.keys.shape[0] != rows:
-            raise ValueError(
+            raise input_error(
                 f"the cache holds {self.keys.shape[0]} rows, but x has {rows}: choose rows by cache.select, or make a "
                 f"new cache"
             )
         if self.length + tokens > self.max_length:
-            raise ValueError(
+            raise input_error(
                 f"{tokens} tokens after {self.length} don't fit a cache of max_length {self.max_length}: make it longer"
             )
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values [B, T, heads, width] of T tokens. Returns those of all tokens, as views."""
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise ValueError("a cache passes no gradients: decode under torch.inference_mode() or torch.no_grad()")
+            raise input_error("a cache passes no gradients: decode under torch.inference_mode() or torch.no_grad()")
         if self.keys is None or self.values is None:
             self.keys, self.values = (t.new_zeros(t.shape[0], self.max_length, *t.shape[2:]) for t in (keys, values))
         start, self.length = self.length, self.length + keys.shape[1]

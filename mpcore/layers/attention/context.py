@@ -35,7 +35,7 @@ from mpcore.kernels.attention import Bounds, attention, attention_backward, chec
 from mpcore.layers.attention.ring import _RingAttention, ring_attention
 from mpcore.layers.attention.scores import AttentionSinks, check_boolean, scored_attention
 from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
-from mpcore.layers.module import refuse_second_derivative
+from mpcore.layers.module import input_error, refuse_second_derivative
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run
 
@@ -45,7 +45,7 @@ def check_heads(kind: str, cp: Axis, heads: int) -> None:
     size = cp.size if kind == "alltoall" else cp.levels[1].size if kind == "two-level" and cp.levels else 1
     if heads < size:
         what = "cp size" if kind == "alltoall" else "cp_inner size"
-        raise ValueError(
+        raise input_error(
             f"context {kind!r} can't cut {heads} heads over the {what} {size}: 'zigzag', 'ring' and 'allgather' can"
         )
 
@@ -55,18 +55,18 @@ def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> Non
     check_boolean(mask)
     shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
     if cp.size > 1 and kind not in ("alltoall", "allgather"):  # others meet keys in blocks
-        raise ValueError(
+        raise input_error(
             f"context {kind!r} can't serve a mask {shape} over {cp.size} ranks, only causal, full, window and "
             f"documents: 'allgather' and 'alltoall' can"
         )
     fits = len(shape) > 1 and shape[-2] in (1, length) and shape[:-2] in ((), (1,), (rows,))
     if not fits or tokens != tokens_of(sequence_runs(length, cp, kind)[cp.rank]):
-        raise ValueError(
+        raise input_error(
             f"mask {shape} is none of [T, T], [B, T, T] and [B, 1, T] for {rows} rows with {tokens} tokens on each of "
             f"{cp.size} ranks"
         )
     if mask.shape[-2] == length > 1 and can_read(mask) and not mask.diagonal(dim1=-2, dim2=-1).any() and mask.any():
-        raise ValueError(f"no query sees its own key in the mask {shape}: True is a key that is seen here, give ~mask")
+        raise input_error(f"no query sees its own key in the mask {shape}: True is a key that is seen here, give ~mask")
 
 
 def context_attention(
@@ -113,13 +113,13 @@ def context_attention(
     runs = sequence_runs(length, cp, kind)
     mine = tokens_of(runs[cp.rank])
     if q.shape[1] != mine:
-        raise ValueError(
+        raise input_error(
             f"this rank has {q.shape[1]} tokens, but rank {cp.rank} of the {cp.name} axis of size {cp.size} holds "
             f"{mine} of {length}: give the length of the whole sequence"
         )
     check_heads(kind, cp, q.shape[2])
     if window is not None and (not causal or window < 1):
-        raise ValueError(f"window {window} needs a causal mask and at least 1 token")
+        raise input_error(f"window {window} needs a causal mask and at least 1 token")
     B, documents, rows = q.shape[0], None, 1  # documents pack all rows in one, on each rank its tokens of every row
     if cu_seqlens is not None:
         rows = max(B, 1)

@@ -36,6 +36,7 @@ from mpcore.layers.module import (
     LayerOptions,
     ParallelLayer,
     TensorParallelOptions,
+    input_error,
 )
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
@@ -228,7 +229,7 @@ class HeadAttention(ParallelLayer):
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
         """B, and the tokens on all ranks of tp."""
         if x.dim() != 3:
-            raise ValueError(
+            raise input_error(
                 f"{name} has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
                 f"flatten(1, -2) a grid of tokens"
             )
@@ -241,7 +242,7 @@ class HeadAttention(ParallelLayer):
         """Tokens that the cache holds; refuses what it has no place for."""
         self._refuse_cache()
         if cu_seqlens is not None or length is not None:
-            raise ValueError("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
+            raise input_error("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
         B, T = self._rows_and_tokens(x)
         if self.memory_dim is not None:
             T = 0 if cache.length or memory is None else memory.shape[self.sequence_dim]
@@ -273,15 +274,15 @@ class HeadAttention(ParallelLayer):
     def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> int:
         """S of the memory; refuses what doesn't fit it."""
         if self.memory_dim is None:
-            raise ValueError("this layer attends to x alone: build it with memory_dim, the width of `memory`")
+            raise input_error("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
-            raise ValueError(f"this layer makes keys and values of a `memory` [B, S, {self.memory_dim}]: give it")
+            raise input_error(f"this layer makes keys and values of a `memory` [B, S, {self.memory_dim}]: give it")
 
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
+            raise input_error("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
         (B, _), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")
         if rows != B or memory.shape[-1] != self.memory_dim:
-            raise ValueError(
+            raise input_error(
                 f"memory {tuple(memory.shape)} has {rows} rows of width {memory.shape[-1]}, but x has {B} rows and "
                 f"memory_dim is {self.memory_dim}"
             )
@@ -291,10 +292,10 @@ class HeadAttention(ParallelLayer):
         """Refuse a mask or a bias that isn't of x and so many keys, or that this layer can't serve."""
         B, T = self._rows_and_tokens(x)
         if self.impl is not None and (mask is not None or bias is not None):
-            raise ValueError(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
+            raise input_error(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
         if bias is not None:
             if self.cp.size > 1:
-                raise ValueError(f"a bias can't go with {self.cp.name} size {self.cp.size}: use rope, or cp 1")
+                raise input_error(f"a bias can't go with {self.cp.name} size {self.cp.size}: use rope, or cp 1")
             check_bias(bias, B, (self.num_heads, self.local_heads), T, keys)
         if mask is not None and keys == T and self.memory_dim is None:
             check_mask(mask, B, T, self.context, self.cp)
@@ -388,7 +389,7 @@ def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | N
     if tp is not None:
         mine = shard_sizes(mine, tp.size)[tp.rank]
     if B and mine != tokens:
-        raise ValueError(
+        raise input_error(
             f"cu_seqlens ends at {end}, so rank {cp.rank} of {cp.name} {cp.size} holds {mine} tokens of each of {B} "
             f"rows, but x has {tokens}: give the cu_seqlens of the whole sequence, and x as shard_sequence cuts it"
         )

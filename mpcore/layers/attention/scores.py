@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore.layers.module import ParallelModule, constant
+from mpcore.layers.module import ParallelModule, constant, input_error
 from mpcore.sharding.declare import cut
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def check_scores_mask(mask: Tensor, rows: int, queries: int, keys: int) -> None:
         or shape[-2:] not in ((queries, keys), (1, keys))
         or shape[:-2] not in ((), (1,), (rows,))
     ):
-        raise ValueError(
+        raise input_error(
             f"mask {shape} is none of [{queries}, {keys}], [{rows}, {queries}, {keys}] and [{rows}, 1, {keys}], for "
             f"{rows} rows of {queries} queries and {keys} keys"
         )
@@ -133,7 +133,7 @@ def check_scores_mask(mask: Tensor, rows: int, queries: int, keys: int) -> None:
 def check_boolean(mask: Tensor) -> None:
     """Refuse a mask of numbers."""
     if mask.dtype != torch.bool:
-        raise ValueError(
+        raise input_error(
             f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool(), or add it as `bias`"
         )
 
@@ -149,7 +149,7 @@ def check_bias(bias: Tensor, rows: int, heads: tuple[int, int], queries: int, ke
     )
     if not fits or not bias.is_floating_point():
         of = " or ".join(map(str, dict.fromkeys(heads)))
-        raise ValueError(
+        raise input_error(
             f"bias {shape} of {bias.dtype} is no float [heads, {queries}, {keys}] or [{rows}, heads, {queries}, {keys}]"
             f" with {of} heads: expand a bias that all heads share"
         )

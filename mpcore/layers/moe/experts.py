@@ -11,7 +11,7 @@ from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.layers.linear import check_size
 from mpcore.layers.linear_ops import autocast_dtype, cast
 from mpcore.layers.mlp import Activation, find_activation
-from mpcore.layers.module import Init, ParallelModule, TensorOptions, uniform
+from mpcore.layers.module import Init, ParallelModule, TensorOptions, input_error, uniform
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
 
@@ -64,7 +64,7 @@ class GroupedLinear(ParallelModule):
         """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
         dtype = autocast_dtype(x)
         if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:
-            raise ValueError(f"x is of {x.dtype}, the experts of {self.weight.dtype}: cast one, or use torch.autocast")
+            raise input_error(f"x is of {x.dtype}, the experts of {self.weight.dtype}: cast one, or use torch.autocast")
         return grouped_linear(cast(x, dtype), self.weight, counts)
 
     def extra_repr(self) -> str:

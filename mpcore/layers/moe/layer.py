@@ -25,7 +25,15 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore.layers.linear import check_last
 from mpcore.layers.mlp import Activation, ParallelMLP
-from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorOptions, TensorParallelOptions, pick
+from mpcore.layers.module import (
+    Init,
+    LayerOptions,
+    ParallelLayer,
+    TensorOptions,
+    TensorParallelOptions,
+    input_error,
+    pick,
+)
 from mpcore.layers.moe.dispatch import DISPATCHES, AllGather, AllToAll
 from mpcore.layers.moe.experts import Experts
 from mpcore.layers.moe.router import Places, Router
@@ -129,13 +137,13 @@ class ParallelMoE(ParallelLayer):
         """
         check_last(x, self.dim, "dim")
         if x.dim() != 3:
-            raise ValueError(f"x {tuple(x.shape)} is not [B, T, D]")
+            raise input_error(f"x {tuple(x.shape)} is not [B, T, D]")
         if mask is not None and mask.dtype != torch.bool:
-            raise ValueError(f"the mask is of {mask.dtype}: give mask.bool(), True for tokens and False for padding")
+            raise input_error(f"the mask is of {mask.dtype}: give mask.bool(), True for tokens and False for padding")
         rows = x.shape[1 if self.sequence_dim == 0 else 0]
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in ((), (1,), (rows,)):
             shape = tuple(loss_scale.shape)
-            raise ValueError(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
+            raise input_error(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
         ordered = rearrange(x, "t b d -> b t d") if self.sequence_dim == 0 else x
         split = self.tp.size > 1 and not self.sequence_parallel
         tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions)
@@ -164,11 +172,11 @@ class ParallelMoE(ParallelLayer):
         if positions is None:
             positions = torch.arange(self.cp.rank * whole, (self.cp.rank + 1) * whole, device=x.device)
         if positions.shape != (whole,):
-            raise ValueError(f"positions has shape {tuple(positions.shape)}, but this rank's sequence {whole} tokens")
+            raise input_error(f"positions has shape {tuple(positions.shape)}, but this rank's sequence {whole} tokens")
         if mask is None:
             mask = torch.ones(B, whole, dtype=torch.bool, device=x.device)
         if mask.shape != (B, whole):
-            raise ValueError(f"mask has shape {tuple(mask.shape)}, but this rank's sequences are {(B, whole)}")
+            raise input_error(f"mask has shape {tuple(mask.shape)}, but this rank's sequences are {(B, whole)}")
         rows = torch.arange(B, device=x.device)[:, None].expand(B, T)
         position = positions[start : start + T].expand(B, T)
         real = mask[:, start : start + T].reshape(-1)

@@ -32,7 +32,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, recomputing, uniform
+from mpcore.layers.module import (
+    Init,
+    ParallelModule,
+    RandomModule,
+    constant,
+    input_error,
+    recomputing,
+    uniform,
+)
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
 
@@ -264,9 +272,9 @@ class Router(ParallelModule, RandomModule):
         if not self.training or jitter == 0:
             return x
         if self.key is None:
-            raise ValueError("jitter has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+            raise input_error("jitter has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
         if samples is None:
-            raise ValueError(f"jitter {jitter} needs samples, the global index of each of {places.sequences} rows")
+            raise input_error(f"jitter {jitter} needs samples, the global index of each of {places.sequences} rows")
         words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))
         uniform = (words.view(x.shape).to(x.dtype) + 0.5) / 2**31 - 1
         return x * (1 + jitter * uniform)
@@ -337,7 +345,7 @@ class Router(ParallelModule, RandomModule):
         if aux is None and rule.z_loss == 0:
             return None
         if loss_scale is None:
-            raise ValueError(
+            raise input_error(
                 "balance losses need loss_scale, the main loss's factor, which is 1 / (tokens of the step): "
                 "pass run.loss_factor(run.count_tokens(target)) through the model (docs/moe.md), or take aux_loss=None"
             )
