@@ -15,20 +15,23 @@ from torch import Tensor, nn
 from examples.gpt.plan import build as build_gpt
 from examples.gpt.plan import given_blocks
 from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
+from mpcore.analysis import plan
 from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import main, what_if
-from mpcore.analysis.report import draw, table
-from mpcore.analysis.search import Estimate, choices, frontier, meshes, search
+from mpcore.analysis.report import LEGEND, draw, table
+from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.seconds import Seconds, estimate
 from mpcore.analysis.state import state_bytes
+from mpcore.analysis.work import make_work
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
+from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
 BUILD = "tests.test_plan:build"
@@ -220,6 +223,47 @@ def test_a_mesh_that_is_too_small_is_not_tried_with_larger_micro_batches():
     assert (len(found), tried) == (1, [1, 1, 1])
 
 
+def test_flags_that_change_nothing_on_a_mesh_are_not_tried():
+    sizes = [{"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": dp} for dp in (1, 2)]
+    sizes += [{**sizes[0], "cp": 2}, {**sizes[0], "tp": 2}, {**sizes[0], "pp": 2}]
+    every = list(choices(["zero=1,3", "schedule=1f1b,interleaved", "sequence-parallel=on,off", "recompute=full"]))
+    found = useful((s, own) for s in sizes for own in every)
+    zero, schedule = (("--zero", "1"), ("--zero", "3")), (("--schedule", "1f1b"), ("--schedule", "interleaved"))
+    last = ("--recompute", "full")
+    kept = [[(*last,)], [(*z, *last) for z in zero], [(*z, *last) for z in zero],
+            [("--sequence-parallel", *last), last], [(*s, *last) for s in schedule]]  # fmt: skip
+    assert found == [(s, own) for s, each in zip(sizes, kept, strict=True) for own in each]
+
+
+def test_a_lower_bound_is_no_need():
+    for bound, text in ((True, "needs at least 2.0 GiB of"), (False, "needs 2.0 GiB of")):
+        assert text in table([Estimate(LAYOUTS[0][0], (), 2 << 30, bound=bound)], machine(memory=1e9))
+
+
+def test_the_first_table_is_no_part_of_the_answer(capsys, monkeypatch):
+    """It comes while the search goes on, on stderr."""
+    monkeypatch.setattr(plan, "FIRST", -1.0)
+    main([BUILD, "--world", "4"])
+    shown = capsys.readouterr()
+    assert (shown.out.count("\nrow"), shown.err.count("row  ")) == (1, 1)
+    assert "after 1 of " in shown.err
+
+
+def work_of_mlp(mesh: Mesh, arguments: list[str]) -> Work:
+    model = MLP(mesh)
+    zero = Zero(int(arguments[1])) if arguments else Zero(0)
+    options = {"micro_batches": M, "data": zero}
+    return make_work(model, mesh, inputs=(torch.empty(B, D),), loss=Tensor.sum, blocks=[model], **options)
+
+
+def test_one_call_makes_the_work_of_a_whole_model():
+    for sizes in ({"tp": 2}, {"dp": 2}):
+        assert dry_run(work_of_mlp, **sizes) == dry_run(build, ["--schedule", "1f1b"], **sizes)
+    assert dry_run(work_of_mlp, ["--zero", "3"], dp=2).parameters == 2 * D * D * 4 / 2
+    with pytest.raises(ValueError, match="make_work has one pipeline stage, and the mesh has 2: give --pp 1, or"):
+        dry_run(work_of_mlp, pp=2)
+
+
 def test_a_search_that_is_interrupted_returns_what_it_has():
     def stop(done: int, found: object) -> None:
         if done == 2:
@@ -260,15 +304,21 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
     more = ["--what-if", "bandwidth=2x", "--what-if", "memory=141e9", "--out", str(tmp_path / "plan.png")]
     main([BUILD, "--world", "4", *vary, *more])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "4 ranks of h100: 74.5 GiB each, 2.8 of them in reserve, 8 a node"
+    head = "4 ranks of h100: 74.5 GiB each, 2.8 of them in reserve, 8 a node"
+    assert lines[0] == f"{head}; a model of {2 * D * D:,} parameters", "of the whole, not of a rank's shard"
     assert lines[1].split()[:4] == ["row", "tp", "pp", "dp"]
-    rows = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("the fastest"))]
+    end = next(i for i, line in enumerate(lines) if line.startswith("the fastest"))
+    first = LEGEND.splitlines()
+    assert lines[end - len(first) : end] == first
+    rows = lines[2 : end - len(first)]
     want = {(str(tp), str(pp), str(4 // tp // pp)) for tp in (1, 2) for pp in (1, 2, 4) if tp * pp <= 4}
     assert {tuple(line.split()[1:4]) for line in rows} == want
     flags = [line[line.index("--") :] for line in rows if line.split()[1:4] == ["1", "2", "2"]]
     assert sorted(flags) == ["--schedule 1f1b --nothing 1", "--schedule gpipe --nothing 1"], (
         "what changes nothing is left out"
     )
+    alone = [line[line.index("--") :] for line in rows if line.split()[2] == "1"]
+    assert set(alone) == {"--nothing 1"}, "there is no schedule on one pipeline rank"
     text = "\n".join(lines)
     assert "what if bandwidth=2x, memory=141e9:" in text
     assert "seconds a step (standard error" in text

@@ -11,9 +11,9 @@ from mpcore.analysis.layout import Counter, Layout
 from mpcore.analysis.machine import Machine, load_machine
 from mpcore.analysis.peak import peak
 from mpcore.analysis.seconds import Seconds, estimate
-from mpcore.analysis.work import Model, Outline, Work
+from mpcore.analysis.work import Model, Outline, Work, make_work
 
 __all__ = [
     "CommunicationClock", "Counter", "Layout", "Ledger", "Machine", "Model", "Outline", "Seconds", "Work",
-    "block_bytes", "dry_run", "estimate", "load_machine", "peak", "volume",
+    "block_bytes", "dry_run", "estimate", "load_machine", "make_work", "peak", "volume",
 ]  # fmt: skip

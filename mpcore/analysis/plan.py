@@ -18,13 +18,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mpcore.analysis.dry_run import on_mesh
+from torch import nn
+
+from mpcore.analysis.dry_run import call_build, on_mesh
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.report import draw, explain, table
 from mpcore.analysis.rows import AXES
-from mpcore.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, ranked, search
+from mpcore.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, ranked, search, useful
 from mpcore.analysis.state import state_table
 from mpcore.analysis.work import Build, Model
 from mpcore.command_line import Parser, find_object
@@ -104,16 +106,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Choice]) -> str:
-    """The number of parameters of the first layout that isn't refused, as the head of the table says it, or ""."""
-    for sizes, option in layouts if isinstance(build, Model) else ():
-        with suppress(ValueError), on_mesh(0, **sizes) as mesh:
-            count = build.outline(mesh, [*arguments, *option]).parameters
+    """The number of parameters of the first layout that isn't refused, as the head of the table says it, or "".
+
+    A `Work` is made on one rank, which holds the whole model.
+    """
+    for sizes, option in layouts:
+        with suppress(ValueError), on_mesh(0, **(sizes if isinstance(build, Model) else {})) as mesh:
+            if isinstance(build, Model):
+                count = build.outline(mesh, [*arguments, *option]).parameters
+            else:
+                stages = nn.ModuleList(call_build(build, mesh, [*arguments, *option]).stages)
+                count = sum(p.numel() for p in stages.parameters())
             return f"; a model of {count:,} parameters" if count else ""
     return ""
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere, and the first table once `FIRST` seconds are over."""
+    """On stderr: a bar on a terminal, a line now and then elsewhere, and the first table after `FIRST` seconds."""
 
     def __init__(self, of: int, machine: Machine, top: int) -> None:
         self.of, self.machine, self.top, self.shown = of, machine, top, False
@@ -124,8 +133,9 @@ class Progress:
         if not self.shown and time.monotonic() - self.began > FIRST and any(e.fits(self.machine) for e in found):
             self.shown = True
             if done < self.of:
-                print(f"after {done} of {self.of} layouts:")
-                print(table(ranked(found, self.machine), self.machine, min(self.top, 5)), flush=True)
+                print(f"after {done} of {self.of} layouts:", file=sys.stderr)
+                first = table(ranked(found, self.machine), self.machine, min(self.top, 5))
+                print(first, file=sys.stderr, flush=True)
         progress = f"{done} of {self.of} layouts; Ctrl-C stops with what is there"
         if not sys.stderr.isatty():
             if time.monotonic() - self.told > FIRST:
@@ -151,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     if not cuts:
         raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
     options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
-    layouts = [(cut, option) for option in options for cut in cuts]  # meshes share the counts of a choice
+    layouts = useful((cut, option) for option in options for cut in cuts)  # meshes share the counts of a choice
     counter = Counter(build, not args.cpu, share=True)
     print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
           f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node"

@@ -13,6 +13,9 @@ from mpcore.analysis.seconds import Seconds
 from mpcore.pipeline.draw import matplotlib_part
 
 COMPUTE = ("products", "attention")
+LEGEND = """\
+GiB: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
+AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest."""
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = "osD^vP*X"
 
@@ -40,12 +43,14 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
         cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
         numbers = f"{e.memory / 2**30:>7.1f} {e.step:>9.3f} {e.spread:>4.0%} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
+    if fits:
+        lines.append(LEGEND)
     if len(fits) > top:
         lines.append(f".. and {len(fits) - top} slower ones that fit")
     if large:
         what = " ".join([*(f"{a} {size}" for a, size in large[0].sizes.items() if a in axes), *large[0].arguments])
         room = machine.memory - machine.reserve
-        needs = f"{large[0].memory / 2**30:.1f} GiB of {room / 2**30:.1f}"
+        needs = f"{'at least ' * large[0].bound}{large[0].memory / 2**30:.1f} GiB of {room / 2**30:.1f}"
         lines.append(f"{len(large)} don't fit; the smallest of them needs {needs}: {what}")
     reasons = Counter(e.refused for e in estimates if e.refused)
     lines += [f"{count} refused: {reason}" for reason, count in reasons.most_common(5)]

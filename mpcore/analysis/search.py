@@ -18,6 +18,10 @@ WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,3", "sched
 """What `--wide` varies: the flags of `examples.gpt`."""
 
 
+IDLE = {"schedule": ("pp",), "virtual-stages": ("pp",), "sequence-parallel": ("tp",), "zero": ("dp", "cp")}
+"""Varied flags that change nothing where each of these axes has one rank."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A layout, and what a step of it takes.
@@ -94,6 +98,26 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
         options.append([each.get(value, (flag, value)) for value in values.split(",")])
     for combination in itertools.product(*options):
         yield tuple(itertools.chain(*combination))
+
+
+def useful(layouts: Iterable[Choice]) -> list[Choice]:
+    """Leave out varied flags that change nothing on their mesh; of layouts that are then equal keep the first.
+
+    Example:
+        >>> sizes = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 8}
+        >>> useful((sizes, ("--schedule", name, "--zero", "3")) for name in ("1f1b", "interleaved"))
+        [({'tp': 1, 'cp': 1, 'pp': 1, 'ep': 1, 'dp': 8}, ('--zero', '3'))]
+    """
+    found: dict[object, Choice] = {}
+    for sizes, own in layouts:
+        kept, is_idle = [], False
+        for word in own:
+            if word.startswith("--"):
+                axes = IDLE.get(word[2:], ())
+                is_idle = bool(axes) and all(sizes.get(axis, 1) == 1 for axis in axes)
+            kept += [] if is_idle else [word]
+        found.setdefault((*sizes.items(), *kept), (sizes, tuple(kept)))
+    return list(found.values())
 
 
 def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: Choice, unfused: bool) -> Estimate:

@@ -19,6 +19,8 @@ from mpcore.analysis.operators import Tally
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, build_schedule, find_schedule
+from mpcore.training.policies import Precision, Recompute, Zero
+from mpcore.training.prepare import lay_out
 
 Sent = dict[tuple[str, str], Count]
 """Calls and bytes by (axis, kind)."""
@@ -46,6 +48,54 @@ class Work:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     autocast: torch.dtype | None = None
     theory: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def make_work(
+    model: nn.Module, mesh: Mesh, *, inputs: Sequence[Any], loss: Callable[[Tensor], Tensor],
+    blocks: Sequence[nn.Module], micro_batches: int = 1, data: Zero = Zero(), precision: Precision | str = "float32",
+    recompute: Recompute | str = "none",
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+) -> Work:  # fmt: skip
+    """Make the work of a rank that holds a whole model: one pipeline stage, laid out as `prepare` would.
+
+    Args:
+        model: on the meta device, built for the mesh.
+        mesh: of one pipeline rank.
+        inputs: the arguments of the model for one micro-batch of this rank; their values don't matter.
+        loss: of what the model returns.
+        blocks: the units of ZeRO and of recomputation.
+        micro_batches: those of a step.
+        data, precision, recompute: as of `prepare`.
+        optimizer: makes the optimizer of some parameters.
+
+    Raises:
+        ValueError: if the mesh has several pipeline ranks.
+
+    Example:
+        >>> import mpcore as mp
+        >>> from mpcore.analysis import dry_run, make_work
+        >>> def work(mesh, arguments):
+        ...     with torch.device("meta"):
+        ...         model = mp.ParallelMLP(64, 256, tp=mesh.tp, bias=False)
+        ...     return make_work(model, mesh, inputs=(torch.empty(8, 64),), loss=torch.sum, blocks=[model])
+        >>> dry_run(work, tp=2).parameters  # bytes
+        98304
+    """
+    if mesh.pp.size > 1:
+        raise ValueError(
+            f"make_work has one pipeline stage, and the mesh has {mesh.pp.size}: give --pp 1, or return a Work of this "
+            "rank's stages"
+        )
+    precision = Precision(precision) if isinstance(precision, str) else precision
+    recompute = Recompute(recompute) if isinstance(recompute, str) else recompute
+    lay_out([model], mesh, blocks, seed=0, initialize=False, data=data, precision=precision, recompute=recompute,
+            compile=None)  # fmt: skip
+    plan = build_schedule("1f1b", 1, micro_batches)
+
+    def made(_: int) -> tuple[tuple, dict[str, Any]]:
+        return tuple(torch.empty_like(x) if isinstance(x, Tensor) else x for x in inputs), {}
+
+    return Work([model], plan, made, loss, optimizer, autocast=precision.autocast_dtype)
 
 
 Build = Callable[[Mesh, list[str]], Work]
