@@ -47,6 +47,7 @@ from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.fsdp import BroadcastAllGather, ExchangeReduceScatter
 from mpcore.parallel.sync import gathered, sync_gradients
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
@@ -205,21 +206,44 @@ def test_pitfall_24_30_shards_replicated_over_nodes_give_the_dense_gradients(ran
 def counted() -> Iterator[Counter]:
     """Elements that `fully_shard` sends to gather and to reduce-scatter, and how often."""
     found: Counter = Counter()
-    names = ("all_gather_single", "reduce_scatter_single")
-    if not hasattr(dist, names[0]):  # before torch 2.13
-        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    gather, scatter = (getattr(dist, name) for name in names)
+    gather, scatter = BroadcastAllGather.__call__, ExchangeReduceScatter.__call__
 
-    def gathered(output_tensor: Tensor, *args, **kwargs):
+    def gathered(self, output_tensor: Tensor, *args, **kwargs):
         found.update(gathers=1, gathered=output_tensor.numel())
-        return gather(output_tensor, *args, **kwargs)
+        return gather(self, output_tensor, *args, **kwargs)
 
-    def scattered(output: Tensor, input: Tensor, *args, **kwargs):
-        found.update(scatters=1, scattered=input.numel())
-        return scatter(output, input, *args, **kwargs)
+    def scattered(self, output_tensor: Tensor, input_tensor: Tensor, *args, **kwargs):
+        found.update(scatters=1, scattered=input_tensor.numel())
+        return scatter(self, output_tensor, input_tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, names[0], gathered), mock.patch.object(dist, names[1], scattered):
+    gathers = mock.patch.object(BroadcastAllGather, "__call__", gathered)
+    with gathers, mock.patch.object(ExchangeReduceScatter, "__call__", scattered):
         yield found
+
+
+def check_exchange(dtype: torch.dtype) -> None:
+    """The two collectives of gloo on a CPU, beside torch's own."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    terms = [torch.randn(5 * size, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(size)]
+    mine, shard, whole = terms[rank].clone(), torch.empty(5, dtype=dtype), torch.full((5 * size,), torch.nan)
+    ExchangeReduceScatter()(shard, mine, group)
+    assert torch.equal(mine, terms[rank])
+    total = terms[0].chunk(size)[rank]
+    for term in terms[1:]:
+        total = total + term.chunk(size)[rank]
+    assert torch.equal(shard, total)
+    own = whole.chunk(size)[rank].copy_(shard)
+    BroadcastAllGather()(whole, own, group)
+    parts = [torch.empty(5, dtype=dtype) for _ in range(size)]
+    dist.all_gather(parts, shard)
+    assert torch.equal(whole, torch.cat(parts).float())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shards_are_exchanged_and_summed_in_the_order_of_ranks(ranks, size):
+    ranks(size, check_exchange, torch.float32)
 
 
 def check_traffic(sizes: dict, zero: int, schedule: str, micro_batches: int) -> None:

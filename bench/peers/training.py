@@ -197,9 +197,11 @@ def mpcore_data(zero: int) -> Step:
         mp.sync_gradients(model, last=True)  # this backward sums
         return loss(model, mesh.data.size)
 
+    def optimizer(parameters: Iterable[nn.Parameter], fused: bool, **options: Any) -> mp.AdamW:
+        return mp.AdamW(model, groups=[{"params": list(parameters)}], **options)
+
     return step_of(
-        model.parameters(), announced, between=lambda: mp.reduce_gradients(model),
-        zero=model.zero_grad, scale=mesh.data.size,
+        model.parameters(), announced, optimizer, between=lambda: mp.reduce_gradients(model), scale=mesh.data.size,
     )  # fmt: skip
 
 

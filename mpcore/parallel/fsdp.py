@@ -46,6 +46,40 @@ class TreeReduceScatter:
         output_tensor.copy_(tree_sum(terms.chunk(group.size())))
 
 
+class ExchangeReduceScatter:
+    """The reduce-scatter of `fully_shard` as one exchange of shards: gloo's own sums all shards on every rank."""
+
+    allocate = TreeReduceScatter.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
+        """Sum the ranks' inputs, in the order of ranks, and keep this rank's part of the sum."""
+        rank, size, shard = group.rank(), group.size(), len(output_tensor)
+        kept = {0: input_tensor[shard:], size - 1: input_tensor[:-shard]}  # a message has no gap for one's own shard
+        message = kept.get(rank, input_tensor)
+        sizes = [0 if other == rank in kept else shard for other in range(size)]
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, sizes, sizes, group=group)
+        terms = list(received.split(shard))
+        if rank in kept:
+            terms.insert(rank, input_tensor[rank * shard : (rank + 1) * shard])
+        torch.add(terms[0], terms[1], out=output_tensor)
+        for term in terms[2:]:
+            output_tensor.add_(term)
+
+
+class BroadcastAllGather:
+    """The all-gather of `fully_shard` as a broadcast from each rank: gloo's own copies each shard once more."""
+
+    allocate = TreeReduceScatter.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
+        """Gather the ranks' inputs. This rank's is its part of the output already."""
+        shards = output_tensor.chunk(group.size())
+        for work in [dist.broadcast(x, group=group, group_src=i, async_op=True) for i, x in enumerate(shards)]:
+            assert work is not None
+            work.wait()
+
+
 class UnitWrapper:
     """`fully_shard`, told all that one call of `shard_data_parallel` says."""
 
@@ -53,6 +87,7 @@ class UnitWrapper:
         self.mesh, self.declared, self.policy = mesh, declared, policy
         assert mesh.device_mesh is not None
         self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
+        self.is_gloo = mesh.device_type == "cpu" and dist.get_backend(mesh.data.group) == "gloo"
         self.experts: Any = None
         if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:
@@ -78,6 +113,9 @@ class UnitWrapper:
         unit.set_force_sum_reduction_for_comms(True)
         if self.mesh.data.virtual:
             unit.set_custom_reduce_scatter(TreeReduceScatter())  # pyright: ignore[reportArgumentType]
+        elif self.is_gloo and not any(self._placed(p) for *_, p in mine):  # torch refuses units on several meshes
+            unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # pyright: ignore[reportArgumentType]
+            unit.set_custom_all_gather(BroadcastAllGather())  # pyright: ignore[reportArgumentType]
         fsdp.reduce_unused(unit)  # ranks may use different parameters
 
     def _placed(self, parameter: nn.Parameter) -> Any:
