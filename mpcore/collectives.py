@@ -164,15 +164,31 @@ def _group(axis: Axis) -> str:
     return axis.group_name
 
 
+def shards_in_front(x: Tensor, size: int, dim: int) -> Tensor:
+    """Lay `size` equal shards of `dim` one behind the other along dimension 0: what `start_reduce_scatter` takes."""
+    dim %= x.dim()
+    if dim == 0:
+        return x
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).flatten(0, 1)
+
+
+def shards_along(x: Tensor, size: int, dim: int) -> Tensor:
+    """Lay shards that lie one behind the other along dimension 0, as `start_all_gather` returns them, along `dim`."""
+    dim %= x.dim()
+    if dim == 0:
+        return x
+    return x.view(size, x.shape[0] // size, *x.shape[1:]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
 def _gather(x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
     sizes = _checked_sizes(x, axis, dim, length)
     longest = sizes[0]
+    if sizes[-1] == longest:
+        return shards_along(wait(start_all_gather(x, axis)), axis.size, dim)
     front = x.movedim(dim, 0)
     if front.shape[0] < longest:
         front = torch.cat([front, front.new_zeros(longest - front.shape[0], *front.shape[1:])])
     out = wait(start_all_gather(front, axis))
-    if dim % x.dim() == 0 and sizes[-1] == longest:
-        return out
     parts = [part.narrow(0, 0, n).movedim(0, dim) for part, n in zip(out.split(longest), sizes, strict=True)]
     return torch.cat(parts, dim)
 
@@ -180,14 +196,14 @@ def _gather(x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
 def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     sizes = shard_sizes(x.shape[dim], axis.size)
     longest = sizes[0]
-    front = x.movedim(dim, 0)
     if axis.virtual:
-        receive = [sizes[axis.rank]] * axis.size
-        terms = _call(_ops.all_to_all_single.default, front.contiguous(), receive, sizes, _group(axis), wait=True)
+        receive, front = [sizes[axis.rank]] * axis.size, x.movedim(dim, 0).contiguous()
+        terms = _call(_ops.all_to_all_single.default, front, receive, sizes, _group(axis), wait=True)
         return tree_sum(terms.split(receive)).movedim(0, dim).contiguous()
-    if sizes[-1] != longest:
-        front = torch.cat([F.pad(part.movedim(0, -1), (0, longest - part.shape[0])).movedim(-1, 0)
-                           for part in front.split(sizes)])  # fmt: skip
+    if sizes[-1] == longest:
+        return wait(start_reduce_scatter(shards_in_front(x, axis.size, dim), axis))
+    front = torch.cat([F.pad(part.movedim(0, -1), (0, longest - part.shape[0])).movedim(-1, 0)
+                       for part in x.movedim(dim, 0).split(sizes)])  # fmt: skip
     out = wait(start_reduce_scatter(front, axis)).narrow(0, 0, sizes[axis.rank])
     return out.movedim(0, dim).contiguous()
 

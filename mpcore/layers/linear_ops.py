@@ -156,7 +156,7 @@ class _ColumnLinear(Function):
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
         main: Main | None, dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
-        whole = x if dim is None else _finish(_start_gather(x, tp, dim), dim)
+        whole = x if dim is None else _gather(start_all_gather(x, tp), tp, dim)
         ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
         ctx.tp, ctx.dim, ctx.regather, ctx.main, ctx.dtype = tp, dim, regather, main, weight.dtype
         return _forward(whole, weight, bias, dtype)
@@ -166,28 +166,25 @@ class _ColumnLinear(Function):
         if ctx.tp.size > 1 or ctx.main is not None:
             refuse_second_derivative(_NO_SECOND)
         x, weight = ctx.saved_tensors
-        gathering = _start_gather(x, ctx.tp, ctx.dim) if ctx.regather and ctx.needs_input_grad[1] else None
+        gathering = start_all_gather(x, ctx.tp) if ctx.regather and ctx.needs_input_grad[1] else None
         dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         summing = None if dx is None else _start_sum(dx, ctx.tp, ctx.dim)
         if gathering is not None:
-            x = _finish(gathering, ctx.dim)
+            x = _gather(gathering, ctx.tp, ctx.dim)
         dweight, dbias = _weight_gradients(ctx, dy, x)
-        return dx if summing is None else _finish(summing, ctx.dim), dweight, dbias, *[None] * 5
+        return dx if summing is None else wait(summing), dweight, dbias, *[None] * 5
 
 
-def _start_gather(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    return start_all_gather(x.movedim(dim, 0), tp)
+def _gather(flying: Tensor, tp: Axis, dim: int) -> Tensor:
+    """Wait for shards of a sequence, and lay them along its dimension."""
+    return collectives.shards_along(wait(flying), tp.size, dim)
 
 
 def _start_sum(dx: Tensor, tp: Axis, dim: int | None) -> Tensor | None:
     """Begin the sum over ranks of the input's gradient, of which each gets its shard of `dim`; None: nothing to sum."""
     if dim is not None:
-        return start_reduce_scatter(dx.movedim(dim, 0), tp)
+        return start_reduce_scatter(collectives.shards_in_front(dx, tp.size, dim), tp)
     return start_all_reduce(dx, tp) if tp.size > 1 else None
-
-
-def _finish(flying: Tensor, dim: int | None) -> Tensor:
-    return wait(flying) if dim is None else wait(flying).movedim(0, dim).contiguous()
 
 
 class _Fp8Linear(Function):
@@ -198,7 +195,7 @@ class _Fp8Linear(Function):
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
         main: Main | None, split: bool,
     ) -> Tensor:  # fmt: skip
-        whole = x if dim is None else _finish(_start_gather(x, tp, dim), dim)
+        whole = x if dim is None else _gather(start_all_gather(x, tp), tp, dim)
         wanted = ctx.needs_input_grad[1]
         rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
         y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
@@ -215,7 +212,7 @@ class _Fp8Linear(Function):
         x, values, scales, weight = ctx.saved_tensors
         tp, dim = ctx.tp, ctx.dim
         for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
-        gathering = None if x is None or not for_weight else _start_gather(x, tp, dim)
+        gathering = None if x is None or not for_weight else start_all_gather(x, tp)
         flat = flat_tokens(dy)
         rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
         dx = summing = dweight = None
@@ -226,12 +223,12 @@ class _Fp8Linear(Function):
         weight_main, bias_main = ctx.main or (None, None)
         if columns is not None:
             if gathering is not None:
-                whole = flat_tokens(_finish(gathering, dim))
+                whole = flat_tokens(_gather(gathering, tp, dim))
                 values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
             product = partial(_fp8_weight_product, ctx.dtype)
             dweight = _add_or_give(weight_main, product, *columns, values, scales)
         dbias = _add_or_give(bias_main, _column_sum, flat) if for_bias else None
-        return dx if summing is None else _finish(summing, dim), dweight, cast(dbias, ctx.dtype), *[None] * 5
+        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 5
 
 
 def _fp8_weight_product(
