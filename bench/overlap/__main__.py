@@ -18,13 +18,17 @@ from mpcore.verify.pool import Pool
 
 
 class Line(NamedTuple):
-    """Of a mode, in seconds: of the products, and for starts that wait and starts that don't what is exposed."""
+    """Of a mode, in seconds: of the products and of the host's other work in the step with overlap; and for starts
+    that wait and starts that don't what is exposed, and the critical path without and with the hosts' other work.
+    """
 
     mode: Mode
     messages: int
     work: float
     exposed: tuple[float, float]
     critical: tuple[float, float]
+    host: float
+    with_host: tuple[float, float]
 
     def row(self) -> str:
         """A row of the table."""
@@ -32,20 +36,25 @@ class Line(NamedTuple):
         return (
             f"| {self.mode.name} | {self.messages} | {1e3 * self.work:.0f} | {1e3 * without:.0f} | "
             f"**{1e3 * overlapped:.0f}** | {1e3 * self.critical[0]:.0f}, {1e3 * self.critical[1]:.0f} | "
+            f"{1e3 * self.host:.0f} | {1e3 * self.with_host[0]:.0f}, {1e3 * self.with_host[1]:.0f} | "
             f"{self.mode.hidden} |"
         )
 
 
 def both(pool: Pool, index: int, product: float, latency: float) -> Line:
     """Measure a mode without overlap and with it."""
-    exposed, critical, work, messages = [], [], 0.0, 0
+    exposed, critical, with_host = [], [], []
+    seconds, messages = {"compute": 0.0, "host": 0.0}, 0
     for overlaps in (False, True):
         ranks = pool(2, measure, index, overlaps, product, latency)
+        events = [rank.events for rank in ranks]
         exposed.append(max(rank.waited for rank in ranks))
-        critical.append(critical_path([rank.events for rank in ranks])[1])
-        work = max(sum(e.seconds for e in rank.events if e.kind == "compute") for rank in ranks)
-        messages = max(sum(e.kind in ("start", "send") for e in rank.events) for rank in ranks)
-    return Line(MODES[index], messages, work, (exposed[0], exposed[1]), (critical[0], critical[1]))
+        critical.append(critical_path(events)[1])
+        with_host.append(critical_path(events, host=True)[1])
+        seconds = {kind: max(sum(e.seconds for e in of if e.kind == kind) for of in events) for kind in seconds}
+        messages = max(sum(e.kind in ("start", "send") for e in of) for of in events)
+    first, second, third = ((pair[0], pair[1]) for pair in (exposed, critical, with_host))
+    return Line(MODES[index], messages, seconds["compute"], first, second, seconds["host"], third)
 
 
 ABOUT = """# How much communication is hidden?
@@ -57,14 +66,17 @@ the measurement needs no processor and stays right on a busy machine.
 
 **Exposed** is the time that the slower rank's host is blocked in waits: the median of {steps} steps. "Without" has each
 start wait for its end; a pipeline's sender waits until its message has come. The critical path is computed from the
-events of the same run: starts, waits and products in the order of each host, with nothing else between them.
+events of the last step of the same run: starts, waits and products in the order of each host. "Products alone" has
+nothing else between them. "All work" also has the time that passed between two events on each host, whose sum over the
+step with overlap is the column before it: the operators that are no matrix product, Python, and gloo's own calls.
 
 Machine: {machine}. Date: {date}, commit {commit}.
 
 ![Exposed communication by mode]({plot})
 
-| mode | messages | products, ms | exposed without, ms | exposed, ms | critical path: without, with | what is hidden |
-|---|---|---|---|---|---|---|
+| mode | messages | products, ms | exposed without, ms | exposed, ms | critical path of products alone: without, with \
+| other work of the host, ms | critical path of all work: without, with | what is hidden |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 
 - In the models of the first four rows each weight counts as large, so that ZeRO-0 sums it by itself. In training
@@ -72,7 +84,8 @@ Machine: {machine}. Date: {date}, commit {commit}.
 - ZeRO-1 to 3 are torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden here. On a GPU it
   sends on streams of its own, which this bench does not see.
 - A pipeline's waits are its bubble too.
-- Ring attention and experts wait longer than the critical path says: it leaves out the hosts' own work.
+- Where a rank waits longer than the critical path of products alone, it waits for the other rank's other work: the
+  critical path of all work has it.
 - Messages that nothing hides, and why, are in [decisions](decisions.md).
 """
 

@@ -28,7 +28,11 @@ TAGS = 10**6  # messages with start times have tags of their own
 
 
 class Event(NamedTuple):
-    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none."""
+    """One action of a rank's host.
+
+    "compute", "start" and "send" have their seconds, "wait" has none. "host" is what passed since the action before:
+    all other work of the host.
+    """
 
     kind: str
     key: tuple = ()
@@ -46,6 +50,7 @@ class Link:
         product: seconds that a matrix product takes, asleep.
         events: what the host did.
         waited: seconds asleep in waits.
+        last: when the last action ended.
     """
 
     latency: float = 0.0
@@ -54,13 +59,25 @@ class Link:
     product: float = 0.0
     events: list[Event] = field(default_factory=list)
     waited: float = 0.0
+    last: float = 0.0
+
+    def begin(self) -> None:
+        """Forget what happened."""
+        self.events, self.waited, self.last = [], 0.0, time.monotonic()
+
+    def note(self, *event: Any) -> None:
+        """Add an action, behind the host's own work before it."""
+        now = time.monotonic()
+        self.events += [Event("host", (), now - self.last), Event(*event)]
+        self.last = now
 
     def sleep_until(self, moment: float) -> None:
         """Count the time that the host is blocked by a message."""
         began = time.monotonic()
         if moment > began:
             time.sleep(moment - began)
-        self.waited += time.monotonic() - began
+        self.last = time.monotonic()
+        self.waited += self.last - began
 
 
 LINK = Link()
@@ -77,8 +94,9 @@ def over(link: Link) -> Iterator[Link]:
 class _Asleep(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         if func in PRODUCTS or (func.namespace == "mpcore" and "attention" in func.__name__):
-            LINK.events.append(Event("compute", (), LINK.product))
+            LINK.note("compute", (), LINK.product)
             time.sleep(LINK.product)
+            LINK.last = time.monotonic()
         return func(*args, **(kwargs or {}))
 
 
@@ -93,7 +111,7 @@ class _Work(_TorchWork):
         if not self.over:
             self.over = True
             if self.arrives is not None:
-                LINK.events.append(Event("wait", self.key))
+                LINK.note("wait", self.key)
                 began = time.monotonic()
                 arrives = self.arrives()
                 LINK.waited += time.monotonic() - began
@@ -123,7 +141,7 @@ class SlowGroup(PythonGroup):
     def _collective(self, nbytes: float, begin: Callable[[], Any]) -> _Work:
         key, seconds = (self.ranks, self.number), LINK.latency + nbytes / LINK.bandwidth
         self.number += 1
-        LINK.events.append(Event("start", key, seconds))
+        LINK.note("start", key, seconds)
         with _disable_current_modes():
             mine = torch.tensor([time.monotonic()], dtype=torch.float64)
             starts = [torch.empty_like(mine) for _ in range(self.count)]
@@ -179,13 +197,13 @@ class SlowGroup(PythonGroup):
         """Tell when it starts, then send."""
         key = self._message(self.place, to, tag)
         seconds = LINK.latency + sum(x.nbytes for x in tensors) / LINK.bandwidth
-        LINK.events.append(Event("send", key, seconds))
+        LINK.note("send", key, seconds)
         with _disable_current_modes():
             started = [torch.tensor([time.monotonic()], dtype=torch.float64)]
             work = _Work(self.inner.send(tensors, to, tag), key, None)
             self.held.append((started, self.inner.send(started, to, tag + TAGS)))
         if not LINK.overlaps:
-            LINK.events.append(Event("wait", key))
+            LINK.note("wait", key)
             LINK.sleep_until(float(started[0]) + seconds)
         return work
 
@@ -218,11 +236,12 @@ def begin(name: str) -> None:
     dist.init_process_group("slow", store=store, rank=rank, world_size=size)
 
 
-def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
+def critical_path(ranks: Sequence[Sequence[Event]], host: bool = False) -> tuple[float, float]:
     """Return the seconds from the first event to the last, and those in waits on the rank that waits most.
 
     Args:
         ranks: the events of each rank, as `Link.events`.
+        host: count the hosts' own work too; False: it takes no time.
     """
     clocks, waited, places = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
     starts: dict[tuple, list[float]] = defaultdict(list)
@@ -235,7 +254,7 @@ def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
                 kind, key, seconds = events[places[rank]]
                 if kind == "wait" and key not in ends:
                     break
-                if kind == "compute":
+                if kind == "compute" or (kind == "host" and host):
                     clocks[rank] += seconds
                 elif kind == "send":
                     ends[key] = clocks[rank] + seconds
@@ -243,7 +262,7 @@ def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
                     starts[key].append(clocks[rank])
                     if len(starts[key]) == len(key[0]):
                         ends[key] = free[key[0]] = max(free[key[0]], *starts[key]) + seconds
-                else:
+                elif kind == "wait":
                     blocked = max(0.0, ends[key] - clocks[rank])
                     waited[rank] += blocked
                     clocks[rank] += blocked

@@ -34,7 +34,7 @@ def measure(index: int, overlaps: bool, product: float, latency: float, steps: i
         link = Link(latency if slow else 0.0, BANDWIDTH if slow else 1e12, overlaps, product if slow else 0.0)
         with over(link) as link:
             torch.distributed.barrier()
-            link.events, link.waited = [], 0.0
+            link.begin()
             began = time.monotonic()
             step()
             passed = time.monotonic() - began

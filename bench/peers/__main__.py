@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.peers.measure import Result, run
+from bench.peers.measure import Result, Row, run
 from bench.peers.page import line, write
 from bench.peers.table import ROWS
 
@@ -17,18 +17,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
     parser.add_argument("--only", default="", help="rows whose name or peer has this in it")
     parser.add_argument("--seconds", type=float, default=4.0, help="for the timing of a row (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="of all rows, one after the other (default: %(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write a page of the results, and a plot beside it")
     given = parser.parse_args()
-    began, results = time.monotonic(), list[Result]()
-    for row in ROWS:
-        if given.only.lower() in f"{row.name} {row.peer}".lower():
-            results.append(run(row, given.seconds))
-            print(line(results[-1]), flush=True)
+    began, results = time.monotonic(), dict[Row, Result]()
+    for _ in range(given.runs):
+        for row in ROWS:
+            if given.only.lower() in f"{row.name} {row.peer}".lower():
+                found = run(row, given.seconds)
+                print(line(found), flush=True)
+                if row in results:
+                    results[row].add(found)
+                else:
+                    results[row] = found
     took = time.monotonic() - began
     print(f"{len(results)} rows in {took:.0f} s")
     if given.write:
-        write(given.write, results, took)
-    return int(any(result.problem.startswith("error") for result in results))
+        write(given.write, [*results.values()], took)
+    return int(any(result.problem.startswith("error") for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -169,18 +169,26 @@ def loss_step(dtype: torch.dtype, side: str) -> Step:
     return step
 
 
+OVERLAP = (
+    "the two all-reduces, and a backward in Python that starts the input gradient's all-reduce before the weight's "
+    "product; torch's backward computes both at once, so nothing could run beside the message"
+)
 MLP_NAME = "MLP of two linear layers on tp 8, host time"
 SP_NAME = "the same with sequence parallel"
 ROWS = [
     Row(MLP_NAME, "nn.Linear, unsharded", mpcore_mlp, plain_mlp, 1 / 1.35, fake=TP),
-    Row(MLP_NAME, "nn.Linear of the local sizes", mpcore_mlp, local_mlp, 0.5, fake=TP),
-    Row(MLP_NAME, "DTensor", mpcore_mlp, dtensor_mlp, 6.0, fake=TP),
-    Row(MLP_NAME, "Megatron-Core", mpcore_mlp, megatron_mlp, 1.2, fake=TP, needs="megatron"),
-    Row(MLP_NAME, "fairscale", mpcore_mlp, fairscale_mlp, 1.0, fake=TP, needs="fairscale"),
-    Row(SP_NAME, "DTensor", partial(mpcore_mlp, True), partial(dtensor_mlp, True), 6.0, fake=TP),
+    Row(MLP_NAME, "nn.Linear of the local sizes", mpcore_mlp, local_mlp, 0.5, fake=TP, why=OVERLAP),
+    Row(MLP_NAME, "DTensor", mpcore_mlp, dtensor_mlp, 6.0, fake=TP, why=OVERLAP),
+    Row(MLP_NAME, "Megatron-Core", mpcore_mlp, megatron_mlp, 1.2, fake=TP, needs="megatron",
+        why="both do the same: " + OVERLAP),
+    Row(MLP_NAME, "fairscale", mpcore_mlp, fairscale_mlp, 1.0, fake=TP, needs="fairscale",
+        why=OVERLAP + ". fairscale waits for it, after torch's backward"),
+    Row(SP_NAME, "DTensor", partial(mpcore_mlp, True), partial(dtensor_mlp, True), 6.0, fake=TP,
+        why="gathers and reduce-scatters of a sequence that is not the first dimension copy it before and after"),
     *(
         Row(f"cross-entropy, {str(dtype)[6:]}, one rank", "F.cross_entropy", partial(loss_step, dtype, "mpcore"),
-            partial(loss_step, dtype, "torch"), tolerance=tolerance)
+            partial(loss_step, dtype, "torch"), tolerance=tolerance,
+            why="mpcore computes in float32, `F.cross_entropy` in bfloat16" if dtype == torch.bfloat16 else "")
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2))
     ),
     Row("cross-entropy, float32, tp 2", "DTensor loss_parallel", partial(loss_step, torch.float32, "mpcore"),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench.interleave import spread
+from bench.peers.work import Work, count
 from mpcore.verify.pool import Pool
 
 MODULES = ["bench.peers.table", "torch.distributed.tensor.parallel"]
@@ -35,6 +36,9 @@ class Row:
         needs: the package of the peer.
         tolerance: relative to the largest element.
         memory: measure peak memory too, of each side in a process of its own.
+        turn_s: the seconds of a turn; long where ranks wait for each other many times a step.
+        longer: by how many times it is timed longer than other rows.
+        why: what the counted work shows, where the target is missed.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Row:
     needs: str = "torch"
     tolerance: float = 1e-5
     memory: bool = False
+    turn_s: float = TURN_S
+    longer: float = 1.0
+    why: str = ""
 
 
 @dataclass
@@ -59,6 +66,8 @@ class Result:
         cpu: by side, for each round the seconds of processor time that a step took on all ranks together.
         wall: the same in seconds on the clock, of the slowest rank.
         peak_mib: by side, the most memory.
+        work: by side, what one step of rank 0 does.
+        runs: the ratio of each run, where `add` has put several together.
     """
 
     row: Row
@@ -66,6 +75,17 @@ class Result:
     cpu: dict[str, list[float]] = field(default_factory=dict)
     wall: dict[str, list[float]] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
+    runs: list[float] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        """Add the rounds of another run of the same row."""
+        self.problem = self.problem or other.problem
+        if not self.problem:
+            self.runs = [*(self.runs or [self.ratio()[1]]), other.ratio()[1]]
+            for mine, theirs in ((self.cpu, other.cpu), (self.wall, other.wall)):
+                for side, rounds in theirs.items():
+                    mine[side] = mine[side] + rounds
 
     def ratio(self, clock: str = "cpu") -> tuple[float, float, float]:
         """The peer's time over ours: the 20th percentile, the median and the 80th percentile over rounds."""
@@ -92,6 +112,7 @@ def run(row: Row, seconds: float) -> Result:
         for side in ("mpcore", row.peer):
             result.cpu[side] = [sum(turn) for turn in zip(*(rank["cpu"][side] for rank in each), strict=True)]
             result.wall[side] = [max(turn) for turn in zip(*(rank["wall"][side] for rank in each), strict=True)]
+            result.work[side] = each[0]["work"][side]
         for side in ("mpcore", row.peer) if row.memory else ():
             result.peak_mib[side] = max(in_ranks(row, peak_of, row, side))
     except Exception as error:
@@ -120,8 +141,8 @@ def begin(row: Row) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.fake)
 
 
-def time_both(row: Row, seconds: float) -> dict[str, dict[str, list[float]]]:
-    """In a rank: processor and wall seconds a step of each side, by round.
+def time_both(row: Row, seconds: float) -> dict[str, dict[str, Any]]:
+    """In a rank: processor and wall seconds a step of each side, by round; and the work that a step does.
 
     Raises:
         ValueError: if the sides' results differ.
@@ -131,15 +152,15 @@ def time_both(row: Row, seconds: float) -> dict[str, dict[str, list[float]]]:
     for turn in range(3):  # gradients and updates show in the second and third
         check_equal(row, turn, *(step() for step in steps.values()))
     cost = {side: most_of_ranks(_turn(step, 2)[1] / 2) for side, step in steps.items()}
-    iterations = max(1, round(TURN_S / max(cost.values())))
-    rounds = int(seconds / sum(cost.values()) / iterations)
+    iterations = max(1, round(row.turn_s / max(cost.values())))
+    rounds = int(seconds * row.longer / sum(cost.values()) / iterations)
     cpu, wall = ({side: [] for side in steps} for _ in range(2))
     for turn in range(min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)):
         for side in list(steps) if turn % 2 else reversed(list(steps)):
             used, passed = _turn(steps[side], iterations)
             cpu[side].append(used / iterations)
             wall[side].append(passed / iterations)
-    return {"cpu": cpu, "wall": wall}
+    return {"cpu": cpu, "wall": wall, "work": {side: count(step) for side, step in steps.items()}}
 
 
 def _turn(step: Step, iterations: int) -> tuple[float, float]:

@@ -16,9 +16,9 @@ from bench.peers.measure import Result
 PACKAGES = ("torch", "transformers", "safetensors", "megatron-core", "fairscale")
 ABOUT = """# How does mpcore compare with other libraries?
 
-`python -m bench.peers --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row runs in processes of
-its own. The results of both sides are compared first: a row whose losses or gradients differ is an error and has no
-number. Then both sides take turns, on one thread a rank.
+`python -m bench.peers{runs} --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row
+runs in processes of its own. The results of both sides are compared first: a row whose losses or gradients differ is an
+error and has no number. Then both sides take turns, on one thread a rank.
 
 **The ratio is the peer's processor time over mpcore's: above 1 mpcore is faster.** It is the median over rounds, with
 the 20th to 80th percentile. Processor time is the sum over ranks. Wall time says little where others use the machine.
@@ -27,27 +27,14 @@ A target is `met`, `missed` (80 % of the rounds lie below it) or `unclear` (the 
 these figures show what a step costs the host.
 """
 
-EXPLAINED = """## What the rows below 1 do more
+EXPLAINED = """## Why are some rows below their target?
 
-Calls of Python and of C functions, and torch's operators, in one step; cProfile and a dispatch mode counted them on
-2026-11-25:
+The same run counted what one step of each side does on rank 0. Calls are those of Python functions and of C functions
+on the main thread, as cProfile counts them. Operators are torch's, views included; a copy is an operator that does
+nothing else, with the MiB that it writes.
 
-| row | mpcore | peer |
-|---|---|---|
-| MLP on tp 8 | 123 + 87 calls, 116 operators | `nn.Linear`: 34 + 37, 102; DTensor: 1,679 + 1,421, 174 |
-| training step of a GPT | 3,253 + 2,790 calls, 2,534 operators | bare loop: 1,128 + 1,076, 2,220 |
-| load a checkpoint | 1,336 + 1,211 calls | safetensors: 93 + 119 |
-| save a checkpoint | 4,627 + 3,019 calls | safetensors: 213 + 295 |
-
-- MLP: a step has two all-reduces, each an operator and a wait, which `nn.Linear` does not have.
-- Checkpoints: load verifies a checksum of each chunk before it changes any tensor, and save computes it. safetensors
-  has none. The checksums of 201 MB took 13.9 ms of processor time, where save took 14 to 20 ms more than safetensors.
-  Load reads the file twice: once to verify, once to copy.
-- Training step of a GPT: 138 copies (bare loop: 71), and 52 norms in float64. In one process that took turns a step was
-  69.3 ms, the bare loop's 69.8.
-- Cross-entropy in bfloat16: mpcore computes in float32, `F.cross_entropy` in bfloat16.
-- ZeRO-1 to 3 run torch's `fully_shard`. It packs gradients for each reduce-scatter and copies parameters out of each
-  gather (585 copies in three steps); ZeroRedundancyOptimizer sums DDP's buckets in place and broadcasts (432 copies).
+| what | peer | mpcore | the peer | what costs the time |
+|---|---|---|---|---|
 """
 
 
@@ -64,22 +51,23 @@ def line(result: Result) -> str:
 
 def write(page: Path, results: Sequence[Result], took: float) -> None:
     """Write the page, and the plot as a PNG beside it."""
-    about = describe()
+    about, runs = describe(), max(len(result.runs) for result in results)
     versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
     machine = f"{about['device']}, {about['cores']} cores, Python {about['python']}"
     lines = [
-        ABOUT.format(minutes=took / 60),
+        ABOUT.format(minutes=took / 60, runs=f" --runs {runs}" if runs > 1 else ""),
         f"Machine: {machine}. Date: {about['date']}, commit {about['commit']}. Versions: {', '.join(versions)}.",
         "",
         f"![The peer's processor time over mpcore's, by row]({page.stem}.png)",
         "",
-        "| what | peer | ratio (p20-p80) | target | | mpcore, peer: ms a step | wall ratio | peak MiB: mpcore, peer |",
-        "|---|---|---|---|---|---|---|---|",
+        "| what | peer | ratio (p20-p80) | each run | target | | mpcore, peer: ms a step | wall ratio "
+        "| peak MiB: mpcore, peer |",
+        "|---|---|---|---|---|---|---|---|---|",
         *map(_row, results),
         "",
-        EXPLAINED,
+        EXPLAINED + "\n".join(_explained(result) for result in results if result.verdict in ("missed", "unclear")),
     ]
-    page.write_text("\n".join(lines))
+    page.write_text("\n".join(lines) + "\n")
     _plot([result for result in results if not result.problem], page.with_suffix(".png"), machine)
 
 
@@ -93,14 +81,21 @@ def _version(name: str) -> str:
 def _row(result: Result) -> str:
     row = result.row
     if result.problem:
-        return f"| {row.name} | {row.peer} | {result.problem} | | | | | |"
+        return f"| {row.name} | {row.peer} | {result.problem} | | | | | | |"
     low, middle, high = result.ratio()
     times = ", ".join(f"{1e3 * statistics.median(each):.3g}" for each in result.cpu.values())
     memory = ", ".join(f"{mib:.0f}" for mib in result.peak_mib.values())
+    runs = ", ".join(f"{ratio:.2f}" for ratio in result.runs or [middle])
     return (
-        f"| {row.name} | {row.peer} | **{middle:.2f}** ({low:.2f}-{high:.2f}) | {row.at_least:.2f} | {result.verdict} "
-        f"| {times} | {result.ratio('wall')[1]:.2f} | {memory} |"
+        f"| {row.name} | {row.peer} | **{middle:.2f}** ({low:.2f}-{high:.2f}) | {runs} "
+        f"| {row.at_least:.2f} | {result.verdict} | {times} | {result.ratio('wall')[1]:.2f} | {memory} |"
     )
+
+
+def _explained(result: Result) -> str:
+    row = result.row
+    ours, theirs = ([result.work[side].told() for side in result.cpu] or [""] * 2) if result.work else ("", "")
+    return f"| {row.name} | {row.peer} | {ours} | {theirs} | {row.why} |"
 
 
 def _plot(results: Sequence[Result], file: Path, title: str) -> None:

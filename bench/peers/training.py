@@ -267,7 +267,8 @@ def torch_pipeline() -> Step:
 
 
 ROWS = [
-    Row("training step of a GPT", "a bare loop of torch.nn", prepared, bare_loop),
+    Row("training step of a GPT", "a bare loop of torch.nn", prepared, bare_loop,
+        why="the run's norm is summed in float64, and a step that isn't finite is skipped: 52 norms and their copies"),
     Row("the same, our layers in a bare loop", "transformers GPT-2", layers_alone, transformers_gpt2, 1.2,
         needs="transformers"),
     Row("Llama on tp 2", "DTensor", mpcore_llama, dtensor_llama, 1.2, ranks=2, needs="transformers"),
@@ -277,5 +278,6 @@ ROWS = [
         memory=True),
     Row("ZeRO-2 on dp 2", "FSDP2", partial(mpcore_data, 2), partial(fsdp2, False), 1.0, ranks=2, memory=True),
     Row("ZeRO-3 on dp 2", "FSDP2", partial(mpcore_data, 3), partial(fsdp2, True), 1.0, ranks=2, memory=True),
-    Row("1F1B on pp 2, 32 tiny micro-batches", "torch pipelining", mpcore_pipeline, torch_pipeline, 1.2, ranks=2),
+    Row("1F1B on pp 2, 32 tiny micro-batches", "torch pipelining", mpcore_pipeline, torch_pipeline, 1.2, ranks=2,
+        turn_s=0.15, longer=2.5, why="a message for each micro-batch and direction on both sides"),
 ]  # fmt: skip
