@@ -28,7 +28,7 @@ from mpcore.verify import parse_layout, verify, what_happened
 from mpcore.verify.__main__ import find
 from mpcore.verify.layout import Layout
 from mpcore.verify.pool import Pool, RankError, mesh
-from mpcore.verify.run import STEP, Task, build_model
+from mpcore.verify.run import SHIFT, STEP, Seen, Task, build_model, check_slope, run_step
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
@@ -155,8 +155,9 @@ def run_checks(checks: Sequence[Check], begin: Callable[[int], None] = lambda at
             state, detail = SKIPPED, str(why)
         except RankError as error:
             state, detail = FAILED, what_happened(str(error))
-        except (ValueError, OSError) as error:
-            state, detail = FAILED, str(error)
+        except Exception as error:  # a check runs the user's own code
+            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            state, detail = FAILED, f"{kind}{error}"
         stopped = stopped or (check.name if check.needed and state == FAILED else "")
         yield Result(check.name, state, detail, time.perf_counter() - began, check.meaning)
 
@@ -177,8 +178,18 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
             raise ValueError(str(verdict.departure or verdict.error))
         return f"equal to {max(verdict.worst.values()):.2g} ULPs"
 
+    task = Task(build, batch, loss)
+
+    def slope() -> str:
+        one = parse_layout("tp1")
+        seen, above, below = (
+            pool(1, step_of, replace(task, shift=shift), one, timeout=options.timeout)[0]
+            for shift in (0.0, SHIFT, -SHIFT)
+        )
+        off = check_slope(seen.gradients, seen.norm, above.loss, below.loss)
+        return f"the gradient of one process is the slope of its loss to {off:.1g} of the norm"
+
     def saved(layout: Layout) -> str:
-        task = Task(build, batch, loss)
         with tempfile.TemporaryDirectory(prefix="mpcore-preflight-") as folder:
             pool(layout.size, save_model, task, layout, folder, timeout=options.timeout)
             one = parse_layout("tp1")
@@ -190,7 +201,9 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
         return f"{len(whole)} tensors"
 
     meaning = "the sharded model is another model than the one you tested: mpcore verify shows every stage of it"
-    found = [Check(f"{layout.name} against dense", lambda name=layout.name: same(name), meaning) for layout in layouts]
+    wrong = "one process computes it wrong too, so no layout can be right"
+    found = [Check("gradient of one process", slope, wrong)]
+    found += [Check(f"{layout.name} against dense", lambda name=layout.name: same(name), meaning) for layout in layouts]
     found.append(Check("two micro-batches", lambda: same("dp1mb2"), "the loss must be a sum over tokens, no mean"))
     kept = "a parameter is saved as another one than it is: declare how each is sharded"
     more = [Check(f"save {layout.name}, load on 1", lambda layout=layout: saved(layout), kept) for layout in layouts]
@@ -209,6 +222,11 @@ def _prepared(task: Task, layout: Layout):
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=STEP)
+
+
+def step_of(task: Task, layout: Layout) -> Seen:
+    """Run one step of the model, and record it."""
+    return run_step(task, mesh(), layout)
 
 
 def save_model(task: Task, layout: Layout, folder: str) -> None:

@@ -7,13 +7,12 @@ import io
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from examples.gpt.arguments import parse
 from examples.gpt.checks import check_replicate, inner_size
@@ -21,6 +20,7 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.faults import check_writable
 from examples.gpt.plan import build
 from examples.gpt.policies import precision
+from examples.gpt.rehearsals import OWN_DTYPE, check_digits, compare, distinct, pick, resumed, within_rounding
 from examples.gpt.rehearse import Rehearsal, kill, rehearse
 from examples.gpt.resume import other_run
 from examples.gpt.samples import Samples
@@ -34,10 +34,12 @@ from mpcore.preflight import Check, Options, Skip
 from mpcore.verify.judge import Judge
 from mpcore.verify.layout import Layout
 from mpcore.verify.pool import Pool
+from mpcore.verify.run import SHIFT, check_slope
 
 TOKENS_READ = 2**29  # of each corpus: a few seconds of a disk
 DRY_RANKS = 3
-OWN_DTYPE = {"float64": 1e-8, "float32": 1e-4}  # how far a first loss may be from one process's; of 16 bits 0.03
+E4M3_EPS = 2.0**-3
+TWINS = 3  # runs of one process whose roundings say how far those of a layout may go
 
 
 def checks(flags: Sequence[str], options: Options, pool: Pool) -> list[Check]:
@@ -71,6 +73,7 @@ class Preflight:
             Check("output folder", self.check_folder, "the run could not save what it trains"),
             Check("memory and bytes", self.check_memory, "shard more, recompute, or take a smaller --micro-batch"),
             Check("one process", self.check_dense, "the model does not train at all, sharded or not", needed=True),
+            Check("against torch", self.check_torch, "one process computes it wrong too, so no layout can be right"),
             Check("sharded against dense", self.check_sharded, differs, needed=True),
             Check("accumulation", self.check_accumulation, "the loss depends on how a batch is cut in micro-batches"),
             Check("save, load elsewhere", self.check_layouts, state),
@@ -199,6 +202,36 @@ class Preflight:
                 raise ValueError(f"the toy's losses in float64 are {list(losses.values())}")
         return f"loss {losses[0]:.4f} to {losses[STEPS - 1]:.4f} in {STEPS} steps of {len(self.toys)} toys"
 
+    def check_torch(self) -> str:
+        """Compare one process with torch: the loss of its logits, and the slope of the loss along the gradient."""
+        worst = 0.0
+        for i, toy in enumerate(self.toys):
+            for truth in self.dense[i]:
+                loss, want = truth.losses[0], truth.reference
+                if not math.isclose(loss, want, rel_tol=1e-9):
+                    raise ValueError(
+                        f"{toy.name}: the first loss is {loss:.12g}, torch's of the same logits {want:.12g}"
+                    )
+                if truth.wrong:
+                    raise ValueError(f"{toy.name}: {truth.wrong}")
+                distinct({name: truth.begun[name] for name in truth.seen.initial})
+                keys = {key: name for name, key in truth.keys.items()}
+                for name, key in truth.keys.items():
+                    if keys[key] != name:
+                        raise ValueError(f"{name} and {keys[key]} draw the same masks: they have one seed")
+            moe = toy.config.moe
+            if moe is not None and (moe.aux_loss is not None or moe.z_loss):
+                continue  # the gradient has the balance loss, which the reported loss leaves out
+            up, down = (
+                self.train(toy.alone(), f"shifted-{i}-{sign}", until=1, shift=sign * SHIFT) for sign in (1.0, -1.0)
+            )
+            for truth, above, below in zip(self.dense[i], up, down, strict=True):
+                seen = truth.seen
+                worst = max(worst, check_slope(seen.gradients, seen.norm, above.losses[0], below.losses[0]))
+        if not worst:
+            return "the loss is torch's; the gradient has a balance loss, so it is not compared with the slope"
+        return f"the loss is torch's; the gradient is its slope to {worst:.1g} of the norm"
+
     def check_sharded(self) -> str:
         """Train each toy on its layout: values, gradients, norm, and some steps."""
         worst = 0.0
@@ -275,20 +308,37 @@ class Preflight:
         args, toy = self.args, self.toys[0]
         own = {name: getattr(args, name) for name in ("dtype", "autocast", "residual_dtype", "fp8")}
         mine = Toy(with_flags(toy.args, **own), toy.config, toy.sizes, toy.ranks)
-        dense = self.train(toy.alone(**own), "dtype-dense", poison_at=1)
-        whole = self.train(mine, "dtype", save_at=2, poison_at=1)
+        alone = toy.alone(**own)
+        dense = self.train(alone, "dtype-dense", poison_at=1, look=True)
+        moe = toy.config.moe
+        ordered = moe is not None and moe.aux_loss == "micro_batch"  # the order of samples changes this loss
+        twins = [
+            self.train(Toy(with_flags(alone.args, twin=i), alone.config, alone.sizes, alone.ranks), f"dtype-twin-{i}",
+                       until=1, look=True)
+            for i in range(1, 1 if ordered else TWINS + 1)
+        ]  # fmt: skip
+        whole = self.train(mine, "dtype", save_at=2, poison_at=1, look=True)
+        truths = self.train(toy.alone(), "dtype-float64", until=1, look=True, start=dense[0].begun)
         near = OWN_DTYPE.get(args.dtype, 0.03)
+        eps = E4M3_EPS if args.fp8 else torch.finfo(getattr(torch, args.dtype)).eps
+        for rank in (*dense, *whole):
+            if rank.left:
+                raise ValueError(f"the gradient of {rank.left} in {args.dtype} is still there after the step")
         for rank in whole:
-            alone = pick(dense, rank.worker)
-            got, want = rank.losses[0], alone.losses[0]
+            one = pick(dense, rank.worker)
+            got, want = rank.losses[0], one.losses[0]
             if not abs(got - want) <= near * abs(want):
                 raise ValueError(f"the first loss in {args.dtype} is {got:.6g}, on one process {want:.6g}")
-            for step, norm in rank.norms.items():
-                if abs(norm - alone.norms[step]) > 8 * near * alone.norms[step]:
-                    raise ValueError(
-                        f"the norm of step {step} in {args.dtype} is {norm:.6g}, on one process "
-                        f"{alone.norms[step]:.6g}: a gradient of this dtype is lost, kept or counted twice"
-                    )
+            truth = pick(truths, rank.worker).seen
+            rounded = [one.seen, *(pick(twin, rank.worker).seen for twin in twins)]
+            layers = toy.config.layers
+            within_rounding(args.dtype, eps, truth, rounded, rank.seen, layers=layers, experts=moe is not None)
+        data = toy.sizes["dp"] * toy.sizes["cp"]
+        if args.dtype in ("bfloat16", "float16") and toy.sizes["pp"] == 1 < data:
+            each = toy.args.global_batch // (toy.args.workers * toy.sizes["dp"])
+            one_sum = Toy(with_flags(mine.args, micro_batch=each), mine.config, mine.sizes, mine.ranks)
+            for rank in self.train(one_sum, "dtype-sum", until=1, look=True):
+                check_digits(getattr(torch, args.dtype), rank.seen)
         for rank in self.train(mine, "dtype-loaded", resume=str(Path(self.folder.name) / "dtype")):
             resumed(rank, pick(whole, rank.worker), 2, f"resumed in {args.dtype}")
         return f"{args.dtype}{', fp8' if args.fp8 else ''}: first loss {got:.4f}, on one process {want:.4f}"
@@ -307,66 +357,6 @@ def layout_of(toy: Toy) -> Layout:
     each = toy.args.global_batch // (toy.args.workers * sizes["dp"] * toy.args.micro_batch)
     sharded = toy.args.sequence_parallel and sizes["tp"] > 1
     return Layout(toy.name, **sizes, sequence_parallel=sharded, zero=toy.args.zero, mb=each)
-
-
-def pick(ranks: Sequence[Rehearsal], worker: int) -> Rehearsal:
-    """Return what a worker's ranks saw, with the parameters of all its stages."""
-    mine = [rank for rank in ranks if rank.worker == worker]
-
-    def joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: value for part in parts for name, value in part.items()}
-
-    kept = {step: joined(rank.kept[step] for rank in mine) for step in mine[0].kept}
-    return replace(mine[0], state=joined(rank.state for rank in mine), kept=kept)
-
-
-def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str) -> None:
-    """Refuse a run that is another one.
-
-    Raises:
-        ValueError: with the first step or tensor that departs.
-    """
-    for step in steps:
-        for name in ("losses", "norms"):
-            a, b = getattr(got, name)[step], getattr(want, name)[step]
-            if not math.isclose(a, b, rel_tol=1e-8) and not (math.isnan(a) and math.isnan(b)):
-                raise ValueError(f"{what}: {name[:-1]} {a:.12g} of step {step} is not {b:.12g}: {cause}")
-    if not math.isclose(got.validation, want.validation, rel_tol=1e-8):
-        raise ValueError(f"{what}: validation loss {got.validation:.12g} is not {want.validation:.12g}: {cause}")
-    differing(got.state, want.state, f"{what}, after step {steps[-1]}", cause)
-
-
-def differing(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str, cause: str) -> None:
-    """Refuse other tensors than those wanted, of those that a rank has."""
-    for name, there in got.items():
-        value = want.get(name)
-        if value is None or there.shape != value.shape:
-            shape = None if value is None else tuple(value.shape)
-            raise ValueError(f"{what}: {name} is {tuple(there.shape)}, not {shape}: {cause}")
-        far = (there.double() - value.double()).abs().max().item() if value.numel() else 0.0
-        if not far <= 1e-7 * max(value.double().abs().max().item() if value.numel() else 0.0, 1.0):
-            raise ValueError(f"{what}: {name} is off by {far:.3g}: {cause}")
-
-
-def resumed(got: Rehearsal, whole: Rehearsal, step: int, what: str) -> None:
-    """Refuse a resumed run that is not the run that went on.
-
-    Raises:
-        ValueError: with what of the state seems to be lost.
-    """
-    if step in whole.kept:
-        differing(got.begun, whole.kept[step], what, "it was not saved, or not loaded, as it was")
-    if got.scale != whole.scales.get(step, got.scale):
-        raise ValueError(f"{what}: the loss scale is {got.scale:g}, it was {whole.scales[step]:g}: it is not saved")
-    if min(got.losses, default=step) != step:
-        raise ValueError(f"{what}: it went on with step {min(got.losses)}, {step} steps were done")
-    first = got.losses.get(step, 0.0), whole.losses.get(step, 0.0)
-    if not math.isclose(*first, rel_tol=1e-7):
-        raise ValueError(
-            f"{what}: parameters are what they were, the loss of step {step} is {first[0]:.12g}, not {first[1]:.12g}: "
-            f"other samples (the data's place is not saved), or another dropout mask"
-        )
-    compare(got, whole, range(step, STEPS), what, "what the optimizer or the routers keep is not saved or not loaded")
 
 
 def without(flags: Sequence[str], names: set[str]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ from mpcore import full_state_dict, sequence_index, shardings
 from mpcore.checkpoint import checkpoints
 from mpcore.fault_tolerance import StopSignals, Watchdog, leave_together
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers.module import RandomModule
 from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import local_tensor
 from mpcore.verify.pool import Pool, RankError, mesh
-from mpcore.verify.run import Seen, full_tensors, joined, listen
+from mpcore.verify.run import Seen, direction, full_tensors, joined, listen
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
 tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
@@ -45,6 +48,10 @@ class Rehearsal:
         kept: those that were saved, by the number of steps done.
         validation: the held-out loss at the end.
         seen: the tensors of the first step.
+        reference: on one process torch's cross-entropy of the logits in `seen`.
+        wrong: what differs from torch in the loss of one process, in words; "" if nothing does.
+        left: a parameter whose gradient is still there after a step; "" if none is.
+        keys: seeds of dropout and of routers, by module.
         stopped, skipped: whether a signal stopped it; whether no parameter moved in the poisoned step.
         step: the steps that are done.
     """
@@ -59,6 +66,10 @@ class Rehearsal:
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     validation: float = 0.0
     seen: Any = None
+    reference: float = math.nan
+    wrong: str = ""
+    left: str = ""
+    keys: dict[str, int] = field(default_factory=dict)
     stopped: bool = False
     skipped: bool = False
     step: int = 0
@@ -66,7 +77,8 @@ class Rehearsal:
 
 def rehearse(
     toy: Toy, out: str, *, until: int, save_at: int | None = None, resume: str | None = None, look: bool = False,
-    stop_at: int | None = None, poison_at: int | None = None,
+    stop_at: int | None = None, poison_at: int | None = None, shift: float = 0.0,
+    start: Mapping[str, Tensor] | None = None,
 ) -> Rehearsal:  # fmt: skip
     """Train a toy on this rank.
 
@@ -78,6 +90,8 @@ def rehearse(
         resume: "auto", or another run's folder.
         look: record the tensors of the first step.
         stop_at: in this step the last rank gets a SIGTERM; the run is one of `Trainer.train`.
+        start: the first parameters, on one process; None: those that are drawn.
+        shift: how far the first parameters are moved along their `direction`, on one process.
         poison_at: in this step the loss of the last data rank is NaN, on whichever rank of its pipeline it is.
     """
     with quiet(out):
@@ -87,8 +101,18 @@ def rehearse(
         elif resume not in (None, "auto"):
             resume = str(checkpoints(Path(str(resume)) / "checkpoints", on)[0])
         trainer = Trainer(with_flags(toy.args, out=out, resume=resume or "none"), on, toy.config)
+        if start is not None:
+            with trainer.run.parameters() as model, torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(start[name])
+        if shift:
+            with trainer.run.parameters() as model, torch.no_grad():
+                for name, p in model.named_parameters():
+                    p += shift * direction(name, p) if p.requires_grad else 0
         got = Rehearsal(on.workers.rank, scale=scale_of(trainer))
         got.begun = state_of(trainer)
+        random = {name: module for name, module in trainer.model.named_modules() if isinstance(module, RandomModule)}
+        got.keys = {name: module.key for name, module in random.items() if module.key is not None}
         last = on.job.rank == on.job.size - 1
         if stop_at is not None:
             with StopSignals() as signals:
@@ -97,16 +121,21 @@ def rehearse(
                 got.stopped, got.step = trainer.train(), trainer.run.step
             return got
         if look:
+            targets = trainer.batch(trainer.train_samples, trainer.share(trainer.run.step))[1]
             got.seen = observe(trainer, toy)
         for step in range(trainer.run.step, until):
             before = state_of(trainer) if step == poison_at else {}
             if step == poison_at and all(axis.rank == axis.size - 1 for axis in (on.workers, on.dp, on.cp, on.tp)):
                 poison(trainer)
             entry = trainer.step()
+            got.left = got.left or next((name for name, p in trainer.model.named_parameters() if has_gradient(p)), "")
             got.losses[step], got.norms[step] = entry["loss"], entry["grad_norm"]
             got.scales[step + 1] = scale_of(trainer)
             if got.seen is not None and step == 0:
                 got.seen.loss = entry["loss"]
+                if on.job.size == on.workers.size:
+                    got.reference = cross_entropy(got.seen.output[""], targets)
+                    got.wrong = wrong_loss(trainer.stages[-1].loss, got.seen.output[""], targets)
             if step == poison_at:
                 after = state_of(trainer)
                 names = {
@@ -116,9 +145,66 @@ def rehearse(
             if step + 1 == save_at:
                 got.kept[step + 1] = state_of(trainer)
                 trainer.out.mkdir(parents=True, exist_ok=True)
-                trainer.checkpoints.save_last()
+                trainer.checkpoints.save()
+                overwrite(trainer)
         got.validation, got.state, got.step = trainer.evaluate(), state_of(trainer), trainer.run.step
     return got
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> float:
+    """Return torch's mean loss in float64 over the targets that are not -100."""
+    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    return float(loss) / max(int((targets != -100).sum()), 1)
+
+
+def wrong_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> str:
+    """Compare a loss, summed over tokens, and its gradient with torch's, also for ignored targets and large logits.
+
+    Returns:
+        What differs, in words; "" if nothing does.
+    """
+    some = targets.clone()
+    some.flatten()[::3] = -100
+    far_apart = 1e4 / float(logits.abs().max())  # no exponential of such a gap is above 0
+    for scale, dtype in ((1.0, torch.float64), (far_apart, torch.float64), (1.0, torch.float32)):
+        given = (scale * logits).to(dtype)
+        ours, torchs = (given.to(wide, copy=True).requires_grad_() for wide in (dtype, torch.float64))
+        got = loss(ours, some)
+        want = torch.nn.functional.cross_entropy(torchs.flatten(0, 1), some.flatten(), reduction="sum")
+        (dx,) = torch.autograd.grad(got, ours)
+        (truth,) = torch.autograd.grad(want, torchs)
+        what = f"of logits up to {float(given.abs().max()):.3g} in {str(dtype).removeprefix('torch.')}"
+        if not torch.equal(ours.detach(), given):
+            return f"the loss {what} writes to its logits"
+        if not math.isclose(float(got), float(want), rel_tol=1e4 * torch.finfo(dtype).eps):
+            return f"the loss {what} is {float(got):.9g}, torch's {float(want):.9g}"
+        if dx[some == -100].any():
+            return f"the loss {what} gives an ignored target a gradient"
+        far = float((dx.double() - truth).abs().max())
+        if not far <= 1e2 * torch.finfo(dtype).eps:
+            return f"the gradient of the loss {what} is off by {far:.2g} of a probability: it is rounded, or wrong"
+    return ""
+
+
+@torch.no_grad()
+def overwrite(trainer: Trainer) -> None:
+    """While a save in the background is written, do at once what the next step does: write to the parameters."""
+    saving = trainer.checkpoints.saving
+    if saving is None:
+        return
+    with trainer.run.parameters() as model:
+        held = [(p, p.clone()) for p in model.parameters()]
+        for p, _ in held:
+            p.zero_()
+        saving.wait()
+        for p, value in held:
+            p.copy_(value)
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not 0."""
+    grad = gradient_of(parameter)
+    return grad is not None and bool(local_tensor(grad).any())
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:

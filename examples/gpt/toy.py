@@ -133,7 +133,7 @@ def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], smal
         "dtype": "float64", "autocast": False, "residual_dtype": None, "fp8": False, "compile": None,
         "device": "cpu", "trace": False, "profile": None, "log_to": [], "steps": STEPS, "warmup": 1,
         "data": [str(folder / "corpus")], "eval_data": [], "tokenizer": "byte", "end_of_document": None,
-        "eval_every": 1, "eval_samples": 2 * workers, "preset": None, "init_from": None, "init_from_hf": None,
+        "eval_every": 1, "eval_samples": 3 * workers, "preset": None, "init_from": None, "init_from_hf": None,
         "resume": "none", "out": str(folder / "out"), "save_every": 0, "keep": None, "exit_step": None,
         "timeout": 60.0, "check_replicas": 1, "check_speed": 0,
     }  # fmt: skip

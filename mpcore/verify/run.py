@@ -18,6 +18,7 @@ from mpcore.layers.initialize import materialize
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.adamw import AdamW
+from mpcore.random import generator
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
@@ -25,6 +26,8 @@ from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 from mpcore.verify.layout import Layout
 
+SHIFT = 1e-6  # of weights near 0.02: what the difference leaves out is 1e-8 of the gradient's norm
+SLOPE = 1e-6  # how far a slope may be from the gradient, as a part of the norm
 STEP = 0.1  # at most the length of the step: what is evaluated after it rounds as the forward before did
 Call = tuple[str, int]  # of a module, by its name, and of its calls in one forward which: 0, 1, ...
 
@@ -41,6 +44,7 @@ class Task:
         dtype: of the parameters and of floating inputs.
         seed: of the first values.
         virtual: not 0: the virtual degree of the meshes, on which the run is bitwise the same.
+        shift: how far each trained parameter is moved along its `direction`, on one process.
         nudge: not 0: the seed of half a rounding by which each parameter is moved.
         wide: compute in float64 what the model casts to float32.
     """
@@ -52,6 +56,7 @@ class Task:
     seed: int = 0
     nudge: int = 0
     virtual: int = 0
+    shift: float = 0.0
     wide: bool = False
 
 
@@ -129,7 +134,41 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
         with torch.no_grad():
             for p in model.parameters():
                 p += p * (torch.finfo(p.dtype).eps * (torch.rand(p.shape) - 0.5)).to(p.dtype)
+    if task.shift:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p += task.shift * direction(name, p) if p.requires_grad else 0
     return model
+
+
+def direction(name: str, like: Tensor) -> Tensor:
+    """Draw a direction in which to move a parameter, the same for its name."""
+    return torch.randn(like.shape, generator=generator(0, name), dtype=torch.float64).to(like)
+
+
+def check_slope(gradients: Mapping[str, Tensor], norm: float, above: float, below: float) -> float:
+    """Compare gradients with the slope of the loss, all in float64 on one process.
+
+    Args:
+        gradients: by name of the parameter.
+        norm: of all of them.
+        above, below: the losses where parameters are moved by `SHIFT` along their `direction`, and the other way.
+
+    Returns:
+        How far the slope is off, as a part of the norm.
+
+    Raises:
+        ValueError: if that is more than rounding.
+    """
+    slope = (above - below) / (2 * SHIFT)
+    want = float(sum((g * direction(name, g)).sum() for name, g in gradients.items()))
+    off = abs(slope - want) / norm if norm else abs(slope)
+    if not off <= SLOPE + 1e-15 * max(abs(above), 1.0) / (SHIFT * (norm or 1.0)):
+        raise ValueError(
+            f"along a random direction the loss of one process has the slope {slope:.9g}, and its gradients say "
+            f"{want:.9g}: a backward is not that of its forward"
+        )
+    return off
 
 
 def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
