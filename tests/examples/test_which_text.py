@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,15 @@ def test_planted_documents_are_named_from_their_spikes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "pp": 2}, {"dp": 4}, {"tp": 4}], ids=str)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"dp": 4}, {"tp": 2, "pp": 2}], ids=str)
 def test_ten_corrupt_documents_of_ten_thousand_are_named_on_four_layouts(tmp_path, sizes, request):
     """Two epochs: what was read while the model knew nothing is read again."""
     corrupt = tuple(range(500, 10_000, 1_000))
     data, out = write(tmp_path / "c", texts(10_000 - len(corrupt), corrupt)), tmp_path / "run"
     flags = [*LEARNING, "--data", data, "--global-batch", "16", "--micro-batch", "4", "--steps", "2400"]
     if sizes:
-        request.getfixturevalue("ranks")(4, spot, str(out), flags, sizes, timeout=900)
+        request.getfixturevalue("ranks")(math.prod(sizes.values()), spot, str(out), flags, sizes, timeout=1800)
     else:
         spot(str(out), flags, sizes)
     named = named_from_spikes(out, corrupt)
