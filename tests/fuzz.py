@@ -3,6 +3,7 @@
 python -m tests.fuzz --cases 200              1 to 8 ranks in this process, in float64
 python -m tests.fuzz --illegal --cases 200    one flag of each command is made wrong
 python -m tests.fuzz --seed 17 --cases 1      one case again; a failure is printed as its least command
+python -m tests.fuzz --cases 500 --record tests/fuzz_record.json    the next 500 after those that the file counts
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import faulthandler
 import io
+import json
 import math
 import random
 import signal
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,24 +167,57 @@ def shrink(world: int, words: list[str]) -> list[str]:
     return [word for flag in flags for word in flag]
 
 
+class Record:
+    """Counts of the cases that have run so far, in a file that is written after each case.
+
+    Args:
+        path: the file; None: nothing is kept.
+        kind: "legal" or "illegal".
+        seed: of the first case, where the file counts none of this kind.
+    """
+
+    def __init__(self, path: Path | None, kind: str, seed: int) -> None:
+        self.path = path
+        self.kinds = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        fresh = {"first_seed": seed, "cases": 0, "equal": 0, "refused": 0, "failed": [], "processor_s": 0.0}
+        self.counts: dict[str, Any] = self.kinds.setdefault(kind, fresh)
+
+    @property
+    def next_seed(self) -> int:
+        """The seed of the next case."""
+        return self.counts["first_seed"] + self.counts["cases"]
+
+    def add(self, seed: int, kind: str, seconds: float) -> None:
+        """Count a case."""
+        self.counts["cases"] += 1
+        self.counts["failed" if kind == "failed" else kind] += [seed] if kind == "failed" else 1
+        self.counts["processor_s"] = round(self.counts["processor_s"] + seconds, 2)
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.kinds, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns 1 if a case failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0); a record goes on")
     parser.add_argument("--cases", type=int, default=100, help="how many (default 100)")
     parser.add_argument("--illegal", action="store_true", help="with a wrong value of one flag")
     parser.add_argument("--shrink", action="store_true", help="print the least command of each failure")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="go on after the cases that this file counts")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
     slowest = 0.0
-    for seed in tqdm(range(args.seed, args.seed + args.cases), unit="case", dynamic_ncols=True):
+    record = Record(args.record, "illegal" if args.illegal else "legal", args.seed)
+    first = record.next_seed
+    for seed in tqdm(range(first, first + args.cases), unit="case", dynamic_ncols=True):
         world, words = draw(seed)
         words = spoil(seed, words) if args.illegal else words
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         kind, why = judge(world, words)
+        record.add(seed, kind, time.process_time() - used)
         if kind == "refused":
             slowest = max(slowest, time.monotonic() - began)
         found[kind] += 1
