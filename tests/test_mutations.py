@@ -14,6 +14,7 @@ from tests.mutations.choice import Project, changed_lines, default_base, pitfall
 from tests.mutations.hand import MUTATIONS
 from tests.mutations.operators import candidates, changes_something, sample
 from tests.mutations.patterns import Hand, StaleError, locate
+from tests.mutations.record import Record
 from tests.mutations.report import Row
 from tests.mutations.trial import Copy, Verdict
 
@@ -256,3 +257,17 @@ def test_the_page_is_short_and_this_packages():
     assert text.startswith(report.HEAD)
     assert len(text.splitlines()) < 120
     assert "<!-- drawn -->" in text
+
+
+def test_a_verdict_is_kept_until_its_definition_changes(tiny, tmp_path):
+    path = tmp_path / "drawn.json"
+    source = TINY["mpcore/inner/total.py"]
+    mutant = next(m for m in candidates(source) if m.operator == "arithmetic")
+    row = Row("seed 1", mutant.operator, mutant.definition, *mutant.shown(source), Verdict("killed", "test_x", 2.0))
+    record = Record(path, Project(tiny))
+    assert record.get("mpcore.inner.total", mutant) is None
+    record.add("mpcore.inner.total", mutant, row)
+    (tiny / "mpcore/inner/total.py").write_text(source + "\n\ndef more():\n    return 0\n")
+    assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) == row
+    (tiny / "mpcore/inner/total.py").write_text(source.replace("x > 100", "x > 99"))
+    assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) is None

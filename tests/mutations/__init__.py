@@ -1,6 +1,6 @@
 """Break copies of the library on purpose and see which test notices. `python -m tests.mutations` runs it.
 
 `operators.py` changes one expression or statement at a time, `hand.py` lists slips that would be silent and
-`patterns.py` finds their places, `choice.py` picks the tests, `trial.py` runs them in a copy, `notes.py` says a word on
-each survivor, and `report.py` writes the page.
+`patterns.py` finds their places, `choice.py` picks the tests, `trial.py` runs them in a copy, `record.py` keeps
+verdicts, `notes.py` says a word on each survivor, and `report.py` writes the page.
 """

@@ -5,6 +5,8 @@ python -m tests.mutations --all --seed 1 2 --count 15 --write docs/mutations.md
 python -m tests.mutations --module mpcore.layers --seed 7
 python -m tests.mutations --hand [WORD ..]         the hand-written ones (of these areas, or with these words)
 python -m tests.mutations --hand --list            only see whether their places are there
+python -m tests.mutations --all --seed 3 --count 1000 --new 20 --record tests/mutations/drawn.json
+                                                   the next 20 of the 1000 that the file has no verdict on
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tests.mutations.choice import Project, changed_lines, default_base
 from tests.mutations.hand import MUTATIONS
 from tests.mutations.operators import Mutant
 from tests.mutations.patterns import StaleError, locate
+from tests.mutations.record import Record
 from tests.mutations.report import Row
 from tests.mutations.trial import Copy, Verdict
 
@@ -86,8 +89,10 @@ def _files(project: Project, module: str, mutant: Mutant, count: int) -> list[st
     return [str(project.paths[test]) for test in project.test_files(module, mutant.definition, count)]
 
 
-def judge(project: Project, trials: Sequence[Trial], limit: float, workers: int) -> list[Row]:
-    """Try them, each worker in a copy of its own."""
+def judge(
+    project: Project, trials: Sequence[Trial], limit: float, workers: int, record: Record | None = None
+) -> list[Row]:
+    """Try them, each worker in a copy of its own, and keep each verdict in the record."""
     waiting: queue.SimpleQueue = queue.SimpleQueue()
     for i, trial in enumerate(trials):
         waiting.put((i, trial))
@@ -107,6 +112,8 @@ def judge(project: Project, trials: Sequence[Trial], limit: float, workers: int)
                 mutant = trial.mutant
                 before, after = mutant.shown(source)
                 rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
+                if record is not None:
+                    record.add(trial.module, mutant, rows[i])
                 bar.write(line(trial.module, rows[i]))
                 bar.update()
                 bar.set_postfix(Counter(row.kind for row in rows.values()))
@@ -161,6 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", type=float, metavar="S", help="seconds for a second, lonely try of what timed out")
     parser.add_argument("--files", type=int, default=4, metavar="K", help="how many test files each (default 4)")
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
+    parser.add_argument("--record", metavar="FILE", type=Path, help="keep verdicts here, and don't try those again")
+    parser.add_argument("--new", type=int, metavar="K", help="with --record: try only so many more")
     parser.add_argument("--write", metavar="FILE", type=Path, help="put the result into this page")
     args = parser.parse_args(argv)
     project = Project(ROOT)
@@ -177,12 +186,16 @@ def main(argv: list[str] | None = None) -> int:
                   f"    - {before}\n    + {after}\n    {' '.join(tests)}")  # fmt: skip
         print("\n".join(report.left(stale)) if stale else "none is stale")
         return 0
-    rows = judge(project, trials, args.limit, args.workers)
+    record = None if args.record is None else Record(args.record, project)
+    known = [] if record is None else [row for trial in trials if (row := record.get(trial.module, trial.mutant))]
+    if record is not None:
+        trials = [trial for trial in trials if record.get(trial.module, trial.mutant) is None][: args.new]
+    rows = judge(project, trials, args.limit, args.workers, record)
     if args.again is not None:  # on a busy machine a test may also fail for want of time
         late = [i for i, row in enumerate(rows) if row.verdict.kind in ("timeout", "unsure")]
         for i, row in zip(late, judge(project, [trials[i] for i in late], args.again, 1), strict=True):
             rows[i] = row
-    rows += stale
+    rows = [*known, *rows, *stale]
     print("\n".join([*report.table(rows), "", *report.left(rows)]))
     if args.write is not None:
         command = f"python -m tests.mutations {shlex.join(sys.argv[1:] if argv is None else argv)}"

@@ -59,7 +59,7 @@ GRADIENTS = [
          "total.view_as(part)", "total.view_as(part) / axis.size",
          "AdamW hides the factor; weight decay and clipping change", "24 11"),
     Hand("gradients", "the norm counts replicas again", "_owned",
-         "not first or ANY", "not first",
+         "is_first_replica(ANY_1) if ANY_2 else ANY_3", "is_first_replica(ANY_1) if ANY_2 else True",
          "clipping is stronger the more ranks there are", "30"),
     Hand("gradients", "the norm is of this stage alone", "norm_of",
          "all_reduce(each.pow(p).sum(), ANY_1)", "all_reduce(each.pow(p).sum(), mesh.tp)",
