@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from mpcore.command_line import Parser
@@ -15,25 +16,51 @@ from mpcore.command_line import Parser
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 MARKS = "<!-- peers -->", "<!-- /peers -->"
-AREAS = {
+AREAS = {  # words in names of tests, and in what conventions say
     "collectives, loss, layout": ("mappings", "ranks_are_numbered"),
-    "learning rate, batch size": ("rate", "ramp", "warm_up"),
-    "mixture of experts": ("router", "routing", "routed", "group", "balance_loss"),
-    "optimizer, clipping, loss scale": ("decay", "clipping", "loss_scale"),
-    "attention, labels": ("mask", "labels"),
+    "learning rate, batch size": ("rate", "ramp", "warm_up", "warm-up", "skipped step"),
+    "mixture of experts": ("router", "routing", "routed", "group", "balance_loss", "balance loss"),
+    "optimizer, clipping, loss scale": ("decay", "clipping", "loss_scale", "averaged"),
+    "layers, attention, labels": ("mask", "labels", "activations", "layer(x)", "gelu"),
+    "checkpoints, data": ("checkpoints", "blend"),
 }
-# Megatron-LM's tests/unit_tests: what has no words in mpcore, and why.
+# Megatron-LM's tests/unit_tests: what has no words in mpcore, why, and in which area.
 NOT_SAID = {
-    "`a2a_overlap`, `1f1b_combined`": "the messages of experts are not overlapped with another micro-batch",
-    "`inference`": "there is no server: `mpcore` trains, and decodes for checks alone",
-    "`ssm`, `models/test_mamba_model.py`": "there is no state-space layer",
-    "`models/test_bert_model.py`, `models/test_t5_model.py`": "they are transformers' own, by `parallelize`",
-    "`tensor_parallel/test_random.py`": "there is no state of random numbers: a word depends on its place alone",
-    "`test_parallel_state.py`: setters of sizes, `order`": "there is no global state, and one order of ranks",
-    "`test_parallel_state.py`: encoders with a tp of their own": "all stages have one tp",
-    "`transformer/moe`: tokens dropped within a whole micro-batch": "capacity is of a sequence, on any layout",
-    "`fusions`, Transformer Engine, CUDA graphs of a layer": "kernels are Triton's; graphs are `torch.compile`'s",
-}  # fmt: skip
+    "`a2a_overlap`, `1f1b_combined`": (
+        "mixture of experts",
+        "the messages of experts are not overlapped with another micro-batch",
+    ),
+    "`inference`": ("layers, attention, labels", "there is no server: `mpcore` trains, and decodes for checks alone"),
+    "`ssm`, `models/test_mamba_model.py`": ("layers, attention, labels", "there is no state-space layer"),
+    "`models/test_bert_model.py`, `models/test_t5_model.py`": (
+        "layers, attention, labels",
+        "they are transformers' own, by `parallelize`",
+    ),
+    "`tensor_parallel/test_random.py`": (
+        "collectives, loss, layout",
+        "there is no state of random numbers: a word depends on its place alone",
+    ),
+    "`test_parallel_state.py`: setters of sizes, `order`": (
+        "collectives, loss, layout",
+        "there is no global state, and one order of ranks",
+    ),
+    "`test_parallel_state.py`: encoders with a tp of their own": (
+        "collectives, loss, layout",
+        "all stages have one tp",
+    ),
+    "`transformer/moe`: tokens dropped within a whole micro-batch": (
+        "mixture of experts",
+        "capacity is of a sequence, on any layout",
+    ),
+    "`fusions`, Transformer Engine, CUDA graphs of a layer": (
+        "layers, attention, labels",
+        "kernels are Triton's; graphs are `torch.compile`'s",
+    ),
+    "`dist_checkpointing`: formats, strategies, metadata of torch's": (
+        "checkpoints, data",
+        "there is one format, of logical tensors",
+    ),
+}
 
 
 def properties() -> dict[str, list[str]]:
@@ -62,14 +89,29 @@ def conventions() -> list[tuple[str, str]]:
     return [(row[0], row[1]) for row in rows[2:]]
 
 
+def area_of(text: str) -> str:
+    """The area of a convention.
+
+    Raises:
+        ValueError: if no area has a word of it.
+    """
+    found = [area for area, words in AREAS.items() if any(word in text for word in words)]
+    if not found:
+        raise ValueError(f"{text} has no area: add a word of it to AREAS")
+    return found[-1]
+
+
 def table() -> str:
     """The text between the marks."""
-    lines = ["| area | tests that hold |", "|---|---|"]
+    lines = ["| area | hold | differ by convention | can't be said | tests that hold |", "|---|---|---|---|---|"]
+    differ = Counter(area_of(theirs) for theirs, _ in conventions())
+    unsaid = Counter(area for area, _ in NOT_SAID.values())
     for area, names in properties().items():
-        lines.append(f"| {area} | {len(names)}: {', '.join(f'`{name[5:]}`' for name in names)} |")
+        told = ", ".join(f"`{name[5:]}`" for name in names)
+        lines.append(f"| {area} | {len(names)} | {differ[area]} | {unsaid[area]} | {told} |")
     lines += ["", f"Different by convention, {len(conventions())}, each on [the page on Megatron](megatron.md):", ""]
     lines += [f"- Megatron: {theirs}. Here: {ours}." for theirs, ours in conventions()]
-    lines += ["", "Not to be said in mpcore:", "", *(f"- {what}: {why}." for what, why in NOT_SAID.items())]
+    lines += ["", "Not to be said in mpcore:", "", *(f"- {what}: {why}." for what, (_, why) in NOT_SAID.items())]
     return "\n".join(lines)
 
 
