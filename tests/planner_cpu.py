@@ -188,25 +188,27 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, required=True)
+    parser.add_argument("--peaks", action="store_true", help="measure the peaks alone, and keep the times")
     args = parser.parse_args()
+    content = json.loads(args.write.read_text()) if args.peaks else {}
     before, when = os.getloadavg()[0], time.strftime("%Y-%m-%d")
     pool = Pool()
     try:
-        measured = pool(2, rates)[0]
-        write_profile(measured, when)
-        timed = []
-        for row in rows():
-            timed.append({**row, "seconds": round(max(pool(2, measure_step, row, timeout=600.0)), 4)})
-            print(timed[-1]["name"], timed[-1]["seconds"], flush=True)
-        load = [before, os.getloadavg()[0]]
+        if not args.peaks:
+            write_profile(pool(2, rates)[0], when)
+            timed = []
+            for row in rows():
+                timed.append({**row, "seconds": round(max(pool(2, measure_step, row, timeout=600.0)), 4)})
+                print(timed[-1]["name"], timed[-1]["seconds"], flush=True)
+            load = [before, os.getloadavg()[0]]
+            content = {"when": when, "cores": os.cpu_count(), "load": load, "rows": timed}
         held = []
         for sizes, flags in LAYOUTS:
             layout = " ".join([*(f"{axis} {size}" for axis, size in sizes.items()), *flags])
             held.append([layout or "one rank", *peaks(pool, sizes, flags)])
     finally:
         pool.stop()
-    content = {"when": when, "cores": os.cpu_count(), "load": load, "rows": timed, "peaks": held}
-    args.write.write_text(json.dumps(content, indent=1) + "\n")
+    args.write.write_text(json.dumps(content | {"peaks": held}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,23 @@ def test_one_run_on_a_slow_node_hardly_moves_the_fit():
         assert fit(slow, start).predict(run).step == pytest.approx(run.row.seconds, rel=0.03)
 
 
+def test_each_state_of_the_nodes_has_a_factor():
+    """Slower nodes slow their own rows alone, and a sweep of both states measures both."""
+    start = load_machine("h100")
+    true = replace(start, e_gemm=0.65)
+    usual, slow = ([timed(run, true) for run in candidates()] for _ in range(2))
+    late = [replace(run.row, nodes="old", seconds=1.06 * (run.row.seconds or 0.0)) for run in slow]
+    runs = [*usual, *(Run(row, run.layout) for row, run in zip(late, slow, strict=True))]
+    found = fit(runs, start)
+    assert found.states == {"old": pytest.approx(1.06, rel=0.01)}
+    assert all(found.predict(run).step == pytest.approx(run.row.seconds, rel=0.01) for run in runs)
+    assert all(abs(result.error) < 0.02 for result in leave_one_out(runs, start))
+    assert {run.row.nodes for run in suggest(runs, start, 2)} == {"", "old"}
+    only = fit(runs[:8], start)
+    assert only.uncertainty(runs[8]) ** 2 == pytest.approx(only.uncertainty(runs[0]) ** 2 + 0.05**2), "never seen"
+    assert found.uncertainty(runs[8]) < fit([*usual, *runs[8:9]], start).uncertainty(runs[8])
+
+
 def test_the_suggested_runs_tell_most_about_all():
     runs, start = candidates(), load_machine("h100")
     chosen = suggest(runs, start, 4)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
+from mpcore.analysis.peak import peak
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import main, what_if
 from mpcore.analysis.report import LEGEND, draw, table
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.seconds import Seconds, estimate
 from mpcore.analysis.state import state_bytes
-from mpcore.analysis.work import make_work
+from mpcore.analysis.work import Kept, make_work
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.prove import Times, prove
@@ -258,7 +260,9 @@ def work_of_mlp(mesh: Mesh, arguments: list[str]) -> Work:
 
 def test_one_call_makes_the_work_of_a_whole_model():
     for sizes in ({"tp": 2}, {"dp": 2}):
-        assert dry_run(work_of_mlp, **sizes) == dry_run(build, ["--schedule", "1f1b"], **sizes)
+        found, by_hand = dry_run(work_of_mlp, **sizes), dry_run(build, ["--schedule", "1f1b"], **sizes)
+        assert found.ledger.counts == by_hand.ledger.counts != {}
+        assert found == replace(by_hand, ledger=found.ledger)
     assert dry_run(work_of_mlp, ["--zero", "3"], dp=2).parameters == 2 * D * D * 4 / 2
     with pytest.raises(ValueError, match="make_work has one pipeline stage, and the mesh has 2: give --pp 1, or"):
         dry_run(work_of_mlp, pp=2)
@@ -463,3 +467,12 @@ def test_the_blocks_of_each_stage_may_be_given():
     assert given_blocks("1,3,2", 6, 3) == [range(1), range(1, 4), range(4, 6)]
     with pytest.raises(ValueError, match="--stage-blocks 1,3 are 4 blocks of 2 stages, not 6 of 3"):
         given_blocks("1,3", 6, 3)
+
+
+def test_a_step_begins_without_gradients():
+    """bfs runs every forward first: the gradients of the lower stage are made long after the peak."""
+    kept = [Kept(activations=10, forward_more=10, backward_more=5, made=made) for made in (7, 4)]
+    plan = build_schedule("bfs", 1, 3, 2)
+    assert peak(plan, 0, kept) == (60, 60 + 5 - 7)
+    later = [replace(kept[0], backward_more=40), kept[1]]
+    assert peak(plan, 0, later) == (60, 30 + 40), "when the upper stage is done"

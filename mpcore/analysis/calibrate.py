@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ SPREADS = {"e_gemm": 0.15, "e_hbm": 0.3, "x_tp": 0.5, "x_dp": 0.8, "tau": 1.0, "
 out of three."""
 MOST = {"e_gemm": 1.0, "e_hbm": 1.0}
 NAMES = tuple(SPREADS)
+NODES = 0.05
+"""Where the source of some runs tells of several states of its nodes, each has a factor of its own: within e^0.05 of
+the others, two times out of three."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,25 @@ class Fit:
         machine: the profile with the fitted scalars.
         errors: by scalar the relative standard error, of runs and prior together.
         identified: the scalars about which the runs say more than the prior does.
-        covariance: [6, 6] of the logarithms of the scalars.
+        covariance: [6 + states, 6 + states] of the logarithms of the scalars and of the states' factors.
+        states: by the state of the nodes that rows name, the factor of a step's seconds.
     """
 
     machine: Machine
     errors: Mapping[str, float]
     identified: tuple[str, ...]
     covariance: Tensor
+    states: Mapping[str, float] = field(default_factory=dict)
 
     def predict(self, run: Run) -> Seconds:
         """Where the seconds of a run's step go."""
-        return predict(run, self.machine)
+        return predict(run, _in_state(self.machine, self.states.get(run.row.nodes, 1.0)))
 
     def uncertainty(self, run: Run) -> float:
-        """The relative standard error of a run's predicted time: of the scalars, and `NOISE`."""
-        J = jacobian(features(run, self.machine))
-        return math.sqrt(float(J @ self.covariance @ J) + NOISE**2)
+        """The relative standard error of a run's predicted time: of the scalars and the nodes' state, and `NOISE`."""
+        (J,) = sensitivities([run], self.machine, list(self.states))
+        is_new = run.row.nodes not in ("", *self.states)
+        return math.sqrt(float(J @ self.covariance @ J) + is_new * NODES**2 + NOISE**2)
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,21 @@ def jacobian(parts: Tensor) -> Tensor:
     return signs * parts / parts[-1]
 
 
+def states_of(runs: Sequence[Run]) -> list[str]:
+    """The states of nodes that rows name; rows that name none are in the usual one."""
+    return list(dict.fromkeys(run.row.nodes for run in runs if run.row.nodes))
+
+
+def sensitivities(runs: Sequence[Run], machine: Machine, states: Sequence[str]) -> Tensor:
+    """[runs, 6 + states] `jacobian` of each run, and 1 for the state that its nodes are in."""
+    rows = [[*jacobian(features(run, machine)).tolist(), *(float(run.row.nodes == s) for s in states)] for run in runs]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(runs), len(NAMES) + len(states))
+
+
+def _in_state(machine: Machine, factor: float) -> Machine:
+    return replace(machine, cluster=machine.cluster * factor)
+
+
 def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Fit:
     """Fit the six scalars to runs: Gauss-Newton on logarithms, with priors and weights that outliers lack.
 
@@ -145,16 +166,16 @@ def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Fit:
         steps: at most.
     """
     timed = [run for run in runs if run.row.seconds is not None]
-    mean, weight = scalars_of(machine), _weight()
-    most = torch.tensor([math.log(MOST.get(name, math.inf)) for name in NAMES], dtype=torch.float64)
+    states = states_of(timed)
+    mean, weight = torch.cat([scalars_of(machine), torch.zeros(len(states)).double()]), _weight(states)
+    most = torch.tensor([*(math.log(MOST.get(name, math.inf)) for name in NAMES), *(math.inf for _ in states)])
+    seconds = torch.tensor([run.row.seconds for run in timed], dtype=torch.float64)
     theta, information = mean.clone(), weight
     for _ in range(steps):
-        here = with_scalars(machine, theta)
-        found = [features(run, here) for run in timed]
-        J = torch.stack([jacobian(parts) for parts in found]) if found else torch.zeros(0, len(NAMES)).double()
-        logs = [math.log(run.row.seconds / float(parts[-1]) / here.cluster)  # type: ignore[operator]
-                for run, parts in zip(timed, found, strict=True)]  # fmt: skip
-        r = torch.tensor(logs, dtype=torch.float64)
+        here = with_scalars(machine, theta[: len(NAMES)])
+        J = sensitivities(timed, here, states)
+        logs = torch.tensor([predict(run, here).step for run in timed], dtype=torch.float64).log()
+        r = seconds.log() - logs - J[:, len(NAMES) :] @ theta[len(NAMES) :]
         trust = (USUAL * NOISE / r.abs().clamp_min(1e-12)).clamp_max(1.0) / NOISE**2
         information = J.T @ (trust[:, None] * J) + weight
         change = torch.linalg.solve(information, J.T @ (trust * r) + weight @ (mean - theta))
@@ -165,7 +186,9 @@ def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Fit:
     errors = {name: float(covariance[i, i].sqrt()) for i, name in enumerate(NAMES)}
     known = tuple(name for name in NAMES if errors[name] < SPREADS[name] / 2)
     sources = machine.sources | dict.fromkeys(NAMES, f"fitted: {len(timed)} runs")
-    return Fit(replace(with_scalars(machine, theta), sources=sources, errors=errors), errors, known, covariance)
+    fitted = replace(with_scalars(machine, theta[: len(NAMES)]), sources=sources, errors=errors)
+    factors = dict(zip(states, theta[len(NAMES) :].exp().tolist(), strict=True))
+    return Fit(fitted, errors, known, covariance, factors)
 
 
 def scalars_of(machine: Machine) -> Tensor:
@@ -173,8 +196,9 @@ def scalars_of(machine: Machine) -> Tensor:
     return torch.tensor([math.log(max(getattr(machine, name), 1e-12)) for name in NAMES], dtype=torch.float64)
 
 
-def _weight() -> Tensor:
-    return torch.tensor([spread**-2 for spread in SPREADS.values()], dtype=torch.float64).diag()
+def _weight(states: Sequence[str] = ()) -> Tensor:
+    spreads = [*SPREADS.values(), *(NODES for _ in states)]
+    return torch.tensor([spread**-2 for spread in spreads], dtype=torch.float64).diag()
 
 
 def with_scalars(machine: Machine, theta: Tensor) -> Machine:
@@ -185,11 +209,11 @@ def with_scalars(machine: Machine, theta: Tensor) -> Machine:
 def leave_one_out(runs: Sequence[Run], machine: Machine) -> list[Result]:
     """Predict each run from a fit on all others."""
     timed = [run for run in runs if run.row.seconds is not None]
-    whole, results = fit(timed, machine).machine, []
+    whole, results = fit(timed, machine), []
     for i, run in enumerate(timed):
-        left = fit([*timed[:i], *timed[i + 1 :]], machine).machine
+        left = fit([*timed[:i], *timed[i + 1 :]], machine)
         assert run.row.seconds is not None
-        results.append(Result(run.row, run.row.seconds, predict(run, whole).step, predict(run, left).step))
+        results.append(Result(run.row, run.row.seconds, whole.predict(run).step, left.predict(run).step))
     return results
 
 
@@ -204,10 +228,9 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
         n: how many.
         measured: runs that are measured already.
     """
-    weight, J = _weight(), torch.stack([jacobian(features(run, machine)) for run in runs])
-    for run in measured:
-        row = jacobian(features(run, machine))
-        weight = weight + torch.outer(row, row) / NOISE**2
+    states = states_of([*runs, *measured])
+    known, J = sensitivities(measured, machine, states), sensitivities(runs, machine, states)
+    weight = _weight(states) + known.T @ known / NOISE**2
     chosen: list[int] = []
     for _ in range(min(n, len(runs))):
         shared = J @ torch.linalg.solve(weight, J.T)  # covariances of predictions
@@ -228,7 +251,7 @@ class Sweep:
         found: the fit to these.
         errors: of each other run with a time, the relative error of its predicted time.
         regrets: for each model and batch with several layouts, how much longer than the fastest of them the one takes
-            that is predicted to be the fastest; relative.
+            that seems to be the fastest, by the time of a measured run and the predicted time of another; relative.
     """
 
     chosen: tuple[Run, ...]
@@ -245,13 +268,18 @@ def predict_sweep(runs: Sequence[Run], machine: Machine, n: int) -> Sweep:
     """Choose n runs of a sweep by `suggest`, fit the machine to them, and predict all."""
     timed = [run for run in runs if run.row.seconds is not None]
     chosen = suggest(timed, machine, n)
-    found = fit(chosen, machine)
+    return judge_sweep(timed, chosen, fit(chosen, machine))
+
+
+def judge_sweep(timed: Sequence[Run], chosen: Sequence[Run], found: Fit) -> Sweep:
+    """Compare predictions of a sweep with its times; those of `chosen` are known."""
     steps = [(run, run.row.seconds or 0.0, found.predict(run).step) for run in timed]
     models: dict[str, list[tuple[float, float]]] = {}
     for run, seconds, step in steps:
         words = run.row.arguments
         kept = [w for i, w in enumerate(words) if w not in LAID_OUT and (not i or words[i - 1] not in LAID_OUT)]
-        models.setdefault(" ".join([*kept, str(run.row.gradient_bytes)]), []).append((step, seconds))
+        seems = seconds if run in chosen else step
+        models.setdefault(" ".join([*kept, str(run.row.gradient_bytes)]), []).append((seems, seconds))
     regrets = {name: min(m)[1] / min(s for _, s in m) - 1 for name, m in models.items() if len(m) > 1}
     errors = {run.row.name: step / seconds - 1 for run, seconds, step in steps if run not in chosen}
     return Sweep(tuple(chosen), found, errors, regrets)

@@ -225,7 +225,11 @@ def _master(p: nn.Parameter) -> nn.Parameter:
 def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: Ledger) -> Kept:
     """Forward and backward of some micro-batches of stage `index`, which is the i-th of the work."""
     stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
+    forward: list[tuple[int, int]] = []
+    weight: list[tuple[int, int]] = []
+    backward: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     own = list(stage.parameters())
+    there = _whole_gradients(own)  # of parameters that it shares with a stage that has run
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
     with PeakTracker() as storages, Operators() as operators:
         for m, split in enumerate(pattern):
@@ -278,16 +282,28 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             kept.activations, kept.gathered = after - empty - others, max(gathered, kept.gathered)
             if m == 0:  # gathered then, and kept by stages of ZeRO below 3; gradients are made then
                 more -= min(gathered, max(more - kept.activations, 0))
-                more_back -= storage_bytes(local_tensor(g) for p in own if (g := p.grad) is not None)
-            if m <= 1:
-                kept.forward_more = kept.backward_more = kept.weight_more = 0
-            kept.forward_more = max(kept.forward_more, more)
-            kept.backward_more = max(kept.backward_more, more_back)
-            kept.weight_more = max(kept.weight_more, more_weight)
+                kept.made = _whole_gradients(own) - there
+                made = storage_bytes(local_tensor(g) for p in own if (g := p.grad) is not None)
+                more_back, more_weight = (more_back, more_weight - made) if split else (more_back - made, 0)
+            forward.append((m, more))
+            backward[split].append((m, more_back))
+            weight += [(m, more_weight)] * split
             if m > 0:
                 kept.unsummed = max(empty, 0)
             del received, edges, grads
+    kept.forward_more, kept.weight_more = _most_of(forward), _most_of(weight)
+    kept.backward_more = max(map(_most_of, backward.values()))
     return kept
+
+
+def _whole_gradients(parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of gradients that are no shards."""
+    return storage_bytes(g for p in parameters if (g := p.grad) is not None and not is_dtensor(g))
+
+
+def _most_of(found: Sequence[tuple[int, int]]) -> int:
+    """The most by micro-batch. The first is unlike others: it counts where no other has the same halves."""
+    return max([more for m, more in found if m > 0] or [more for _, more in found] or [0])
 
 
 def rounds_of(plan: Schedule, index: int) -> list[tuple[bool, int]]:

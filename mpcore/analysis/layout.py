@@ -68,7 +68,8 @@ class Layout:
 
     def with_gradients(self, size: int) -> Layout:
         """The same in a runtime whose gradients take so many bytes each, instead of 4."""
-        stages = tuple(replace(kept, unsummed=kept.unsummed * size // 4) for kept in self.stages)
+        each = [(kept, kept.unsummed * size // 4, kept.made * size // 4) for kept in self.stages]
+        stages = tuple(replace(kept, unsummed=unsummed, made=made) for kept, unsummed, made in each)
         held = tuple(replace(each, gradients=each.gradients * size // 4) for each in self.held)
         return replace(self, stages=stages, held=held)
 

@@ -28,6 +28,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
     started: set[int] = set()
     freed: set[int] = set()
     held = most = ever = 0
+    missing = sum(kept.made for kept in stages)  # of the rank's own gradients, which a step begins without
     for action in whole.ranks[rank]:
         kind, stage, _ = action
         kept, before = of[stage], stage - 1 in local
@@ -38,13 +39,15 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
         if kind == "RECV_B":
             held += kept.returned
         if kind == "F":
-            ever = max(ever, held + kept.forward_more + (0 if stage in started else kept.gathered))
+            ever = max(ever, held + kept.forward_more + (0 if stage in started else kept.gathered) - missing)
             held += kept.activations - kept.received + (0 if stage in started else kept.gathered)
             started.add(stage)
             most = max(most, held)
             held -= kept.output if stage == plan.stages - 1 else 0
+        if kind in ("B", "W") and stage not in freed:
+            missing -= kept.made
         if kind in ("B", "I", "W"):
-            ever = max(ever, held + (kept.weight_more if kind == "W" else kept.backward_more))
+            ever = max(ever, held + (kept.weight_more if kind == "W" else kept.backward_more) - missing)
         if kind in ("B", "I"):
             held += kept.sent_back
         if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's backward is all in W
@@ -59,4 +62,4 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
             freed.add(stage)
         if before and kind in ("B", "W"):
             held -= of[stage - 1].output
-    return most, max(most, ever)
+    return most, ever

@@ -13,6 +13,8 @@ A row names the mesh, what the run took, and flags of the target:
     attention                           "unfused": its scores are in memory
     gradient_bytes                      of each parameter, where the run sums gradients: 2 or 4 (4); 6 where it keeps
                                         those in 16 bits besides their float32 sums
+    nodes                               the state of the nodes, where the source tells of several: each has a factor of
+                                        its own
     target                              `module:function`; default examples.gpt.plan:build
     layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
                                         any other column is a flag of the target: true is the flag alone
@@ -31,7 +33,7 @@ from typing import Any
 AXES = ("tp", "pp", "cp", "ep", "dp", "etp", "cp_inner")
 TARGET = "examples.gpt.plan:build"
 PUBLISHED, HELD_OUT = (Path(__file__).parent / "rows" / f"{name}.json" for name in ("published", "heldout"))
-OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes")
+OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes", "nodes")
 ALIASES = {
     "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
     "stages_per_rank": "virtual_stages", "mb": "micro_batch", "gbs": "global_batch", "mbs": "micro_batch",
@@ -53,6 +55,7 @@ class Row:
         seconds: of a step; None: it ran out of memory.
         unfused: attention is written out.
         gradient_bytes: of each parameter, in the run's runtime.
+        nodes: the state of the nodes, or "" for the usual one.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Row:
     seconds: float | None
     unfused: bool = False
     gradient_bytes: int = 4
+    nodes: str = ""
 
 
 def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
@@ -124,6 +128,7 @@ def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
         str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
         str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where) if timed else None,
         unfused == "unfused", _integer(values.get("gradient_bytes", 4), "gradient_bytes", where),
+        str(values.get("nodes", "")),
     )  # fmt: skip
 
 

@@ -234,6 +234,7 @@ class Kept:
         sent_back: the gradients of its inputs.
         gathered: parameters gathered over data that are there after a forward.
         unsummed: gradients that aren't summed over data yet, from the first backward on.
+        made: gradients that its first backward makes where they stay, since a step begins without any.
         forward_more, backward_more: the most that operators hold within forward and backward, besides what is there
             before; of a split backward within its first half.
         weight_more: the same within the second half.
@@ -249,6 +250,7 @@ class Kept:
     sent_back: int = 0
     gathered: int = 0
     unsummed: int = 0
+    made: int = 0
     forward_more: int = 0
     backward_more: int = 0
     weight_more: int = 0
