@@ -171,7 +171,6 @@ TUNABLE = {
     "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),
     "attention": Tunable("attention.tiles", "bench_attention", attention_tiles),
     "adamw": Tunable("adamw", "bench_adamw", blocks("_BLOCK", 512, 1024, 2048, 4096)),
-    "cross_replica_hash": Tunable("cross_replica_hash", "bench_cross_replica_hash", blocks("BLOCK", 1024, 4096, 8192)),
     "moe_permute": Tunable("moe_permute", "bench_moe_permute", warps),
     "quantize_fp8": Tunable("quantize_fp8", "bench_quantize_fp8", blocks("ROWS", 16, 64, 128)),
 }

@@ -1,10 +1,9 @@
-"""Activations over rows: plain, `y = f(z)`, or gated, `y = f(z) u`, with an optional bias added first.
+"""Activations over rows: plain, `y = f(z)`, or gated, `y = f(z) u`.
 
-    x = z or z | u,  bias added;   dz = dy u f'(z),  du = dy f(z),  dbias = sum over rows of dz | du
+    x = z or z | u;   dz = dy u f'(z),  du = dy f(z)
 
 Without a gate, u is 1. f and f' are one Triton function, z -> (f(z), f'(z)): `silu`, `gelu_tanh`, `gelu_erf` or
-`squared`. Only x and the bias are saved for the backward pass, which computes f again. In backward each program sums
-dbias over its rows, and a second kernel sums over programs in a fixed order, so gradients repeat bit for bit.
+`squared`. Only x is saved for the backward pass, which computes f again. A linear layer adds its bias itself.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._math import exp
-from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, sum_partials
+from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2
 from ._torch import has_no_values
-from ._triton import launch, multiprocessors, tl, triton
+from ._triton import launch, tl, triton
 
 
-def runs_kernel(x: Tensor, bias: Tensor | None, impl: str | None, name: str, gated: bool = False) -> bool:
-    """Check the inputs, and return whether the kernel of activation `name` runs; otherwise the reference does."""
-    check_inputs(x, bias=bias)
+def runs_kernel(x: Tensor, impl: str | None, name: str, gated: bool = False) -> bool:
+    """Check the input, and return whether the kernel of activation `name` runs; otherwise the reference does."""
+    check_inputs(x)
     if gated and x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
     return runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated))
@@ -36,30 +35,27 @@ def gelu_function(approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
 
 
-def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias as kernels do: in float32, or float64 for a float64 `x`, without rounding to the dtype of `x`."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    return x.to(exact) if bias is None else x.to(exact) + bias.to(exact)
+def widened(x: Tensor) -> Tensor:
+    """Return `x` in the dtype that kernels compute in: float32, or float64 for a float64 `x`."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def activate(x: Tensor, bias: Tensor | None, f: str, gated: bool, name: str) -> Tensor:
+def activate(x: Tensor, f: str, gated: bool, name: str) -> Tensor:
     """Compute y by the kernel; `f` names a Triton function below, and `name` is the public function, for errors."""
-    return _Activation.apply(x, bias, f, gated, name)
+    return _Activation.apply(x, f, gated, name)
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, f, gated, name):
-        ctx.f, ctx.gated, ctx.name = f, gated, name
-        ctx.save_for_backward(x, bias)
-        return _forward_op(x, bias, f, gated)
+    def forward(ctx, x, f, gated, name):
+        ctx.how, ctx.name = (f, gated), name
+        ctx.save_for_backward(x)
+        return _forward_op(x, f, gated)
 
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivative(ctx.name)
-        x, bias = ctx.saved_tensors
-        dx, dbias = backward_op(dy, x, bias, ctx.f, ctx.gated)
-        return dx, None if bias is None else dbias, None, None, None
+        return _backward_op(dy, *ctx.saved_tensors, *ctx.how), None, None, None
 
 
 def function(f: str) -> Any:
@@ -67,50 +63,31 @@ def function(f: str) -> Any:
     return {"silu": silu, "gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf, "squared": squared}[f]
 
 
-@operator("activation_forward(Tensor x, Tensor? bias, str f, bool gated) -> Tensor y")
-def _forward_op(x: Tensor, bias: Tensor | None, f: str, gated: bool) -> Tensor:
+@operator("activation_forward(Tensor x, str f, bool gated) -> Tensor y")
+def _forward_op(x: Tensor, f: str, gated: bool) -> Tensor:
     y = x.new_empty((*x.shape[:-1], x.shape[-1] // (1 + gated)))
-    if has_no_values(x) or y.numel() == 0:
-        return y
-    M, F = count_rows(x), y.shape[-1]
-    x, stride = as_rows(x)
-    block_m, block_f, tiles = _tiles(F)
-    (bias,) = contiguous(bias)
-    launch(
-        _forward_kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, x_ptr=x, bias_ptr=bias, y_ptr=y, M=M,
-        X_STRIDE=stride, F=F, GATED=gated, ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f,
-    )  # fmt: skip
+    if not has_no_values(x) and y.numel() > 0:
+        _launch(_forward_kernel, x, f, gated, y_ptr=y)
     return y
 
 
-@operator("activation_backward(Tensor dy, Tensor x, Tensor? bias, str f, bool gated) -> (Tensor dx, Tensor dbias)")
-def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, f: str, gated: bool) -> tuple[Tensor, Tensor]:
-    dx, dbias = x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    if has_no_values(x):
-        return dx, dbias
-    if dx.numel() == 0:
-        return dx, dbias.zero_()
-    M, F, width = count_rows(x), dy.shape[-1], x.shape[-1]
+@operator("activation_backward(Tensor dy, Tensor x, str f, bool gated) -> Tensor dx")
+def _backward_op(dy: Tensor, x: Tensor, f: str, gated: bool) -> Tensor:
+    dx = x.new_empty(x.shape)
+    if not has_no_values(x) and dx.numel() > 0:
+        dy, stride = as_rows(dy)
+        _launch(_backward_kernel, x, f, gated, dy_ptr=dy, DY_STRIDE=stride, dx_ptr=dx)
+    return dx
+
+
+def _launch(kernel: Any, x: Tensor, f: str, gated: bool, **others: Any) -> None:
+    M, F = count_rows(x), x.shape[-1] // (1 + gated)
     x, stride = as_rows(x)
-    dy, dy_stride = as_rows(dy)
     block_m, block_f, tiles = _tiles(F)
-    groups, stages, num_warps, partials = ceil_div(M, block_m), 1, 4, None  # one block of rows per program
-    if bias is not None:  # many blocks a program; the sums double the registers
-        most = (
-            8 * multiprocessors(x.device) // tiles,
-            M * x.element_size() // 72,
-        )  # partial sums: under 5 % of the traffic
-        groups = min(groups, max(1, min(most)))
-        stages, num_warps, partials = 3, 8, x.new_empty((1, groups, width), dtype=torch.float32)
-    (bias,) = contiguous(bias)
     launch(
-        _backward_kernel, (tiles * groups, 1, 1), num_warps=num_warps,
-        dy_ptr=dy, x_ptr=x, bias_ptr=bias, dx_ptr=dx, partials_ptr=partials, M=M, DY_STRIDE=dy_stride, X_STRIDE=stride,
-        F=F, GATED=gated, ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, STAGES=stages,
+        kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, x_ptr=x, M=M, X_STRIDE=stride, F=F, GATED=gated,
+        ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, **others,
     )  # fmt: skip
-    if partials is not None:
-        sum_partials(partials, dbias)
-    return dx, dbias
 
 
 def _tiles(F: int) -> tuple[int, int, int]:
@@ -154,56 +131,40 @@ def squared(z):
 
 
 @triton.jit
-def _load(x_ptr, bias_ptr, rows, live, cols, in_row, X_STRIDE):
-    z = tl.load(x_ptr + rows * X_STRIDE + cols, mask=live & in_row, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    return z
+def _load(x_ptr, rows, live, cols, in_row, X_STRIDE):
+    return tl.load(x_ptr + rows * X_STRIDE + cols, mask=live & in_row, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, bias_ptr, y_ptr, M,
+    x_ptr, y_ptr, M,
     X_STRIDE: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     rows = (program // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = program % TILES * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
-    y, _ = ACTIVATION(_load(x_ptr, bias_ptr, rows, rows < M, cols, cols < F, X_STRIDE))
+    y, _ = ACTIVATION(_load(x_ptr, rows, rows < M, cols, cols < F, X_STRIDE))
     if GATED:
-        y *= _load(x_ptr, bias_ptr, rows, rows < M, F + cols, cols < F, X_STRIDE)
+        y *= _load(x_ptr, rows, rows < M, F + cols, cols < F, X_STRIDE)
     tl.store(y_ptr + rows * F + cols, y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < F))
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, dx_ptr, partials_ptr, M,
+    dy_ptr, x_ptr, dx_ptr, M,
     DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    group = program // TILES
+    rows = (program // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = program % TILES * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
-    in_row = cols < F
     WIDTH: tl.constexpr = 2 * F if GATED else F
-    dbias = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
-    dbias_up = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
-    for block in tl.range(group, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // TILES, num_stages=STAGES):
-        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        live = rows < M
-        dy = tl.load(dy_ptr + rows * DY_STRIDE + cols, mask=live & in_row, other=0.0).to(tl.float32)
-        value, slope = ACTIVATION(_load(x_ptr, bias_ptr, rows, live, cols, in_row, X_STRIDE))
-        dz = dy * slope
-        if GATED:
-            dz *= _load(x_ptr, bias_ptr, rows, live, F + cols, in_row, X_STRIDE)
-            du = dy * value
-            tl.store(dx_ptr + rows * WIDTH + F + cols, du.to(dx_ptr.dtype.element_ty), mask=live & in_row)
-            dbias_up += du
-        tl.store(dx_ptr + rows * WIDTH + cols, dz.to(dx_ptr.dtype.element_ty), mask=live & in_row)
-        dbias += dz
-    if partials_ptr is not None:
-        partials_ptr += group.to(tl.int64) * WIDTH
-        tl.store(partials_ptr + cols, tl.sum(dbias, 0, keep_dims=True), mask=in_row)
-        if GATED:
-            tl.store(partials_ptr + F + cols, tl.sum(dbias_up, 0, keep_dims=True), mask=in_row)
+    mask = (rows < M) & (cols < F)
+    dy = _load(dy_ptr, rows, rows < M, cols, cols < F, DY_STRIDE)
+    value, slope = ACTIVATION(_load(x_ptr, rows, rows < M, cols, cols < F, X_STRIDE))
+    dz = dy * slope
+    if GATED:
+        dz *= _load(x_ptr, rows, rows < M, F + cols, cols < F, X_STRIDE)
+        tl.store(dx_ptr + rows * WIDTH + F + cols, (dy * value).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + rows * WIDTH + cols, dz.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `adamw.py`: the step of one tile of a list of tensors, and partial sums of squares."""
+"""The Triton kernel of `adamw.py`: the step of one tile of a list of tensors."""
 
 from __future__ import annotations
 
@@ -110,13 +110,3 @@ def _step(
     _store(exp_avg_sq_ptr, at, v, N, EDGE)
     if master_ptr is not None:
         _store(master_ptr, at, w, N, EDGE)
-
-
-@triton.jit
-def squares_kernel(x_ptr, partials_ptr, N, BLOCK: tl.constexpr):
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0), num_stages=3):
-        at = block * tl.full((1,), BLOCK, tl.int64) + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        squares += x * x
-    tl.store(partials_ptr + tl.program_id(0), tl.sum(squares, 0))

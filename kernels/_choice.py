@@ -1,18 +1,11 @@
 """Which implementation of an operator runs where the caller names none: by measurement, or else by a rule.
 
-In this order:
+docs/kernels.md has the order: `impl=` of the call, `use_kernels`, the rows of `measured.json`, the rule. By the rule,
+plain attention, grouped products and FP8 products run torch's own, which vendors tune for each device. All others
+run Triton. They are bound by memory: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts them), and
+plain torch moves it once for each operator of the formula.
 
-1. `impl=` of the call.
-2. `use_kernels(impl)`, a context.
-3. `measured.json` beside this file: rows of `python -m bench.gpu_hour`, each for a device, an operator, a dtype and
-   sizes. A row counts for sizes within a factor of two of its own. The package ships without rows until a GPU has been
-   measured.
-4. The rule. Plain attention, grouped products and FP8 products run torch's own (`scaled_dot_product_attention`,
-   `grouped_mm`, `scaled_mm`), which vendors tune for each device. All other operators run Triton. They are bound by
-   memory: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts them), and plain torch moves it once
-   for each operator of the formula.
-
-What 3 or 4 chose runs only if it passed its self-test on this device (`_self_test.py`).
+What the table or the rule chose runs only if it passed its self-test on this device (`_self_test.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Triton kernels of `cross_entropy.py`: statistics of rows, their merge, and the gradient of the logits.
 
 An online softmax takes two exponentials per element, and a GPU's memory delivers elements faster than that. So a thread
-first finds the maximum of the vector that it loads, and takes one exponential per element and one per vector. Long rows
-are split over programs where there are few of them.
+first finds the maximum of the vector that it loads, and takes one exponential per element and one per vector.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -52,15 +51,14 @@ def _load_logits(x_ptr, row, lanes, offset, shift, live, outside, STRIDE, V, BLO
 def stats_kernel(
     x_ptr, target_ptr, stats_ptr, N, start, ignore_index,
     STRIDE: tl.constexpr, V: tl.constexpr, SOFTCAP: tl.constexpr, SUM_LOGITS: tl.constexpr, ENTROPY: tl.constexpr,
-    PARTS: tl.constexpr, SPAN: tl.constexpr, BLOCK_V: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_V: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Store m, s, t, u and w of one of the `PARTS` of a row, `SPAN` columns long."""
-    program = tl.program_id(0)
-    row, part = (program // PARTS).to(tl.int64), program % PARTS
+    """Store m, s, t, u and w of a row."""
+    row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     live = target != ignore_index
     shift = _row_shift(row, STRIDE, VECTOR)
-    end = tl.where(live, tl.minimum((part + 1) * SPAN, V + shift), 0)
+    end = tl.where(live, V + shift, 0)
 
     THREADS: tl.constexpr = BLOCK_V // VECTOR
     OUTSIDE: tl.constexpr = float("-inf") if SOFTCAP == 0.0 else 0.0
@@ -70,7 +68,7 @@ def stats_kernel(
     total = tl.zeros((THREADS,), tl.float32)
     linear = tl.zeros((THREADS,), tl.float32)
     weighted = tl.zeros((THREADS,), tl.float32)
-    for offset in tl.range(part * SPAN, end, BLOCK_V):
+    for offset in tl.range(0, end, BLOCK_V):
         lanes = offset + lane
         in_row = (lanes >= shift) & (lanes < shift + V)
         z = _load_logits(x_ptr, row, lanes, offset, shift, live, OUTSIDE, STRIDE, V, BLOCK_V, VECTOR)
@@ -92,13 +90,13 @@ def stats_kernel(
     scale = exp(largest - row_largest)
     row_total = tl.sum(total * scale, 0)
     column = (target - start).to(tl.int64)
-    here = live & (column >= 0) & (column < V) & (part == 0)
+    here = live & (column >= 0) & (column < V)
     at_target = tl.load(x_ptr + row * STRIDE + column, mask=here).to(tl.float32)
     at_target, _ = _cap(at_target, SOFTCAP, x_ptr.dtype.element_ty)
-    stats_ptr += part.to(tl.int64) * (5 if ENTROPY else 4) * N + row
+    stats_ptr += row
     tl.store(stats_ptr, tl.where(live, row_largest, 0.0))
     stats_ptr += N
-    tl.store(stats_ptr, tl.where(live, row_total, 1.0 / PARTS))
+    tl.store(stats_ptr, tl.where(live, row_total, 1.0))
     stats_ptr += N
     tl.store(stats_ptr, tl.where(here, at_target, 0.0))
     stats_ptr += N
@@ -106,28 +104,6 @@ def stats_kernel(
     if ENTROPY:
         weighted = tl.where(scale > 0.0, scale * (weighted + (largest - row_largest) * total), 0.0)
         tl.store(stats_ptr + N, tl.sum(weighted, 0))
-
-
-@triton.jit
-def merge_kernel(
-    partial_ptr, stats_ptr, N, PARTS: tl.constexpr, STATS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Merge the statistics of the parts of each row, in a fixed order."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live, parts = rows < N, tl.arange(0, BLOCK_P)[:, None]
-    part_ptr, there = partial_ptr + parts * STATS * N + rows[None, :], (parts < PARTS) & live[None, :]
-    shift = tl.load(part_ptr, mask=there, other=float("-inf"))
-    largest = tl.max(shift, 0)
-    shift -= tl.where(live, largest, 0.0)[None, :]
-    scale, total = exp(shift), tl.load(part_ptr + N, mask=there, other=0.0)
-    tl.store(stats_ptr + rows, largest, mask=live)
-    tl.store(stats_ptr + N + rows, tl.sum(scale * total, 0), mask=live)
-    for i in tl.static_range(2, 4):
-        tl.store(stats_ptr + i * N + rows, tl.sum(tl.load(part_ptr + i * N, mask=there, other=0.0), 0), mask=live)
-    if STATS == 5:
-        weighted = tl.load(part_ptr + 4 * N, mask=there, other=0.0)
-        weighted = tl.where(scale > 0.0, scale * (weighted + shift * total), 0.0)
-        tl.store(stats_ptr + 4 * N + rows, tl.sum(weighted, 0), mask=live)
 
 
 @triton.jit

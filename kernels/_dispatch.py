@@ -16,19 +16,12 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
-def runs_triton(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> bool:
-    """Return whether the Triton kernel of an operator runs for `x`.
-
-    Args:
-        impl, x, operator, any_dtype, sizes: as of `implementation`.
-
-    Raises:
-        ValueError: as `implementation`.
-    """
-    return implementation(impl, x, operator, any_dtype, **sizes) == TRITON
+def runs_triton(impl: str | None, x: Tensor, operator: str, **sizes: int) -> bool:
+    """Return whether the Triton kernel of an operator runs for `x`; the arguments and errors of `implementation`."""
+    return implementation(impl, x, operator, **sizes) == TRITON
 
 
-def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool = False, **sizes: int) -> str:
+def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> str:
     """Return the implementation that runs for `x`: "triton", "reference", or "torch" for torch's own of the same name.
 
     Args:
@@ -36,7 +29,6 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
             that the kernels don't know, and else what `_choice.py` says.
         x: the kernel's main input.
         operator: its name in `_self_test.OPERATORS`.
-        any_dtype: the kernel reads bits, and takes every dtype.
         sizes: dimensions by the letters of the operator's docstring, by which the measured table chooses.
 
     Raises:
@@ -44,7 +36,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
     """
     impl = forced() if impl is None else impl
     if impl is None:
-        known = HAS_TRITON and is_on_gpu(x) and (any_dtype or x.dtype in KERNEL_DTYPES)
+        known = HAS_TRITON and is_on_gpu(x) and x.dtype in KERNEL_DTYPES
         if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
             return by_rule(operator)
         return chosen(operator, x, sizes) if known else REFERENCE
@@ -54,7 +46,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, any_dtype: bool =
         raise ValueError(f"impl {impl!r} is none of None, 'triton' and 'reference'")
     if not HAS_TRITON:
         raise ValueError("impl='triton', but the triton package can't be imported; use impl='reference'")
-    if not any_dtype and x.dtype not in KERNEL_DTYPES:
+    if x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"impl='triton' has no {x.dtype} kernel; cast to float32, or use impl='reference'")
     if not (is_on_gpu(x) or (INTERPRETING and x.device.type == "cpu")):
         raise ValueError(

@@ -18,11 +18,8 @@ def _load_stream(x_ptr, residual_ptr, residual_out_ptr, rows, cols, mask, X_STRI
 
 
 @triton.jit
-def _load_gain(weight_ptr, cols, D, ZERO_CENTERED):
-    gain = tl.load(weight_ptr + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    if ZERO_CENTERED:
-        gain += 1.0
-    return gain
+def _load_gain(weight_ptr, cols, D):
+    return tl.load(weight_ptr + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
@@ -48,16 +45,16 @@ def _inverse_root(x):
 
 
 @triton.jit
-def _store_stats(stats_ptr, first, second, rows, M):
-    """Store rstd and the mean, or the means of g dy n and of g dy; a second of `None` has no place."""
-    tl.store(stats_ptr + rows, first, mask=rows < M)
-    if second is not None:
-        tl.store(stats_ptr + M + rows, second, mask=rows < M)
+def _store_stats(stats_ptr, rstd, mean, rows, M):
+    """Store rstd and the mean; a mean of `None` has no place."""
+    tl.store(stats_ptr + rows, rstd, mask=rows < M)
+    if mean is not None:
+        tl.store(stats_ptr + M + rows, mean, mask=rows < M)
 
 
 @triton.jit
-def _store_forward(y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h, mean, rstd, rows, cols, mask, D, ZERO_CENTERED):
-    y = _normalized(h, mean, rstd) * _load_gain(weight_ptr, cols, D, ZERO_CENTERED)
+def _store_forward(y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h, mean, rstd, rows, cols, mask, D):
+    y = _normalized(h, mean, rstd) * _load_gain(weight_ptr, cols, D)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
     tl.store(y_ptr + rows * D + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -69,7 +66,7 @@ def _store_forward(y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h, mean, rstd,
 def forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, stats_ptr, M, eps,
     X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, D: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -89,42 +86,9 @@ def forward_kernel(
         squares += _sum_of_squares(h_tail, mean, tail, D)
     rstd = _inverse_root(squares / D + eps)
     _store_stats(stats_ptr, rstd, mean, rows, M)
-    _store_forward(
-        y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h_main, mean, rstd, rows, main, main_mask, D, ZERO_CENTERED
-    )
+    _store_forward(y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h_main, mean, rstd, rows, main, main_mask, D)
     if TAIL:
-        _store_forward(
-            y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h_tail, mean, rstd, rows, tail, tail_mask, D, ZERO_CENTERED
-        )
-
-
-@triton.jit
-def forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, residual_out_ptr, stats_ptr, M, eps,
-    X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, D: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    sums = tl.zeros((BLOCK_D,), tl.float32)
-    if SUBTRACT_MEAN:
-        for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-            cols = start + tl.arange(0, BLOCK_D)
-            sums += _load_stream(x_ptr, residual_ptr, residual_out_ptr, row, cols, cols < D, X_STRIDE, RESIDUAL_STRIDE)
-    mean = tl.sum(sums, 0) / D if SUBTRACT_MEAN else None
-    squares = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):  # what is read again comes from L2
-        cols = start + tl.arange(0, BLOCK_D)
-        h = _load_stream(x_ptr, residual_ptr, residual_out_ptr, row, cols, cols < D, X_STRIDE, RESIDUAL_STRIDE)
-        centred = tl.where(cols < D, h - mean, 0.0) if SUBTRACT_MEAN else h
-        squares += centred * centred
-    rstd = _inverse_root(tl.sum(squares, 0) / D + eps)
-    _store_stats(stats_ptr, rstd, mean, row, M)
-    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_D)
-        h = _load_stream(x_ptr, residual_ptr, residual_out_ptr, row, cols, cols < D, X_STRIDE, RESIDUAL_STRIDE)
-        _store_forward(
-            y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h, mean, rstd, row, cols, cols < D, D, ZERO_CENTERED
-        )
+        _store_forward(y_ptr, residual_out_ptr, weight_ptr, bias_ptr, h_tail, mean, rstd, rows, tail, tail_mask, D)
 
 
 @triton.jit
@@ -143,14 +107,6 @@ def _read_again(x, nothing):
     So it converts a row to float32 once before a sum over the row and once after, and holds it narrow in between.
     """
     return (x.to(tl.int16, bitcast=True) ^ nothing.to(tl.int16)).to(x.dtype, bitcast=True)
-
-
-@triton.jit
-def _load_backward(dy_ptr, h_ptr, rows, cols, mask, mean, rstd, DY_STRIDE, H_STRIDE):
-    """Return dy and n."""
-    dy = tl.load(dy_ptr + rows * DY_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-    h = tl.load(h_ptr + rows * H_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-    return dy, _normalized(h, mean, rstd)
 
 
 @triton.jit
@@ -182,17 +138,17 @@ def _load_raw(dy_ptr, h_ptr, rows, cols, mask, DY_STRIDE, H_STRIDE):
 def backward_kernel(
     dy_ptr, dstream_ptr, h_ptr, weight_ptr, stats_ptr, dh_ptr, partials_ptr, M,
     DY_STRIDE: tl.constexpr, DSTREAM_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, D: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """With `NARROW`, registers hold a row as it was loaded, and no gains."""
     main = tl.arange(0, MAIN)[None, :]
     tail = MAIN + tl.arange(0, TAIL if TAIL else 1)[None, :]
-    gain_main = _load_gain(weight_ptr, main, D, ZERO_CENTERED)
+    gain_main = _load_gain(weight_ptr, main, D)
     dweight_main = tl.zeros((BLOCK_M, MAIN), tl.float32)
     dbias_main = tl.zeros((BLOCK_M, MAIN), tl.float32)
     if TAIL:
-        gain_tail = _load_gain(weight_ptr, tail, D, ZERO_CENTERED)
+        gain_tail = _load_gain(weight_ptr, tail, D)
         dweight_tail = tl.zeros((BLOCK_M, TAIL), tl.float32)
         dbias_tail = tl.zeros((BLOCK_M, TAIL), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -202,7 +158,7 @@ def backward_kernel(
         main_mask = (rows < M) & (main < D)
         dy_main, h_main = _load_raw(dy_ptr, h_ptr, rows, main, main_mask, DY_STRIDE, H_STRIDE)
         if NARROW:
-            gain_main = _load_gain(weight_ptr + _nothing(rstd, M), main, D, ZERO_CENTERED)
+            gain_main = _load_gain(weight_ptr + _nothing(rstd, M), main, D)
         g_main = dy_main.to(tl.float32) * gain_main
         n_main = _normalized(h_main.to(tl.float32), mean, rstd)
         mean_g = tl.sum(g_main, 1, keep_dims=True)
@@ -211,7 +167,7 @@ def backward_kernel(
             tail_mask = (rows < M) & (tail < D)
             dy_tail, h_tail = _load_raw(dy_ptr, h_ptr, rows, tail, tail_mask, DY_STRIDE, H_STRIDE)
             if NARROW:
-                gain_tail = _load_gain(weight_ptr + _nothing(rstd, M), tail, D, ZERO_CENTERED)
+                gain_tail = _load_gain(weight_ptr + _nothing(rstd, M), tail, D)
             g_tail = dy_tail.to(tl.float32) * gain_tail
             n_tail = _normalized(h_tail.to(tl.float32), mean, rstd)
             mean_g += tl.sum(g_tail, 1, keep_dims=True)
@@ -221,7 +177,7 @@ def backward_kernel(
         if NARROW:
             nothing = _nothing(mean_gn, M)
             dy_main, h_main = _read_again(dy_main, nothing), _read_again(h_main, nothing)
-            g_main = dy_main.to(tl.float32) * _load_gain(weight_ptr + nothing, main, D, ZERO_CENTERED)
+            g_main = dy_main.to(tl.float32) * _load_gain(weight_ptr + nothing, main, D)
             n_main = _normalized(h_main.to(tl.float32), mean, rstd)
             stream_ptr = None if dstream_ptr is None else dstream_ptr + nothing
         else:
@@ -234,7 +190,7 @@ def backward_kernel(
         if TAIL:
             if NARROW:
                 dy_tail, h_tail = _read_again(dy_tail, nothing), _read_again(h_tail, nothing)
-                g_tail = dy_tail.to(tl.float32) * _load_gain(weight_ptr + nothing, tail, D, ZERO_CENTERED)
+                g_tail = dy_tail.to(tl.float32) * _load_gain(weight_ptr + nothing, tail, D)
                 n_tail = _normalized(h_tail.to(tl.float32), mean, rstd)
             _store_gradient(
                 dh_ptr, stream_ptr, g_tail, n_tail, mean_g, mean_gn, rstd, rows, tail, tail_mask, DSTREAM_STRIDE, D
@@ -245,49 +201,3 @@ def backward_kernel(
     _store_sums(partials_ptr, dweight_main, dbias_main, program, programs, main, D, HAS_BIAS)
     if TAIL:
         _store_sums(partials_ptr, dweight_tail, dbias_tail, program, programs, tail, D, HAS_BIAS)
-
-
-@triton.jit
-def backward_rows_kernel(
-    dy_ptr, h_ptr, weight_ptr, stats_ptr, means_ptr, M,
-    DY_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, D: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    rstd = tl.load(stats_ptr + row)
-    mean = tl.load(stats_ptr + M + row) if SUBTRACT_MEAN else None
-    sum_g = tl.zeros((BLOCK_D,), tl.float32)
-    sum_gn = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=3):
-        cols = start + tl.arange(0, BLOCK_D)
-        dy, n = _load_backward(dy_ptr, h_ptr, row, cols, cols < D, mean, rstd, DY_STRIDE, H_STRIDE)
-        g = dy * _load_gain(weight_ptr, cols, D, ZERO_CENTERED)
-        sum_g += g
-        sum_gn += g * n
-    mean_g = tl.sum(sum_g, 0) / D if SUBTRACT_MEAN else None
-    _store_stats(means_ptr, tl.sum(sum_gn, 0) / D, mean_g, row, M)
-
-
-@triton.jit
-def backward_columns_kernel(
-    dy_ptr, dstream_ptr, h_ptr, weight_ptr, stats_ptr, means_ptr, dh_ptr, partials_ptr, M,
-    DY_STRIDE: tl.constexpr, DSTREAM_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, D: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    gain = _load_gain(weight_ptr, cols, D, ZERO_CENTERED)
-    dweight = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    dbias = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for block in tl.range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1), num_stages=3):
-        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        live = rows < M
-        rstd, mean_gn = tl.load(stats_ptr + rows, mask=live, other=0.0), tl.load(means_ptr + rows, mask=live, other=0.0)
-        mean = tl.load(stats_ptr + M + rows, mask=live, other=0.0) if SUBTRACT_MEAN else None
-        mean_g = tl.load(means_ptr + M + rows, mask=live, other=0.0) if SUBTRACT_MEAN else None
-        mask = live & (cols < D)
-        dy, n = _load_backward(dy_ptr, h_ptr, rows, cols, mask, mean, rstd, DY_STRIDE, H_STRIDE)
-        _store_gradient(dh_ptr, dstream_ptr, dy * gain, n, mean_g, mean_gn, rstd, rows, cols, mask, DSTREAM_STRIDE, D)
-        dweight += dy * n
-        dbias += dy
-    _store_sums(partials_ptr, dweight, dbias, tl.program_id(1), tl.num_programs(1), cols, D, HAS_BIAS)

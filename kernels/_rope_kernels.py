@@ -40,27 +40,21 @@ def _store_pairs(ptr, offsets, live, a, b, HALF: tl.constexpr, INTERLEAVED: tl.c
 
 @triton.jit
 def _load_gains(
-    weight_ptr, rest_cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, HALF: tl.constexpr,
+    weight_ptr, rest_cols, K: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     a, b = _load_pairs(weight_ptr, 0, tl.full((1, 1, 1), True, tl.int1), HALF, INTERLEAVED, BLOCK_R)
     rest = tl.load(weight_ptr + rest_cols, mask=rest_cols < K, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        a, b, rest = a + 1.0, b + 1.0, rest + 1.0
     return a, b, rest
 
 
 @triton.jit
-def _load_table(table, rows, live, T, P, BATCHED: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Load cosine and sine of each token; NaN for a position outside the table."""
-    cos_ptr, sin_ptr, positions_ptr = table
+def _load_table(cos_ptr, sin_ptr, rows, live, T, BATCHED: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Load cosine and sine of each token."""
     where = rows if BATCHED else rows % T
-    if positions_ptr is not None:
-        where = tl.load(positions_ptr + where, mask=live, other=0)
-        live = live & (where >= 0) & (where < P)
     cols = tl.arange(0, BLOCK_R)[None, None, :]
-    cos = tl.load(cos_ptr + where * HALF + cols, mask=live & (cols < HALF), other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + where * HALF + cols, mask=live & (cols < HALF), other=float("nan")).to(tl.float32)
+    cos = tl.load(cos_ptr + where * HALF + cols, mask=live & (cols < HALF), other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + where * HALF + cols, mask=live & (cols < HALF), other=0.0).to(tl.float32)
     return cos, sin
 
 
@@ -81,17 +75,17 @@ def _copy_heads(
 
 @triton.jit
 def rotate_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, k_weight_ptr, y_ptr,
-    M, T, P, eps, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, y_ptr,
+    M, T, eps, q_batch, q_token, q_head, k_batch, k_token, k_head,
     v_batch, v_token, v_head,
     H: tl.constexpr, KV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BATCHED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
     live = rows < M
-    cos, sin = _load_table((cos_ptr, sin_ptr, positions_ptr), rows, live, T, P, BATCHED, HALF, BLOCK_R)
+    cos, sin = _load_table(cos_ptr, sin_ptr, rows, live, T, BATCHED, HALF, BLOCK_R)
     if BACK:
         sin = -sin
     kind = tl.program_id(1)
@@ -103,9 +97,7 @@ def rotate_kernel(
         if kind == which:
             x_rows = rows // T * stride_b + rows % T * stride_t
             if weight_ptr is not None:
-                gain_a, gain_b, gain_rest = _load_gains(
-                    weight_ptr, rest_cols, K, ZERO_CENTERED, HALF, INTERLEAVED, BLOCK_R
-                )
+                gain_a, gain_b, gain_rest = _load_gains(weight_ptr, rest_cols, K, HALF, INTERLEAVED, BLOCK_R)
             for first in range(0, HEADS, BLOCK_H):
                 head = first + tl.arange(0, BLOCK_H)[None, :, None]
                 here = live & (head < HEADS)
@@ -133,12 +125,12 @@ def rotate_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, k_weight_ptr,
+    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
     dx_ptr, partials_ptr,
-    M, T, P, eps, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
+    M, T, eps, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
     dv_batch, dv_token, dv_head, q_batch, q_token, q_head, k_batch, k_token, k_head,
     H: tl.constexpr, KV: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BATCHED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -152,16 +144,14 @@ def norm_backward_kernel(
         x_ptr, x_batch, x_token, x_head = (q, k)[which]
         weight_ptr, FIRST, HEADS = ((q_weight_ptr, 0, H), (k_weight_ptr, H, KV))[which]
         if kind == which:
-            gain_a, gain_b, gain_rest = _load_gains(weight_ptr, rest_cols, K, ZERO_CENTERED, HALF, INTERLEAVED, BLOCK_R)
+            gain_a, gain_b, gain_rest = _load_gains(weight_ptr, rest_cols, K, HALF, INTERLEAVED, BLOCK_R)
             dgain_a = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
             dgain_b = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
             dgain_rest = tl.zeros((BLOCK_T, BLOCK_H, REST), tl.float32)
             for block in range(tl.program_id(0), tl.cdiv(M, BLOCK_T), tl.num_programs(0)):
                 rows = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
                 live = rows < M
-                cos, sin = _load_table((cos_ptr, sin_ptr, positions_ptr), rows, live, T, P, BATCHED, HALF, BLOCK_R)
-                within = live & (tl.arange(0, BLOCK_R)[None, None, :] < HALF)
-                cos, sin = tl.where(within, cos, 0.0), tl.where(within, sin, 0.0)
+                cos, sin = _load_table(cos_ptr, sin_ptr, rows, live, T, BATCHED, HALF, BLOCK_R)
                 dy_rows = rows // T * dy_batch + rows % T * dy_token
                 x_rows = rows // T * x_batch + rows % T * x_token
                 for first in range(0, HEADS, BLOCK_H):

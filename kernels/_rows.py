@@ -135,21 +135,6 @@ def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, 
     )  # fmt: skip
 
 
-def sum_all(partials: Tensor, total: Tensor) -> Tensor:
-    """Write the sum of `partials` to the scalar `total`, in its dtype, added in the same order every time."""
-    launch(_sum_kernel, (1, 1, 1), num_warps=4, partials_ptr=partials, total_ptr=total, P=partials.numel(), BLOCK=1024)
-    return total
-
-
-@triton.jit
-def _sum_kernel(partials_ptr, total_ptr, P, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), total_ptr.dtype.element_ty)
-    for start in range(0, P, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total += tl.load(partials_ptr + at, mask=at < P, other=0).to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr, tl.sum(total, 0))
-
-
 @triton.jit
 def _sum_partials_kernel(
     partials_ptr, first_ptr, second_ptr, P,

@@ -43,7 +43,8 @@ def _adamw(param: Tensor, grad: Tensor, impl: str) -> Tensor:
     kernel, new = import_module("mpcore.kernels.adamw"), param.detach().clone()
     now = kernel.adamw_now(torch.ones(1, device=param.device), 1e-2, (0.9, 0.95))[0]
     moments = torch.zeros_like(new), torch.zeros_like(new)
-    kernel.adamw(new, grad, *moments, now, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, impl=impl)
+    states = [kernel.AdamWState(new, grad, *moments, now)]
+    kernel.adamw_foreach(states, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, impl=impl)
     return new
 
 
@@ -71,7 +72,6 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "attention": (
         lambda: {"query": _draw(1, 37, 4, 16), "key": _draw(1, 37, 2, 16), "value": _draw(1, 37, 2, 16)}, None
     ),
-    "cross_replica_hash": (lambda: {"x": _ids(1000, 300)}, None),
     "dropout_add": (lambda: {"x": _draw(2, 9, 33), "residual": _draw(2, 9, 33), "p": 0.3, "samples": _ids(9, 2)}, None),
     "fp8_matmul": (lambda: {"a": _ids(3, 64, 256), "b": _ids(3, 128, 256)}, _fp8_products),
     "geglu": (lambda: {"x": _draw(9, 66)}, None),
@@ -93,7 +93,6 @@ OPERATORS = {name: name for name in TESTS} | {
     "cross_entropy": "linear_cross_entropy",
     "grouped_linear": "moe_permute",  # which also clears the rows after its last group
     "plain_attention": "attention",
-    "sum_of_squares": "adamw",
 }
 """By operator: the test that covers it."""
 CONSTANT = ("cos", "sin", "scale")  # inputs without a gradient

@@ -1,4 +1,4 @@
-"""AdamW of many parameters in one launch, and the sum of squares of a gradient, from which its norm follows.
+"""AdamW of many parameters in one launch.
 
     g = scale grad                                         (unscale and clip: one number, read on the device)
     w = w - lr decay w
@@ -14,13 +14,10 @@ logical tensor and of t, so they do not depend on the layout.
 
 One launch steps all tensors that share their dtypes: a program steps one tile, and finds the addresses of the tile's
 tensors in a table in device memory. The host copies the table without waiting, and only when an address has changed.
-
-The sum of squares has two stages of fixed order: a partial sum per program, then a sum over programs in float64.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -29,19 +26,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._adamw_kernels import adamw_kernel, squares_kernel
+from ._adamw_kernels import adamw_kernel
 from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
 from ._philox import philox
-from ._rows import ceil_div, sum_all
+from ._rows import ceil_div
 from ._torch import has_no_values
-from ._triton import launch, multiprocessors
+from ._triton import launch
 
 _BLOCK = 1024
 _MOST_TABLES = 64  # tables that are kept, each for one list of sizes
 
 
 class AdamWState(NamedTuple):
-    """One parameter of `adamw_foreach`, and what belongs to it alone; `adamw` says what the fields are."""
+    """One parameter of `adamw_foreach`, and what belongs to it alone.
+
+    Attributes:
+        param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
+        grad: of that shape and any such dtype.
+        exp_avg, exp_avg_sq: m and v, of that shape.
+        now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` returns them.
+        master: float32 of that shape. The update goes to `master`, and `param` becomes `master` rounded to nearest.
+            Where `param` isn't `master` rounded before, somebody wrote to it: there the step begins with `param`.
+        key: below 2^63: round every bfloat16 output stochastically. `None`: round to nearest.
+        place: with a key, int64 `[R]` and `[C]` with R C elements in all: element i of `param` has the logical index
+            `place[0][i // C] + place[1][i % C]`. `None`: i.
+    """
 
     param: Tensor
     grad: Tensor
@@ -79,14 +88,19 @@ def adamw_foreach(
     scale: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Update parameters, their moments and their master weights in place, in one launch for each combination of dtypes.
+    """Update parameters, their moments and their master weights in place, one launch for each combination of dtypes.
+
+    Not differentiable.
 
     Args:
-        states: of the parameters, on one device; the same bits as `adamw` for each of them.
-        betas, eps, weight_decay, scale, impl: as of `adamw`.
+        states: of the parameters, on one device.
+        betas, eps, weight_decay: as of `torch.optim.AdamW`.
+        scale: a scalar that multiplies the gradients first.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device of the parameters. The reference computes in
+            float32, or float64 for float64 weights.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
 
     Example:
         >>> weights = [torch.ones(3), torch.ones(2, 2)]
@@ -110,52 +124,6 @@ def adamw_foreach(
         rows, columns = zip(*places, strict=True) if places[0] is not None else ((), ())
         lists = (list(of) for of in (params, grads, exp_avgs, exp_avg_sqs, now, masters, rows, columns))
         _adamw_op(*lists, scale, *betas, eps, weight_decay, keys)
-
-
-def adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    now: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    master: Tensor | None = None,
-    scale: Tensor | None = None,
-    key: int | None = None,
-    place: tuple[Tensor, Tensor] | None = None,
-    impl: str | None = None,
-) -> None:
-    """Update a parameter, its moments and its master weight in place. Not differentiable.
-
-    Args:
-        param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
-        grad: of that shape and any such dtype.
-        exp_avg, exp_avg_sq: m and v, of that shape.
-        now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` returns them.
-        betas, eps, weight_decay: as of `torch.optim.AdamW`.
-        master: float32 of that shape. The update goes to `master`, and `param` becomes `master` rounded to nearest.
-            Where `param` isn't `master` rounded before, somebody wrote to it: there the step begins with `param`.
-        scale: a scalar that multiplies the gradient first.
-        key: below 2^63: round every bfloat16 output stochastically. `None`: round to nearest.
-        place: with a key, int64 `[R]` and `[C]` with R C elements in all: element i of `param` has the logical index
-            `place[0][i // C] + place[1][i % C]`. `None`: i.
-        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `param`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
-
-    Note:
-        - Thirteen parameters: the state of one parameter, and by keyword the options of AdamW and of rounding.
-    """
-    state = AdamWState(param, grad, exp_avg, exp_avg_sq, now, master, key, place)
-    adamw_foreach([state], betas=betas, eps=eps, weight_decay=weight_decay, scale=scale, impl=impl)
-
-
-# In plain torch; computes in float32, or float64 for float64 weights.
-adamw_reference = functools.partial(adamw, impl="reference")
 
 
 def _reference(
@@ -189,7 +157,7 @@ def followed(master: Tensor, param: Tensor) -> Tensor:
 
 
 def adamw_now(steps: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> Tensor:
-    """Compute the `now` of `adamw` for each of several parameters.
+    """Compute the `now` of each of several parameters.
 
     Args:
         steps: `[n]`, how many steps each parameter has had, this one included.
@@ -215,30 +183,6 @@ def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
     x = x.to(torch.float32)
     cut = ((x.view(torch.int32) + bits.to(torch.int32)) & -65536).view(torch.float32)
     return torch.where(x.isnan(), x, cut).to(torch.bfloat16)
-
-
-def sum_of_squares(x: Tensor, impl: str | None = None) -> Tensor:
-    """Sum the squares of all elements, in the same order every time. Not differentiable.
-
-    Args:
-        x: any shape, float32, bfloat16 or float16 (the reference takes float64 too).
-        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
-
-    Returns:
-        A float64 scalar; inf where a square, or a program's sum of them, exceeds float32 (the reference: float64).
-
-    Raises:
-        ValueError: `x` is of another dtype, or `impl` can't run here.
-    """
-    if x.dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
-    x = x.detach()
-    return _sum_of_squares_op(x) if runs_triton(impl, x, "sum_of_squares", n=x.numel()) else sum_of_squares_reference(x)
-
-
-def sum_of_squares_reference(x: Tensor) -> Tensor:
-    """`sum_of_squares` in plain torch, in float64."""
-    return x.to(torch.float64).square().sum()
 
 
 def _check(state: AdamWState, scale: Tensor | None) -> None:
@@ -327,17 +271,3 @@ def _copy(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return `x` on a device, and in pinned memory of the host: the host doesn't wait for the copy."""
     pinned = x.pin_memory() if device.type == "cuda" else x
     return pinned.to(device, non_blocking=True), pinned
-
-
-@operator("sum_of_squares(Tensor x) -> Tensor")
-def _sum_of_squares_op(x: Tensor) -> Tensor:
-    total = x.new_empty((), dtype=torch.float64)
-    if has_no_values(x):
-        return total
-    N = x.numel()
-    if N == 0:
-        return total.zero_()
-    programs = min(ceil_div(N, 4096), 8 * multiprocessors(x.device))
-    partials = x.new_empty(programs, dtype=torch.float32)
-    launch(squares_kernel, (programs, 1, 1), num_warps=8, x_ptr=x.contiguous(), partials_ptr=partials, N=N, BLOCK=4096)
-    return sum_all(partials, total)

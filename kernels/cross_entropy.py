@@ -31,14 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._cross_entropy_kernels import backward_kernel, merge_kernel, stats_kernel
+from ._cross_entropy_kernels import backward_kernel, stats_kernel
 from ._dispatch import operator, runs_triton
 from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2
 from ._torch import has_no_values
-from ._triton import launch, multiprocessors
+from ._triton import launch
 
-LONG_ROW = 32768  # rows of at least so many columns may be split over programs
-MOST_PARTS = 8
 BLOCK_V = 4096  # columns of a tile
 
 
@@ -307,22 +305,11 @@ def _stats_op(
     N, V = count_rows(logits), logits.shape[-1]
     logits, stride = as_rows(logits)
     vector, block_v, num_warps = _tile(logits)
-    parts = 1
-    if V >= LONG_ROW:
-        parts = max(1, min(MOST_PARTS, 4 * multiprocessors(logits.device) // N))
-    partial = stats if parts == 1 else stats.new_empty((parts, 4 + entropy, N))
     launch(
-        stats_kernel, (N * parts, 1, 1), num_warps=num_warps,
-        x_ptr=logits, target_ptr=target.contiguous(), stats_ptr=partial,
+        stats_kernel, (N, 1, 1), num_warps=num_warps, x_ptr=logits, target_ptr=target.contiguous(), stats_ptr=stats,
         N=N, start=start, ignore_index=ignore_index, STRIDE=stride, V=V, SOFTCAP=softcap, SUM_LOGITS=sum_logits,
-        ENTROPY=entropy, PARTS=parts, SPAN=ceil_div(ceil_div(V + vector - 1, block_v), parts) * block_v,
-        BLOCK_V=block_v, VECTOR=vector,
+        ENTROPY=entropy, BLOCK_V=block_v, VECTOR=vector,
     )  # fmt: skip
-    if parts > 1:
-        launch(
-            merge_kernel, (ceil_div(N, 64), 1, 1), num_warps=2, partial_ptr=partial, stats_ptr=stats,
-            N=N, PARTS=parts, STATS=4 + entropy, BLOCK_P=next_power_of_2(parts), BLOCK_N=64,
-        )  # fmt: skip
     return stats
 
 

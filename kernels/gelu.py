@@ -1,6 +1,6 @@
-"""GELU: the Gaussian error linear unit, exact or by its tanh approximation, with an optional bias inside.
+"""GELU: the Gaussian error linear unit, exact or by its tanh approximation.
 
-    y = f(x + bias)
+    y = f(x)
 
     "none":  f(z) = z P(z),   P(z) = (1 + erf(z / sqrt 2)) / 2
              f'(z) = P(z) + z p(z),   p(z) = e^(-z^2 / 2) / sqrt(2 pi)
@@ -15,15 +15,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activation import activate, add_bias, gelu_function, runs_kernel
+from ._activation import activate, gelu_function, runs_kernel, widened
 
 
-def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
-    """Apply GELU to `x + bias`, element by element.
+def gelu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
+    """Apply GELU to `x`, element by element.
 
     Args:
         x: `[..., F]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        bias: `[F]`, added to `x` first, in float32; its dtype may differ from that of `x`.
         approximate: `"tanh"`, or `"none"` for the exact function.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
@@ -31,14 +30,14 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", im
         `y` `[..., F]` in the dtype of `x`.
 
     Raises:
-        ValueError: shapes, dtypes or devices don't go together, `approximate` is unknown, or `impl` can't run here.
+        ValueError: the dtype is another, `approximate` is unknown, or `impl` can't run here.
     """
     f = gelu_function(approximate)
-    if runs_kernel(x, bias, impl, "gelu"):
-        return activate(x, bias, f, False, "gelu")
-    return gelu_reference(x, bias, approximate=approximate)
+    if runs_kernel(x, impl, "gelu"):
+        return activate(x, f, False, "gelu")
+    return gelu_reference(x, approximate=approximate)
 
 
-def gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+def gelu_reference(x: Tensor, *, approximate: str = "tanh") -> Tensor:
     """`gelu` in plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`."""
-    return F.gelu(add_bias(x, bias), approximate=approximate).to(x.dtype)
+    return F.gelu(widened(x), approximate=approximate).to(x.dtype)

@@ -119,16 +119,12 @@ def require_fp8(device: torch.device) -> None:
 
 def _empty(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate the outputs; empty if not asked for. Scales are contiguous along dimension 0, as cuBLAS reads them."""
-    M, K = x.shape
-    return *_empty_quantized(x, M, K, square, rows), *_empty_quantized(x, K, M, square, columns)
-
-
-def _empty_quantized(x: Tensor, M: int, K: int, square: bool, wanted: bool) -> tuple[Tensor, Tensor]:
-    if not wanted:
-        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
-    values = x.new_empty((M, ceil_div(K, 16) * 16), dtype=torch.float8_e4m3fn)[:, :K]  # rows at multiples of 16 bytes
-    scales = x.new_empty((ceil_div(K, BLOCK), ceil_div(M, BLOCK) if square else M), dtype=torch.float32)
-    return values, scales.t()
+    outs = []
+    for wanted, (M, K) in ((rows, x.shape), (columns, x.shape[::-1])):
+        scales = (ceil_div(K, BLOCK), ceil_div(M, BLOCK) if square else M)
+        outs.append(x.new_empty((M, K) if wanted else 0, dtype=torch.float8_e4m3fn))
+        outs.append(x.new_empty(scales if wanted else 0, dtype=torch.float32).t())
+    return tuple(outs)
 
 
 def _reference(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,27 +151,17 @@ def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Te
     (M, K), (x, stride) = x.shape, as_rows(x)
     block_m = BLOCK if square or columns else ROWS
     grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
-    (own, scales), (turned, turned_scales) = map(_whole_rows, outs[::2], outs[1::2])
+    named = zip(("values_ptr", "scales_ptr", "turned_ptr", "turned_scales_ptr"), outs, strict=True)
     launch(
-        _quantize_kernel, grid, num_warps=block_m // 16,
-        x_ptr=x, values_ptr=own, scales_ptr=scales, turned_ptr=turned, turned_scales_ptr=turned_scales,
-        M=M, K=K, X_STRIDE=stride, ROW_STRIDE=outs[0].stride(0), COLUMN_STRIDE=outs[2].stride(0),
-        SQUARE=square, BLOCK_M=block_m, BLOCK_K=BLOCK,
+        _quantize_kernel, grid, num_warps=block_m // 16, x_ptr=x, **{n: t if t.numel() else None for n, t in named},
+        M=M, K=K, X_STRIDE=stride, SQUARE=square, BLOCK_M=block_m, BLOCK_K=BLOCK,
     )  # fmt: skip
     return outs
 
 
-def _whole_rows(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Values with what lies between their rows, which the kernel may write, if they are wanted."""
-    if values.dim() == 1:
-        return None, None
-    (M, K), stride = values.shape, values.stride(0)
-    return (values if stride == K else values.as_strided((M, stride), (stride, 1))), scales
-
-
 @triton.jit
 def _quantize_kernel(
-    x_ptr, values_ptr, scales_ptr, turned_ptr, turned_scales_ptr, M, K, X_STRIDE, ROW_STRIDE, COLUMN_STRIDE,
+    x_ptr, values_ptr, scales_ptr, turned_ptr, turned_scales_ptr, M, K, X_STRIDE,
     SQUARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(K, BLOCK_K)
@@ -191,8 +177,7 @@ def _quantize_kernel(
     if values_ptr is not None:
         scale, inverse = _scales(whole if SQUARE else tl.max(size, 1, keep_dims=True))
         values = (x * inverse).to(values_ptr.dtype.element_ty)
-        out = values_ptr + row.to(tl.int64)[:, None] * ROW_STRIDE + col[None, :]
-        tl.store(out, values, mask=(row < M)[:, None] & (col < ROW_STRIDE)[None, :])  # whole rows: aligned, so wide
+        tl.store(values_ptr + row.to(tl.int64)[:, None] * K + col[None, :], values, mask=mask)
         if SQUARE:
             tl.store(scales_ptr + block_k.to(tl.int64) * down + block_m, scale)
         else:
@@ -200,8 +185,8 @@ def _quantize_kernel(
     if turned_ptr is not None:
         scale, inverse = _scales(whole if SQUARE else tl.max(size, 0, keep_dims=True))
         values = tl.trans((x * inverse).to(turned_ptr.dtype.element_ty))
-        out = turned_ptr + col.to(tl.int64)[:, None] * COLUMN_STRIDE + row[None, :]
-        tl.store(out, values, mask=(col < K)[:, None] & (row < COLUMN_STRIDE)[None, :])
+        out = turned_ptr + col.to(tl.int64)[:, None] * M + row[None, :]
+        tl.store(out, values, mask=(col < K)[:, None] & (row < M)[None, :])
         if SQUARE:
             tl.store(turned_scales_ptr + block_m.to(tl.int64) * across + block_k, scale)
         else:

@@ -1,13 +1,13 @@
 """Rotary position embedding of queries and keys in one launch, with an optional norm of each head before it.
 
-    n  = x,  or x rstd g,  rstd = (mean(x^2) + eps)^(-1/2),  g = weight, or 1 + weight if zero-centred
+    n  = x,  or x rstd g,  rstd = (mean(x^2) + eps)^(-1/2),  g = weight
     y  = n cos(t) + J n sin(t),  J (a, b) = (-b, a) on each pair of dimensions;  y = n beyond the table's
 
     dn = dy cos(t) - J dy sin(t),  dx = dn,  or rstd (g dn - x rstd mean(g dn x rstd))
     dweight = sum over tokens and heads of dn x rstd
 
-Pairs are halves (i, i + R/2) or neighbours (2i, 2i + 1). The tables or the positions express scaled frequencies and
-documents whose positions start from 0.
+Pairs are halves (i, i + R/2) or neighbours (2i, 2i + 1). The tables express scaled frequencies, and documents whose
+positions start from 0.
 
 Su et al., "RoFormer" (2021), section 3.2.2; the norm: Henry et al., "Query-Key Normalization for Transformers" (2020),
 in its RMS form of Zhang and Sennrich (2019).
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, operator, outside, refuse_second_derivative, runs_triton
+from ._dispatch import REFERENCE_DTYPES, operator, refuse_second_derivative, runs_triton
 from ._rope_kernels import norm_backward_kernel, rotate_kernel
 from ._rows import MAX_ROWS, by_heads, ceil_div, contiguous, next_power_of_2, sum_partials
 from ._torch import has_no_values
@@ -37,31 +37,26 @@ class _Options(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    positions: Tensor | None
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
-    zero_centered: bool
     interleaved: bool
 
     def arguments(self, K: int) -> dict[str, Any]:
         """Return the kernels' arguments that say how to rotate heads of K dimensions.
 
-        P: rows of the table. BATCHED: each sample has rows of its own. HALF: pairs; BLOCK_R, BLOCK_REST and BLOCK_K
-        are powers of two that cover the pairs, the other dimensions, and all K.
+        BATCHED: each sample has rows of the table of its own. HALF: pairs; BLOCK_R, BLOCK_REST and BLOCK_K are powers
+        of two that cover the pairs, the other dimensions, and all K.
         """
-        cos, sin, positions = self[:3]
+        cos, sin = self[:2]
         if cos.dim() == 3 and cos.shape[0] == 1:
             cos, sin = cos[0], sin[0]
-        batched = cos.dim() == 3 if positions is None else positions.dim() == 2
-        names = ("cos_ptr", "sin_ptr", "positions_ptr", "q_weight_ptr", "k_weight_ptr")
-        tensors = contiguous(cos, sin, positions, self.q_weight, self.k_weight)
+        names = ("cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr")
+        tensors = contiguous(cos, sin, self.q_weight, self.k_weight)
         half = cos.shape[-1]
         return dict(zip(names, tensors, strict=True)) | {
-            "P": cos.numel() // half,
             "eps": self.eps,
-            "BATCHED": batched,
-            "ZERO_CENTERED": self.zero_centered,
+            "BATCHED": cos.dim() == 3,
             "INTERLEAVED": self.interleaved,
             "HALF": half,
             "BLOCK_R": next_power_of_2(half),
@@ -76,12 +71,10 @@ def rope(
     cos: Tensor,
     sin: Tensor,
     *,
-    positions: Tensor | None = None,
     interleaved: bool = False,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
-    zero_centered: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply rotary position embedding: rotate each pair of dimensions of queries and keys by the angle of its token.
@@ -89,14 +82,10 @@ def rope(
     Args:
         q: `[B, T, H, K]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
         k: `[B, T, Hkv, K]` of the same dtype, or `None`.
-        cos, sin: `[T, R/2]` or `[B, T, R/2]`, of any such dtype, R <= K; with positions `[P, R/2]`. The kernel computes
-            no gradient for them.
-        positions: `[T]` or `[B, T]` int64, the row of the table for each token, in 0 .. P-1. For any other row the
-            kernel returns NaN, and the reference on a CPU raises.
+        cos, sin: `[T, R/2]` or `[B, T, R/2]`, of any such dtype, R <= K. The kernel computes no gradient for them.
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
         q_weight, k_weight: `[K]` gains of an RMS norm of each head before the rotation; both or none.
         eps: added to the mean square.
-        zero_centered: the gain is `1 + weight`.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `q`.
 
     Returns:
@@ -105,16 +94,13 @@ def rope(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
 
-    Note:
-        - Eleven parameters: q, k and the tables, and the options of the norm and of the pairs by keyword.
-
     Example:
         >>> angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(4) / 4))
         >>> q, k = rope(torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), angles.cos(), angles.sin())
         >>> tuple(q.shape), tuple(k.shape)
         ((1, 6, 4, 8), (1, 6, 2, 8))
     """
-    options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
+    options = _Options(cos, sin, q_weight, k_weight, eps, interleaved)
     if not _check(q, k, options, impl):
         return _reference(q, k, options)
     if k is None:
@@ -133,12 +119,10 @@ def rope_qkv(
     cos: Tensor,
     sin: Tensor,
     *,
-    positions: Tensor | None = None,
     interleaved: bool = False,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
-    zero_centered: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply `rope` to a packed projection; its gradient is packed too.
@@ -146,7 +130,7 @@ def rope_qkv(
     Args:
         qkv: `[B, T, (H + 2 Hkv) K]`: the queries of all heads, then the keys, then the values.
         num_heads, num_kv_heads: H and Hkv of this `qkv`.
-        cos, sin, positions, interleaved, q_weight, k_weight, eps, zero_centered, impl: the parameters of `rope`.
+        cos, sin, interleaved, q_weight, k_weight, eps, impl: the parameters of `rope`.
 
     Returns:
         q `[B, T, H, K]` and k `[B, T, Hkv, K]`, rotated, and v `[B, T, Hkv, K]`, a view of `qkv`.
@@ -165,19 +149,16 @@ def rope_qkv(
         raise ValueError(f"qkv {tuple(qkv.shape)} is not [B, T, ({num_heads} + 2 x {num_kv_heads}) heads x head_dim]")
     qkv = qkv.unflatten(2, (heads, -1))
     q, k, v = _parts(qkv, None, num_heads, num_kv_heads)
-    options = _Options(cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved)
+    options = _Options(cos, sin, q_weight, k_weight, eps, interleaved)
     if not _check(q, k, options, impl):
         return *_reference(q, k, options), v  # pyright: ignore[reportReturnType]
     return _Rope.apply(qkv, None, (num_heads, num_kv_heads), *options)
 
 
 def _reference(q: Tensor, k: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
-    cos, sin, positions, q_weight, k_weight, eps, zero_centered, interleaved = options
+    cos, sin, q_weight, k_weight, eps, interleaved = options
     exact = torch.promote_types(q.dtype, torch.float32)
-    wrong = None if positions is None else outside(positions, cos.shape[0])
-    if wrong is not None:  # an index below 0 would count from the end
-        raise ValueError(f"position {wrong} is in no row of tables of {cos.shape[0]}")
-    cos, sin = ((t if positions is None else t[positions]).to(exact).unsqueeze(-2) for t in (cos, sin))
+    cos, sin = (t.to(exact).unsqueeze(-2) for t in (cos, sin))
     R = 2 * cos.shape[-1]
 
     def rotate(x: Tensor | None, weight: Tensor | None) -> Tensor | None:
@@ -185,8 +166,7 @@ def _reference(q: Tensor, k: Tensor | None, options: _Options) -> tuple[Tensor, 
             return None
         n = x.to(exact)
         if weight is not None:
-            gain = weight.to(exact) + 1 if zero_centered else weight.to(exact)
-            n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps) * gain
+            n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps) * weight.to(exact)
         front, rest = n[..., :R], n[..., R:]
         a, b = (front[..., 0::2], front[..., 1::2]) if interleaved else front.chunk(2, -1)
         rotated = (a * cos - b * sin, b * cos + a * sin)
@@ -205,7 +185,7 @@ def _parts(x: Tensor, k: Tensor | None, H: int, Hkv: int) -> tuple[Tensor, Tenso
 
 def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> bool:
     """Raise `ValueError` unless the inputs go together; return whether the kernel runs, not the reference."""
-    cos, sin, positions, q_weight, k_weight = options[:5]
+    cos, sin, q_weight, k_weight = options[:4]
     if q.dim() != 4 or q.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"q is {q.dtype} {tuple(q.shape)}; it must be floating, [B, T, heads, head_dim]")
     B, T, _, K = q.shape
@@ -215,20 +195,14 @@ def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> 
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be of one shape, [..., T, R/2], R at most {K}"
         )
-    if positions is None:
-        if tuple(cos.shape[:-1]) not in ((T,), (B, T), (1, T)):
-            raise ValueError(f"cos has shape {tuple(cos.shape)}, but q {tuple(q.shape)} has {B} rows of {T} tokens")
-    elif tuple(positions.shape) not in ((T,), (B, T)) or positions.dtype != torch.int64 or cos.dim() != 2:
-        raise ValueError(
-            f"positions are {positions.dtype} {tuple(positions.shape)} into tables {tuple(cos.shape)}; "
-            f"they must be int64, ({T},) or ({B}, {T}), into tables [P, R/2]"
-        )
+    if tuple(cos.shape[:-1]) not in ((T,), (B, T), (1, T)):
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, but q {tuple(q.shape)} has {B} rows of {T} tokens")
     if (q_weight is None) != (k_weight is None) or (k is None and q_weight is not None):
         raise ValueError("q_weight and k_weight go together, and need a k")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None and weight.shape != (K,):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, but head_dim is {K}")
-    for other in (k, cos, sin, positions, q_weight, k_weight):
+    for other in (k, cos, sin, q_weight, k_weight):
         if other is not None and other.device != q.device:
             raise ValueError(f"an input is on {other.device}, but q is on {q.device}")
         if other is not None and (other.dtype == torch.float64) > (q.dtype == torch.float64):
@@ -245,9 +219,9 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, k, heads, *given):
         (H, Hkv), options = heads, _Options(*given)
-        ctx.heads, ctx.packed, ctx.numbers = heads, k is None and Hkv > 0, options[5:]
+        ctx.heads, ctx.packed, ctx.numbers = heads, k is None and Hkv > 0, options[4:]
         kept = (None, None) if options.q_weight is None else (x, k)
-        ctx.save_for_backward(*kept, *options[:5])
+        ctx.save_for_backward(*kept, *options[:4])
         q, k, v = _parts(x, k, H, Hkv)
         y = _forward_op(q, k, *options)
         if Hkv == 0:
@@ -266,13 +240,10 @@ class _Rope(torch.autograd.Function):
             dweights = None, None
         whole = ctx.packed or Hkv == 0
         dx, dk = (dx, None) if whole else (dx[:, :, :H], dx[:, :, H:])
-        return dx, dk, *[None] * 4, *dweights, *[None] * 3
+        return dx, dk, *[None] * 3, *dweights, *[None] * 2
 
 
-_OPTIONS = (
-    "Tensor cos, Tensor sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight,"
-    " float eps, bool zero_centered, bool interleaved"
-)
+_OPTIONS = "Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool interleaved"
 
 
 @operator(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y")

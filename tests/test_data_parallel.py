@@ -42,7 +42,6 @@ from mpcore import (
 )
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
-from mpcore.kernels.linear_cross_entropy import linear_log_prob_reference
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
@@ -56,6 +55,7 @@ from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
+from tests.oracles.linear_loss import linear_log_prob_reference
 from tests.placement import placements
 from tests.pool import BEFORE_2_13, mesh
 from tests.quick import some

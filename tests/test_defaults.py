@@ -30,9 +30,7 @@ from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy as linear_ce
 from mpcore.kernels.linear_cross_entropy import (
     linear_cross_entropy_rows,
-    linear_cross_entropy_rows_reference,
     linear_log_prob,
-    linear_log_prob_reference,
 )
 from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
@@ -71,14 +69,12 @@ ATTENTION = {
     "scale": (6**-0.5, 1.0),
     "cu_seqlens": (None, CU),
 }
-NORM = {"residual": (None, draw(B, T, D, seed=4)), "zero_centered": (False, True)}
+NORM = {"residual": (None, draw(B, T, D, seed=4))}
 ROPE = {
     "interleaved": (False, True),
-    "positions": (torch.arange(T), torch.arange(T).flip(0)),
     "q_weight": (None, None),
-    "k_weight": (None, None),  # both or none; the two below are of them
+    "k_weight": (None, None),  # both or none; the one below is of them
     "eps": (1e-6, 1e-2, {"q_weight": draw(6), "k_weight": draw(6)}),
-    "zero_centered": (False, True, {"q_weight": draw(6), "k_weight": draw(6)}),
 }
 HEAD_OPTIONS = {
     "causal": (True, False),
@@ -260,12 +256,7 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     ),
     "linear_cross_entropy (kernel)": (partial(with_gradient, linear_ce, draw(6, D), ROWS, TARGET, WEIGHTS), LOSSES),
     "linear_cross_entropy_rows": (partial(with_gradient, linear_cross_entropy_rows, draw(6, D), ROWS, TARGET), LOSSES),
-    "linear_cross_entropy_rows_reference": (
-        partial(with_gradient, linear_cross_entropy_rows_reference, draw(6, D), ROWS, TARGET),
-        LOSSES,
-    ),
     "linear_log_prob (kernel)": (partial(with_gradient, linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
-    "linear_log_prob_reference": (partial(with_gradient, linear_log_prob_reference, draw(6, D), ROWS, TARGET), HEAD),
     "dropout_add": (
         partial(with_gradient, dropout_add, draw(T, T, D), None, 0.5, samples=torch.arange(T)),
         {
@@ -278,11 +269,11 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         },
     ),
     **{
-        name_of(f): (partial(with_gradient, f, X), {"bias": (None, G)})
+        name_of(f): (partial(with_gradient, f, X), {})
         for f in (swiglu, swiglu_reference, relu_squared, relu_squared_reference)
     },
     **{
-        name_of(f): (partial(with_gradient, f, X), {"bias": (None, G), "approximate": ("tanh", "none")})
+        name_of(f): (partial(with_gradient, f, X), {"approximate": ("tanh", "none")})
         for f in (gelu, gelu_reference, geglu, geglu_reference)
     },
     **{
@@ -398,10 +389,8 @@ ELSEWHERE = {
     "Recompute": "POLICIES",
     "Offload": "POLICIES",
     "Compile": "POLICIES",
-    "adamw": "tests/kernels/test_adamw.py",
     "adamw_foreach": "tests/kernels/test_adamw.py",
     "AdamWState": "tests/kernels/test_adamw.py",
-    "adamw_reference": "tests/kernels/test_adamw.py",
     "attention_backward": "tests/kernels/test_attention.py",
     "grad_norm": "tests/test_gradients.py",
     "decay_groups": "tests/test_optim.py",

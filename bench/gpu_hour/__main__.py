@@ -40,7 +40,7 @@ LEAST = 15.0  # seconds of budget that a job needs to begin
 NAMES = (  # of the kernels of `jobs.kernels`, which a test compares
     "rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy", "linear_cross_entropy_rows", "linear_log_prob",
     "swiglu", "geglu", "gelu", "relu_squared", "attention", "rope", "layer_norm", "adamw", "dropout_add", "moe_permute",
-    "quantize_fp8", "quantize_fp8 both ways", "cross_replica_hash",
+    "quantize_fp8", "quantize_fp8 both ways",
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from mpcore.kernels import _dispatch, use_kernels
 WRONG = 3  # the status of a process whose result is wrong
 BENCHES = (  # what matters most comes first
     "rms_norm", "cross_entropy", "linear_cross_entropy", "activation", "attention", "rope", "layer_norm", "adamw",
-    "dropout_add", "moe_permute", "quantize_fp8", "cross_replica_hash",
+    "dropout_add", "moe_permute", "quantize_fp8",
 )  # fmt: skip
 PEERS = ("liger_kernel", "quack", "cut_cross_entropy", "flash_attn", "megatron.core", "apex", "torchao", "transformers")
 FEW = {"M": 64, "B": 1, "T": 256, "R": 512, "n": 2**16}  # rows; kernels are compiled for any number of them

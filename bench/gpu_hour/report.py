@@ -33,7 +33,7 @@ IMPLEMENTATION_OF = {  # by kernel: the operator of the measured table, and the 
 }
 OPERATORS = (  # others have a reference of the same name, timed as "eager"
     "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "relu_squared", "rope", "cross_entropy", "dropout_add",
-    "moe_permute", "quantize_fp8", "cross_replica_hash",
+    "moe_permute", "quantize_fp8",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Activations with a bias, plain and gated, of 8192 rows."""
+"""Activations, plain and gated, of 8192 rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from mpcore.kernels.swiglu import swiglu, swiglu_reference
 
 
 def inputs(width: int) -> Callable[[Shape, torch.dtype, torch.device], Inputs]:
-    """Make x [M, width F] and bias [width F]."""
+    """Make x [M, width F]."""
 
     def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-        columns = width * shape["F"]
-        like = {"dtype": dtype, "device": device}
-        return {"x": torch.randn(shape["M"], columns, **like), "bias": torch.randn(columns, **like)}
+        return {"x": torch.randn(shape["M"], width * shape["F"], dtype=dtype, device=device)}
 
     return make
 
@@ -30,8 +28,8 @@ def inputs(width: int) -> Callable[[Shape, torch.dtype, torch.device], Inputs]:
 def gated(act: Callable[[Tensor], Tensor]) -> Function:
     """The plain way to write a gated activation."""
 
-    def eager(x: Tensor, bias: Tensor) -> Tensor:
-        gate, up = (x + bias).chunk(2, -1)
+    def eager(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
         return act(gate) * up
 
     return eager
@@ -42,28 +40,23 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def gelu_eager(x: Tensor, bias: Tensor) -> Tensor:
-    """torch's own after an addition."""
-    return gelu_tanh(x + bias)
-
-
-def relu_squared_eager(x: Tensor, bias: Tensor) -> Tensor:
-    """torch's own after an addition."""
-    return F.relu(x + bias).square()
+def relu_squared_eager(x: Tensor) -> Tensor:
+    """torch's own."""
+    return F.relu(x).square()
 
 
 def liger(name: str, function: str):
-    """Liger's, which takes the halves apart and no bias: the addition is outside, as its users write it."""
+    """Liger's, which takes the halves apart."""
 
     def adapt(f) -> Function:
-        return lambda x, bias: f.apply(*((x + bias).chunk(2, -1)))
+        return lambda x: f.apply(*x.chunk(2, -1))
 
     return imported(f"liger_kernel.ops.{name}", function, adapt)
 
 
 def megatron(name: str, function: str):
-    """Megatron's fusion of bias and activation."""
-    return imported(f"megatron.core.fusions.{name}", function, lambda f: lambda x, bias: f(x, bias))
+    """Megatron's without a bias."""
+    return imported(f"megatron.core.fusions.{name}", function, lambda f: lambda x: f(x, None))
 
 
 def kernel(name: str, ours: Function, reference: Function, eager: Function, width: int, size: int, peers) -> Kernel:
@@ -92,10 +85,7 @@ KERNELS = [
         *("geglu", geglu, geglu_reference, gated(gelu_tanh), 2, 14336),
         {"Liger": liger("geglu", "LigerGELUMulFunction"), "Megatron": megatron("fused_bias_geglu", "bias_geglu_impl")},
     ),
-    kernel(
-        *("gelu", gelu, gelu_reference, gelu_eager, 1, 16384),
-        {"Megatron": megatron("fused_bias_gelu", "bias_gelu_impl")},
-    ),
+    kernel(*("gelu", gelu, gelu_reference, gelu_tanh, 1, 16384), {}),
     kernel("relu_squared", relu_squared, relu_squared_reference, relu_squared_eager, 1, 16384, {}),
 ]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.protocol import FORWARD, Inputs, Kernel, Shape, always, compare, compiled
-from mpcore.kernels.adamw import adamw, adamw_now, adamw_reference
+from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 
 HOW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LR = 1e-3
@@ -29,13 +29,13 @@ def inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 def ours(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor, now: Tensor):
     """In place; what has changed as the result."""
-    adamw(param, grad, exp_avg, exp_avg_sq, now, master=master, **HOW)
+    adamw_foreach([AdamWState(param, grad, exp_avg, exp_avg_sq, now, master)], **HOW)
     return param, exp_avg, exp_avg_sq, master
 
 
 def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor, now: Tensor):
     """The same in plain torch."""
-    adamw_reference(param, grad, exp_avg, exp_avg_sq, now, master=master, **HOW)
+    adamw_foreach([AdamWState(param, grad, exp_avg, exp_avg_sq, now, master)], **HOW, impl="reference")
     return param, exp_avg, exp_avg_sq, master
 
 

@@ -12,7 +12,6 @@ from mpcore._torch.functional import scale_each
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
-from mpcore.kernels.adamw import sum_of_squares
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import ModelTree, declarations, tree_of
@@ -76,8 +75,8 @@ def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
 
 
 def _norm(grad: Tensor, p: float) -> Tensor:
-    if p == 2 and grad.is_cuda and grad.dtype != torch.float64:
-        return sum_of_squares(grad).sqrt()  # reads half precision as it is
+    if p == 2 and grad.is_cuda and grad.dtype != torch.float64:  # reads each byte once: float64 would be a copy
+        return torch.linalg.vector_norm(grad, p, dtype=torch.float32).double()
     return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
 
 

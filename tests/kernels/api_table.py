@@ -10,23 +10,22 @@ from pathlib import Path
 from types import ModuleType
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+PLAIN = ("cross_replica_hash",)  # torch alone
 MODULES = sorted(
-    [path.stem for path in KERNELS.glob("[a-z]*.py")] + [path.parent.name for path in KERNELS.glob("*/__init__.py")]
+    {path.stem for path in KERNELS.glob("[a-z]*.py")} - {*PLAIN}
+    | {path.parent.name for path in KERNELS.glob("*/__init__.py")}
 )
 # The inputs that each has a gradient for.
 GRADIENTS = {
-    "adamw": "",
     "adamw_foreach": "",
-    "sum_of_squares": "",
     "attention": "query key value",
     "attention_backward": "",
     "cross_entropy_stats": "",
     "cross_entropy_backward": "",
-    "cross_replica_hash": "",
     "dropout_add": "x residual bias",
     "fp8_matmul": "",
-    "geglu": "x bias",
-    "gelu": "x bias",
+    "geglu": "x",
+    "gelu": "x",
     "grouped_linear": "x weight",
     "layer_norm": "x weight bias residual",
     "linear_cross_entropy": "x weight",
@@ -36,11 +35,11 @@ GRADIENTS = {
     "moe_permute": "x",
     "moe_unpermute": "y weight",
     "quantize_fp8": "",
-    "relu_squared": "x bias",
+    "relu_squared": "x",
     "rms_norm": "x weight residual",
     "rope": "q k q_weight k_weight",
     "rope_qkv": "qkv q_weight k_weight",
-    "swiglu": "x bias",
+    "swiglu": "x",
 }
 HEAD = """\
 # Kernels

@@ -107,10 +107,10 @@ class Empty(torch.autograd.Function):
     """As many inputs and gradients as rms_norm's, and nothing else."""
 
     @staticmethod
-    def forward(ctx, x, weight, residual, eps, zero_centered):
+    def forward(ctx, x, weight, residual, eps):
         ctx.save_for_backward(x, weight)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return *map(torch.empty_like, ctx.saved_tensors), None, None, None
+        return *map(torch.empty_like, ctx.saved_tensors), None, None

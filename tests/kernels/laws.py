@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpcore.kernels.adamw import AdamWState, adamw_foreach
+
 GUARD = 16384  # elements of NaN on either side of a tensor: more than any program's tile reaches
 HOLE = 0x5EA  # the NaN of integers
 FAR = 2**30 + 8  # elements between rows, so that the offset of the third needs more than 32 bits
@@ -26,6 +28,11 @@ Results = dict[str, Tensor]
 def drawn(draw: Callable[..., Tensor], *size: Any, generator: torch.Generator) -> Tensor:
     """What `draw` draws, the same numbers on every device: on the CPU, and moved to torch's default device."""
     return draw(*size, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def adamw(param, grad, exp_avg, exp_avg_sq, now, *, master=None, key=None, place=None, **options) -> None:
+    """Step one parameter."""
+    adamw_foreach([AdamWState(param, grad, exp_avg, exp_avg_sq, now, master, key, place)], **options)
 
 
 def check_errors(

@@ -3,6 +3,7 @@
 import math
 
 import fake_gpu
+import laws
 import pytest
 import torch
 
@@ -10,15 +11,14 @@ import mpcore
 from mpcore.kernels import adamw as module
 from mpcore.kernels.adamw import (
     AdamWState,
-    adamw,
     adamw_foreach,
     adamw_now,
     round_at_random,
     rounding_bits,
-    sum_of_squares,
 )
 
 BETAS = (0.9, 0.95)
+adamw = laws.adamw
 OPTIONS = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -108,14 +108,6 @@ def test_bad_input(changes, message):
         adamw(**made | changes, **OPTIONS)
 
 
-def test_sums_of_squares():
-    assert sum_of_squares(torch.tensor([[3.0, 4.0]])) == 25
-    assert sum_of_squares(torch.ones(0)) == 0
-    assert sum_of_squares(torch.tensor([1e30])) == torch.tensor(1e30).double() ** 2
-    with pytest.raises(ValueError, match=r"x is torch.int64"):
-        sum_of_squares(torch.ones(2, dtype=torch.int64))
-
-
 def test_a_parameter_that_needs_a_gradient_is_updated_outside_no_grad():
     made = dict(zip(("param", "grad", "exp_avg", "exp_avg_sq"), state(), strict=True))
     want = {name: x.clone() for name, x in made.items()}
@@ -124,7 +116,6 @@ def test_a_parameter_that_needs_a_gradient_is_updated_outside_no_grad():
         **made | {"param": made["param"].requires_grad_(), "grad": made["grad"].requires_grad_()}, now=now(), **OPTIONS
     )
     assert all(made[name].is_leaf and torch.equal(made[name], want[name]) for name in want)
-    assert not sum_of_squares(made["param"]).requires_grad
 
 
 def states_of(sizes, dtype=torch.bfloat16, offset=0, **optional):
@@ -140,14 +131,11 @@ def on_a_gpu(monkeypatch):
         yield launches
 
 
-def test_one_launch_a_list_and_two_a_norm(monkeypatch, on_a_gpu):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+def test_one_launch_a_list(on_a_gpu):
     states = states_of([10**6 + 1, 0, 5, 3000])
     adamw_foreach(states, **OPTIONS)
-    sum_of_squares(states[0].grad)
-    update, partial, total = on_a_gpu
+    (update,) = on_a_gpu
     assert (update.name, update.grid) == ("adamw_kernel", (977 + 0 + 1 + 3, 1, 1))
-    assert [launch.grid for launch in (partial, total)] == [(245, 1, 1), (1, 1, 1)]
     arguments = update.arguments
     assert arguments["tiles_ptr"].tolist() == [0] * 977 + [2] + [3] * 3
     for i, (row, state) in enumerate(zip(arguments["table_ptr"].tolist(), states, strict=True)):
@@ -209,8 +197,6 @@ def test_on_a_gpu_it_is_the_reference_and_repeats(dtype):
     for reference, first, second in zip(*found, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, reference, rtol=2 * torch.finfo(first.dtype).eps, atol=1e-7)
-    x = torch.randn(2**31 + 5, device="cuda", dtype=torch.bfloat16)
-    assert sum_of_squares(x).item() == pytest.approx(2**31, rel=1e-3)
     graph, (p, g, m, v) = torch.cuda.CUDAGraph(), state(1000, device="cuda")
     row = now(device="cuda")
     adamw(p, g, m, v, row, **OPTIONS)

@@ -1,10 +1,9 @@
-"""cross_replica_hash without a GPU: the reference, what it tells apart, and what would be launched."""
+"""cross_replica_hash what it is, and what it tells apart."""
 
 import itertools
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
 
 from mpcore.kernels import cross_replica_hash as module
 from mpcore.kernels.cross_replica_hash import cross_replica_hash
@@ -24,8 +23,10 @@ def plain_hash(data):
     return (total + WORD // 2) % WORD - WORD // 2
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1001])
-def test_the_reference_is_the_formula(size):
+@pytest.mark.parametrize("words", [2**20, 3, 1])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 24, 64, 1001])
+def test_the_hash_is_the_formula_whatever_its_pieces(size, words, monkeypatch):
+    monkeypatch.setattr(module, "WORDS", words)
     data = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size)).to(torch.uint8)
     found = cross_replica_hash(data)
     assert (found.dtype, found.shape) == (torch.int64, ())
@@ -71,24 +72,12 @@ def test_all_bits_of_the_hash_are_used():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"x is torch\.sparse_coo; only dense bits can be hashed"):
         cross_replica_hash(torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match="impl='triton', but x is on cpu"):
-        cross_replica_hash(torch.ones(3), impl="triton")
 
 
 def test_parameters_may_be_hashed():
     weight = torch.nn.Parameter(torch.ones(3))
     assert torch.equal(cross_replica_hash(weight), cross_replica_hash(weight.detach()))
     assert not cross_replica_hash(weight).requires_grad
-
-
-def test_launches(monkeypatch):
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    with fake_gpu() as launches:
-        for size in (2**24 + 1, 5, 0):
-            torch.ops.mpcore.cross_replica_hash(torch.empty(size, dtype=torch.bfloat16))
-    assert [launch.grid for launch in launches[::2]] == [(1056, 1, 1), (1, 1, 1), (1, 1, 1)]
-    assert [launch.grid for launch in launches[1::2]] == [(1, 1, 1)] * 3
-    assert (launches[0].arguments["PAIRS"], launches[0].arguments["SIZE"]) == (2**21, 2**25 + 2)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,11 @@ import torch
 from fake_gpu import fake_gpu
 
 from mpcore.kernels import _triton
-from mpcore.kernels._rows import _sum_kernel, _sum_partials_kernel
+from mpcore.kernels._rows import _sum_partials_kernel
 from mpcore.kernels._triton import decorated, launch
+from mpcore.kernels.moe_permute import _fill_kernel
+
+X = torch.empty(2, 2)
 
 
 def sum_partials(P=4, D=64, offset=0, dtype=torch.float32):
@@ -38,8 +41,8 @@ def test_whatever_changes_the_code_is_compiled_anew(change):
 
 
 def test_a_missing_and_a_misspelt_argument_are_named():
-    with pytest.raises(TypeError, match=r"_sum_kernel and its launch don't share the arguments BLOCK, BLOK, total_ptr"):
-        launch(_sum_kernel, (1, 1, 1), num_warps=4, partials_ptr=torch.empty(2), P=2, BLOK=1024)
+    with pytest.raises(TypeError, match="_fill_kernel and its launch don't share the arguments BLOCK_D, BLOK_D, R"):
+        launch(_fill_kernel, (1, 1, 1), num_warps=4, out_ptr=X, filled_ptr=X, D=2, BLOCK_R=16, BLOK_D=16)
 
 
 def test_on_amd_triton_is_asked_each_time():

@@ -9,9 +9,7 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels.adamw import sum_of_squares
 from mpcore.kernels.attention import attention, attention_reference
-from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.geglu import geglu
@@ -83,21 +81,20 @@ def eight_bits(x, weight, impl):
 # What runs, and the tensors that it differentiates, if any.
 CASES = {
     "rms_norm": lambda: (of(rms_norm), {"x": draw(M, D), "weight": draw(D)}),
-    "rms_norm of wide rows": lambda: (of(rms_norm), {"x": draw(300, 70000), "weight": draw(70000)}),
+    "rms_norm of wide rows": lambda: (of(rms_norm), {"x": draw(300, 16384), "weight": draw(16384)}),
     "layer_norm": lambda: (
         of(layer_norm),
         {"x": draw(M, D), "weight": draw(D), "bias": draw(D), "residual": draw(M, D)},
     ),
     "layer_norm of wide rows": lambda: (
         of(layer_norm),
-        {"x": draw(300, 70000), "weight": draw(70000), "bias": draw(70000)},
+        {"x": draw(300, 12288), "weight": draw(12288), "bias": draw(12288)},
     ),
-    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D), "bias": draw(2 * D)}),
-    "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D), "bias": draw(2 * D)}),
-    "gelu": lambda: (of(gelu), {"x": draw(M, D), "bias": draw(D)}),
-    "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D), "bias": draw(D)}),
+    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D)}),
+    "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D)}),
+    "gelu": lambda: (of(gelu), {"x": draw(M, D)}),
+    "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D)}),
     "cross_entropy": lambda: cross_entropy(M, V),
-    "cross_entropy of two long rows": lambda: cross_entropy(2, 128256),
     "linear_cross_entropy": lambda: (
         of(linear_cross_entropy, target=numbers(V, M), scale=torch.ones(M), chunk_rows=M // 2),
         {"x": draw(M, 256), "weight": draw(V, 256)},
@@ -119,9 +116,7 @@ CASES = {
         of(attention, window=T // 2),
         {"query": draw(2, T, 8, 96), "key": draw(2, T, 2, 96), "value": draw(2, T, 2, 96)},
     ),
-    "cross_replica_hash": lambda: (of(cross_replica_hash), {"x": draw(M, D)}),
     "quantize_fp8 and fp8_matmul": lambda: (torch.no_grad()(of(eight_bits)), {"x": draw(M, D), "weight": draw(D, D)}),
-    "sum_of_squares": lambda: (torch.no_grad()(of(sum_of_squares)), {"x": draw(M, D)}),
 }
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mpcore.kernels import _dispatch, _norm
-from mpcore.kernels import rms_norm as module
-from mpcore.kernels._norm import WIDEST_BACKWARD, WIDEST_FORWARD
+from mpcore.kernels._norm import WIDEST, WIDEST_BIASED, WIDEST_NARROW
 from mpcore.kernels.rms_norm import rms_norm
 
 X, W = torch.randn(2, 3, 8), torch.randn(8)
@@ -19,30 +18,28 @@ X, W = torch.randn(2, 3, 8), torch.randn(8)
 def test_the_reference_is_the_formula():
     x, weight, residual = torch.randn(3, 2, 8, dtype=torch.float64)
     h = x + residual
-    wanted = h / (h.square().mean(-1, keepdim=True) + 0.1).sqrt() * (1 + weight[0])
-    y, residual_out = rms_norm(x, weight[0], 0.1, residual=residual, zero_centered=True)
+    wanted = h / (h.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight[0]
+    y, residual_out = rms_norm(x, weight[0], 0.1, residual=residual)
     assert y.dtype == torch.float64
     torch.testing.assert_close((y, residual_out), (wanted, h))
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_reference_rounds_once(dtype, zero_centered):
+def test_the_reference_rounds_once(dtype):
     x, weight = X.to(dtype), W.to(dtype)
-    gain = weight.float() + zero_centered
-    wanted = (F.rms_norm(x.float(), (8,), eps=1e-6) * gain).to(dtype)
-    torch.testing.assert_close(rms_norm(x, weight, zero_centered=zero_centered), wanted, rtol=0, atol=0)
+    wanted = (F.rms_norm(x.float(), (8,), eps=1e-6) * weight.float()).to(dtype)
+    torch.testing.assert_close(rms_norm(x, weight), wanted, rtol=0, atol=0)
 
 
 def test_the_reference_runs_under_torchs_own_autograd():
     x, weight, residual = (t.requires_grad_() for t in torch.randn(3, 2, 8, dtype=torch.float64))
     assert torch.autograd.gradgradcheck(
-        lambda x, weight, residual: rms_norm(x, weight[0], residual=residual, zero_centered=True), (x, weight, residual)
+        lambda x, weight, residual: rms_norm(x, weight[0], residual=residual), (x, weight, residual)
     )
 
 
 def test_on_a_cpu_the_reference_is_called_directly(monkeypatch):
-    monkeypatch.setattr(module, "_reference", lambda *args: "reference")
+    monkeypatch.setattr(_norm, "_reference", lambda *args: "reference")
     assert rms_norm(X, W) == rms_norm(X, W, impl="reference") == "reference"
 
 
@@ -76,8 +73,8 @@ def test_empty_in_empty_out(shape):
 def launched(M, D, residual=None, dtype=torch.bfloat16):
     x, weight = torch.empty(M, D, dtype=dtype), torch.empty(D, dtype=dtype)
     with fake_gpu.fake_gpu() as launches:
-        torch.ops.mpcore.norm_forward(x, weight, None, residual, False, True, 1e-5)
-        torch.ops.mpcore.norm_backward(x, residual, x, weight, None, None, None, torch.empty(1, M), False, True)
+        torch.ops.mpcore.norm_forward(x, weight, None, residual, False, 1e-5)
+        torch.ops.mpcore.norm_backward(x, residual, x, weight, None, None, None, torch.empty(1, M), False)
     return launches
 
 
@@ -99,38 +96,35 @@ def test_the_backward_grid_fills_the_gpu_once(monkeypatch):
     assert [launch.grid for launch in launched(8192, 8192)] == [(8192, 1, 1), (132, 1, 1), (256, 1, 1)]
 
 
+def test_wide_rows_of_half_precision_are_read_once_in_backward():
+    for D in (WIDEST + 1, WIDEST_NARROW):
+        launches = launched(5, D)
+        assert [launch.name for launch in launches] == ["forward_kernel", "backward_kernel", "_sum_partials_kernel"]
+        tail = launches[1].arguments["TAIL"]
+        assert (launches[1].arguments["NARROW"], WIDEST + tail >= D) == (True, True)
+
+
 @pytest.mark.parametrize(
-    ("D", "dtype", "backward"),
+    ("D", "dtypes", "hip", "bias", "widest"),
     [
-        (WIDEST_BACKWARD + 1, torch.bfloat16, ["backward_kernel"]),
-        (2 * WIDEST_BACKWARD, torch.bfloat16, ["backward_kernel"]),
-        (2 * WIDEST_BACKWARD + 1, torch.bfloat16, ["backward_rows_kernel", "backward_columns_kernel"]),
-        (WIDEST_BACKWARD + 1, torch.float32, ["backward_rows_kernel", "backward_columns_kernel"]),
+        (WIDEST_NARROW + 1, (torch.bfloat16, None), None, False, WIDEST_NARROW),
+        (WIDEST_BIASED + 1, (torch.bfloat16, torch.bfloat16), None, True, WIDEST_BIASED),
+        (WIDEST + 1, (torch.bfloat16, torch.float32), None, False, WIDEST),
+        (WIDEST + 1, (torch.bfloat16, torch.float16), None, False, WIDEST),
+        (WIDEST + 1, (torch.float32, None), None, False, WIDEST),
+        (WIDEST + 1, (torch.float16, None), "6.4", False, WIDEST),
     ],
 )
-def test_wide_rows_of_half_precision_are_read_once_in_backward(D, dtype, backward, monkeypatch):
-    launches = launched(5, D, dtype=dtype)
-    assert [launch.name for launch in launches[1:-1]] == backward
-    narrow = D - WIDEST_BACKWARD if len(backward) == 1 else 0
-    assert launches[1].arguments.get("TAIL", 0) == narrow
-    assert launches[1].arguments.get("NARROW", False) is (narrow > 0)
-
-
-def test_a_wide_row_that_fits_no_shared_memory_is_read_twice():
-    x = torch.empty(5, 2 * WIDEST_BACKWARD, dtype=torch.bfloat16)
-    with fake_gpu.fake_gpu("gfx942"):
-        assert _norm._wide_tile(x, x, 2 * WIDEST_BACKWARD, False) is None
-    with fake_gpu.fake_gpu():
-        assert _norm._wide_tile(x, x, 2 * WIDEST_BACKWARD, False) == (WIDEST_BACKWARD, WIDEST_BACKWARD)
-        assert _norm._wide_tile(x, x, 12288, True) == (WIDEST_BACKWARD, 4096)
-        assert _norm._wide_tile(x, x, 12289, True) is None
-
-
-def test_launches_of_wide_rows(monkeypatch):
-    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 132)
-    launches = launched(64, 2 * WIDEST_FORWARD)
-    assert launches[0].name == "forward_wide_kernel"
-    assert [launch.grid for launch in launches] == [(64, 1, 1), (64, 1, 1), (32, 8, 1), (1024, 1, 1)]
+def test_rows_that_no_program_can_hold_run_plain_torch(D, dtypes, hip, bias, widest, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(_norm, "runs_triton", lambda *_, **sizes: True)
+    name, shift = ("layer_norm", torch.ones(D)) if bias else ("rms_norm", None)
+    x, residual = (None if dtype is None else torch.randn(2, D).to(dtype) for dtype in dtypes)
+    with fake_gpu.fake_gpu() as launches:
+        _norm.norm(name, x, torch.ones(D), shift, residual, 1e-6, None)
+        with pytest.raises(ValueError, match=f"no kernel of rows of {D} here, only of up to {widest}"):
+            _norm.norm(name, x, torch.ones(D), shift, residual, 1e-6, "triton")
+    assert launches == []
 
 
 def test_nothing_is_launched_for_empty_tensors():
@@ -145,7 +139,7 @@ def test_host_time_is_at_most_four_empty_functions(monkeypatch):
         torch.autograd.grad(rms_norm(x, weight, impl="triton"), (x, weight), dy)
 
     def empty():
-        torch.autograd.grad(fake_gpu.Empty.apply(x, weight, None, 1e-6, False), (x, weight), dy)
+        torch.autograd.grad(fake_gpu.Empty.apply(x, weight, None, 1e-6), (x, weight), dy)
 
     with fake_gpu.fake_gpu(record=False):
         pairs = [[timeit.timeit(run, timer=time.process_time, number=50) for run in (ours, empty)] for _ in range(30)]

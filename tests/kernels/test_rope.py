@@ -19,10 +19,10 @@ def test_the_reference_is_the_formula(interleaved):
     gain = torch.randn(2, K)
     found = rope(
         *(t.double() for t in (Q, KEYS, COS, SIN)), interleaved=interleaved,
-        q_weight=gain[0], k_weight=gain[1], eps=0.1, zero_centered=True,
+        q_weight=gain[0], k_weight=gain[1], eps=0.1,
     )  # fmt: skip
     for x, weight, y in zip((Q, KEYS), gain, found, strict=True):
-        n = F.rms_norm(x.double(), (K,), 1 + weight.double(), 0.1)
+        n = F.rms_norm(x.double(), (K,), weight.double(), 0.1)
         for t in range(T):
             turn = torch.eye(K, dtype=torch.float64)
             for i in range(3):
@@ -63,8 +63,6 @@ def test_a_packed_projection_is_its_parts():
         ({"cos": torch.ones(T, 5), "sin": torch.ones(T, 5)}, "R at most 8"),
         ({"cos": COS[:4], "sin": SIN[:4]}, r"cos has shape \(4, 3\), but q \(2, 5, 3, 8\) has 2 rows of 5 tokens"),
         ({"cos": COS.double()}, "an input is torch.float64, which does not go with q of torch.float32"),
-        ({"positions": torch.arange(4)}, r"positions are torch.int64 \(4,\) into tables \(5, 3\)"),
-        ({"positions": torch.arange(5).int()}, r"positions are torch.int32 \(5,\)"),
         ({"q_weight": torch.ones(8)}, "q_weight and k_weight go together"),
         ({"k": None, "q_weight": torch.ones(8), "k_weight": torch.ones(8)}, "and need a k"),
         ({"q_weight": torch.ones(7), "k_weight": torch.ones(8)}, r"q_weight has shape \(7,\), but head_dim is 8"),
@@ -77,14 +75,6 @@ def test_bad_input(arguments, message):
         rope(**{"q": Q, "k": KEYS, "cos": COS, "sin": SIN} | arguments)
 
 
-@pytest.mark.parametrize("bad", [-1, T])
-def test_positions_outside_the_table_are_refused(bad):
-    positions = torch.arange(T).expand(B, T).clone()
-    positions[1, 2] = bad
-    with pytest.raises(ValueError, match=f"position {bad} is in no row of tables of {T}"):
-        rope(Q, KEYS, COS, SIN, positions=positions)
-
-
 def test_a_packed_projection_of_a_wrong_width():
     with pytest.raises(ValueError, match=r"qkv \(2, 5, 41\) is not \[B, T, \(3 \+ 2 x 1\) heads x head_dim\]"):
         rope_qkv(torch.ones(B, T, 41), H, KV, COS, SIN)
@@ -95,8 +85,8 @@ def launched(B, T, H, KV, K, norm=False):
     q, k, v = qkv.split([H, KV, KV], 2)
     weights, inputs = (table.new_empty(K),) * 2 if norm else (None, None), (q, k) if norm else (None, None)
     with fake_gpu() as launches:
-        torch.ops.mpcore.rope_forward(q, k, table, table, None, *weights, 1e-6, False, False)
-        torch.ops.mpcore.rope_backward(q, k, v, *inputs, table, table, None, *weights, 1e-6, False, False)
+        torch.ops.mpcore.rope_forward(q, k, table, table, *weights, 1e-6, False)
+        torch.ops.mpcore.rope_backward(q, k, v, *inputs, table, table, *weights, 1e-6, False)
     return launches
 
 
@@ -117,7 +107,7 @@ def test_launches(monkeypatch):
 def test_queries_alone_are_one_kind_of_program():
     q, table = torch.empty(2, 5, 3, 8), torch.empty(5, 4)
     with fake_gpu() as launches:
-        torch.ops.mpcore.rope_forward(q, None, table, table, None, None, None, 1e-6, False, False)
+        torch.ops.mpcore.rope_forward(q, None, table, table, None, None, 1e-6, False)
     assert [launch.grid for launch in launches] == [(1, 1, 1)]
     assert launches[0].arguments["k_ptr"] is launches[0].arguments["v_ptr"] is None
 

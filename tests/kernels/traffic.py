@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MULTIPROCESSORS = 132  # an H100's
-COUNTING = ("_activation", "_norm", "adamw", "cross_entropy", "cross_replica_hash", "dropout_add", "rope")
+COUNTING = ("_norm", "dropout_add", "rope")
 # Bound by products, or by latency: rows of experts are found from a megabyte of ids, which stays in the cache.
 UNBOUND = ("attention", "moe_rows")
 
@@ -88,8 +88,6 @@ def _moved(arguments: dict[str, Any]) -> int:
             moved += n * width + 32 + (8 * (n // columns + columns) if arguments["rows_ptr"] is not None else 0)
         return moved
     counted = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    if "words_ptr" in counted:  # of the hash, whose words and bytes are one and the same memory
-        del counted["bytes_ptr"]
     if counted.keys() == {"out_ptr", "filled_ptr"}:  # writes the rows that the launch before it didn't
         del counted["out_ptr"]
     return _bytes(list(counted.values()))

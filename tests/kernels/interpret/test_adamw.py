@@ -1,18 +1,12 @@
-"""Numerics of adamw and sum_of_squares."""
+"""Numerics of adamw_foreach."""
+
+import functools
 
 import laws
 import pytest
 import torch
 
-from mpcore.kernels.adamw import (
-    AdamWState,
-    adamw,
-    adamw_foreach,
-    adamw_now,
-    adamw_reference,
-    sum_of_squares,
-    sum_of_squares_reference,
-)
+from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BETAS, KEY = (0.9, 0.95), 2**40 + 12345
@@ -40,8 +34,7 @@ def updated(function, made, steps=3.0, **options):
     return {name: x for name, x in placed.items() if name != "grad"}
 
 
-def kernel(**arguments):
-    adamw(**arguments, impl="triton")
+kernel, adamw_reference = (functools.partial(laws.adamw, impl=impl) for impl in ("triton", "reference"))
 
 
 KINDS = [(F32, F32, False), (BF16, F32, True), (F16, F32, True), (BF16, BF16, True), (BF16, BF16, False),
@@ -107,28 +100,6 @@ def test_float32_is_within_two_ulps_of_torchs_fused_step():
             assert ((ours[name] - want).abs() <= 2 * torch.finfo(F32).eps * largest).all(), name
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("n", [1, 5000, 40001])
-def test_sums_of_squares(n, dtype, monkeypatch):
-    x = laws.drawn(torch.randn, n, generator=torch.Generator().manual_seed(n)).to(dtype)
-    with laws.guarded_memory():
-        found = sum_of_squares(laws.place(x, "contiguous", 0), impl="triton")
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, sum_of_squares_reference(x), rtol=1e-6, atol=0)
-    assert torch.equal(found, sum_of_squares(x, impl="triton"))
-
-
-def test_sums_of_squares_of_odd_tensors():
-    x = torch.randn(40, 30)
-    every_other = x.t()[::2]
-    found, wanted = sum_of_squares(every_other, impl="triton"), sum_of_squares_reference(every_other)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # a tree of 600 in float32: 11 roundings
-    assert sum_of_squares(x[:0], impl="triton") == 0
-    for bad in (float("inf"), float("nan")):
-        x[3, 4] = bad
-        assert not sum_of_squares(x, impl="triton").isfinite()
-
-
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("master", [False, True])
 def test_what_is_written_has_a_new_version_and_no_graph(impl, master):
@@ -138,17 +109,14 @@ def test_what_is_written_has_a_new_version_and_no_graph(impl, master):
     x = torch.ones(6, requires_grad=True)
     y = (x * made["param"]).sum()
     before = {name: t._version for name, t in made.items()}
-    adamw(**made, now=adamw_now(torch.tensor([1.0]), 0.1, BETAS)[0], betas=BETAS, eps=1e-8, weight_decay=0.1, impl=impl)
+    laws.adamw(
+        **made, now=adamw_now(torch.tensor([1.0]), 0.1, BETAS)[0], betas=BETAS, eps=1e-8, weight_decay=0.1, impl=impl
+    )
     for name, t in made.items():
         assert (t._version > before[name]) == (name != "grad"), name
         assert t.is_leaf
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
-
-
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_a_sum_of_squares_has_no_gradient(impl):
-    assert not sum_of_squares(torch.ones(3, requires_grad=True), impl=impl).requires_grad
 
 
 @pytest.mark.parametrize(("moments", "master"), [(F32, True), (BF16, False)], ids=str)
@@ -165,7 +133,7 @@ def test_a_list_in_one_launch_has_the_bits_of_each_parameter_alone(moments, mast
     options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, "scale": torch.tensor(0.5), "impl": "triton"}
     adamw_foreach(listed, **options)
     for made, row, state, how in zip(alone, now, listed, random, strict=True):
-        adamw(**made, now=row, **how, **options)
+        laws.adamw(**made, now=row, **how, **options)
         for name, x in state.tensors.items():
             assert torch.equal(x, made[name]), name
 
@@ -177,4 +145,3 @@ def test_operators():
     tensors = [[made[name]] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
     for optional in (([now], [made["master"]], *places, torch.ones(())), ([now], [], [], [], None)):
         laws.check_operator(torch.ops.mpcore.adamw, *tensors, *optional, *BETAS, 1e-8, 0.1, [KEY])
-    laws.check_operator(torch.ops.mpcore.sum_of_squares, made["grad"])

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpcore.kernels import cross_entropy as module
 from mpcore.kernels.cross_entropy import (
     combine_stats,
     cross_entropy_backward,
@@ -107,15 +106,6 @@ def test_pitfall_05_options_are_over_the_whole_vocabulary(cuts, softcap):
     logits, target = draw(6, 1003, dtype=BF16)
     target[1:4] = torch.tensor([0, cuts[0], 1002])
     check(logits, target, cuts=cuts, softcap=softcap, **ALL)
-
-
-@pytest.mark.parametrize("multiprocessors", [2, 100])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_errors_of_rows_that_are_split_over_programs(dtype, multiprocessors, monkeypatch):
-    monkeypatch.setattr(module, "LONG_ROW", 9000)
-    monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)  # 2 and 8 parts of 3 tiles
-    check(*draw(9, 9001, dtype=dtype), **ALL)
-    check(*draw(9, 9001, dtype=dtype), softcap=5.0)
 
 
 @pytest.mark.parametrize("layout", ["strided rows", "strided columns", "far rows"])

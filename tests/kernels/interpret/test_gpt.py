@@ -22,9 +22,9 @@ CONFIGS = {
     "primer": GPTConfig(vocab_size=37, seq_len=12, layers=1, d_model=24, heads=2, activation="relu_squared"),
 }  # fmt: skip
 KERNELS = {
-    "llama": {"rms_norm", "_activation", "rope", "dropout_add", "cross_entropy"},
-    "gpt2": {"layer_norm", "_activation", "dropout_add", "cross_entropy"},
-    "primer": {"rms_norm", "_activation", "rope", "cross_entropy"},
+    "llama": {"_norm", "_activation", "rope", "dropout_add", "cross_entropy"},
+    "gpt2": {"_norm", "_activation", "dropout_add", "cross_entropy"},
+    "primer": {"_norm", "_activation", "rope", "cross_entropy"},
 }
 
 
@@ -32,8 +32,8 @@ def kernels(monkeypatch, on):
     """Let `impl=None` take the kernels on every device, or on none; returns the set of files whose kernels then run."""
     seen = set()
 
-    def runs(impl, x, operator, any_dtype=False, **sizes):
-        return on and impl != "reference" and (any_dtype or x.dtype in _dispatch.KERNEL_DTYPES)
+    def runs(impl, x, operator, **sizes):
+        return on and impl != "reference" and x.dtype in _dispatch.KERNEL_DTYPES
 
     for name, module in list(sys.modules.items()):
         if name.startswith(("mpcore.kernels.", "mpcore.layers.loss")) and hasattr(module, "runs_triton"):

@@ -72,9 +72,7 @@ def test_errors_of_the_packed_projection(norm, interleaved):
         made = draw(H, KV, K, norm, dtype)
         v = laws.drawn(torch.randn, B, T, KV, K, generator=torch.Generator().manual_seed(9)).to(dtype)
         made = {"qkv": torch.cat([made.pop("q"), made.pop("k"), v], 2).flatten(2), **made}
-        how = {"H": H, "KV": KV, **tables((T,), 8), "interleaved": interleaved, "zero_centered": True}
-        if norm is None:
-            how.pop("zero_centered")
+        how = {"H": H, "KV": KV, **tables((T,), 8), "interleaved": interleaved}
         for layout in ("contiguous", "strided rows"):
             laws.check_errors(packed("kernel"), packed("reference"), made, layout, **how)
 
@@ -116,23 +114,9 @@ def test_transposed_tensors_and_gradients():
     torch.testing.assert_close(made["q"].grad, wanted)
 
 
-@pytest.mark.parametrize("shape", [(T,), (B, T)])
 @pytest.mark.parametrize("norm", [None, F32])
-def test_positions_and_tables_of_each_sample(shape, norm):
-    """Documents begin anew, rows have their own positions: the same as a table gathered in torch."""
-    table = tables((9,), 8)
-    positions = laws.drawn(torch.randint, 0, 9, shape, generator=torch.Generator().manual_seed(1))
-    made = draw(3, 2, 8, norm, BF16)
-    laws.check_errors(kernel, reference, made, positions=positions, **table)
-    found = laws.results(kernel, made, positions=positions, **table)
-    gathered = laws.results(kernel, made, **{name: t[positions] for name, t in table.items()})
-    assert all(torch.equal(found[name], gathered[name]) for name in found)
-
-
-def test_a_position_outside_the_table_is_nan():
-    q, _ = kernel(torch.ones(1, 2, 1, 4), None, positions=torch.tensor([0, 7]), **tables((3,), 4))
-    assert q[0, 0].isfinite().all()
-    assert q[0, 1].isnan().all()
+def test_tables_of_each_sample(norm):
+    laws.check_errors(kernel, reference, draw(3, 2, 8, norm, BF16), **tables((B, T), 8))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -194,11 +178,10 @@ def test_learned_tables_are_refused():
 def test_operators(norm):
     made = draw(3, 2, 8, norm, BF16)
     q, k, weights = made["q"], made["k"], (made.get("q_weight"), made.get("k_weight"))
-    table, how = tuple(tables((9,), 8).values()), (1e-6, True, True)
-    positions = torch.arange(T)
-    laws.check_operator(torch.ops.mpcore.rope_forward, q, k, *table, positions, *weights, *how)
+    table, how = tuple(tables((T,), 8).values()), (1e-6, True)
+    laws.check_operator(torch.ops.mpcore.rope_forward, q, k, *table, *weights, *how)
     inputs = (q, k) if norm else (None, None)
-    laws.check_operator(torch.ops.mpcore.rope_backward, q, k, k, *inputs, *table, positions, *weights, *how)
+    laws.check_operator(torch.ops.mpcore.rope_backward, q, k, k, *inputs, *table, *weights, *how)
 
 
 @pytest.mark.parametrize("norm", [None, F32])
