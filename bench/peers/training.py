@@ -266,18 +266,26 @@ def torch_pipeline() -> Step:
     return step
 
 
+SAME_MODEL = "both sides run the same model of transformers and the same products"
+SAME_SHARDS = "both sides run torch's `fully_shard`, which packs gradients for a message and copies what it gathered"
 ROWS = [
     Row("training step of a GPT", "a bare loop of torch.nn", prepared, bare_loop,
         why="the run's norm is summed in float64, and a step that isn't finite is skipped: 52 norms and their copies"),
     Row("the same, our layers in a bare loop", "transformers GPT-2", layers_alone, transformers_gpt2, 1.2,
         needs="transformers"),
-    Row("Llama on tp 2", "DTensor", mpcore_llama, dtensor_llama, 1.2, ranks=2, needs="transformers"),
-    Row("Llama on tp 2", "transformers tp_plan", mpcore_llama, tp_plan_llama, 1.2, ranks=2, needs="accelerate"),
-    Row("ZeRO-0 on dp 2", "DDP", partial(mpcore_data, 0), ddp, 1.0, ranks=2, memory=True),
+    Row("Llama on tp 2", "DTensor", mpcore_llama, dtensor_llama, 1.2, ranks=2, needs="transformers", why=SAME_MODEL),
+    Row("Llama on tp 2", "transformers tp_plan", mpcore_llama, tp_plan_llama, 1.2, ranks=2, needs="accelerate",
+        why=SAME_MODEL),
+    Row("ZeRO-0 on dp 2", "DDP", partial(mpcore_data, 0), ddp, 1.0, ranks=2, memory=True,
+        why="both sides sum the same bytes by all-reduces"),
     Row("ZeRO-1 on dp 2", "ZeroRedundancyOptimizer", partial(mpcore_data, 1), zero_redundancy, 1.0, ranks=2,
-        memory=True),
-    Row("ZeRO-2 on dp 2", "FSDP2", partial(mpcore_data, 2), partial(fsdp2, False), 1.0, ranks=2, memory=True),
-    Row("ZeRO-3 on dp 2", "FSDP2", partial(mpcore_data, 3), partial(fsdp2, True), 1.0, ranks=2, memory=True),
+        memory=True, why="torch's `fully_shard` copies more, and frees what it gathered after backward: the next step "
+        "has a page fault for each page of it"),
+    Row("ZeRO-2 on dp 2", "FSDP2", partial(mpcore_data, 2), partial(fsdp2, False), 1.0, ranks=2, memory=True,
+        why=SAME_SHARDS),
+    Row("ZeRO-3 on dp 2", "FSDP2", partial(mpcore_data, 3), partial(fsdp2, True), 1.0, ranks=2, memory=True,
+        why=SAME_SHARDS),
     Row("1F1B on pp 2, 32 tiny micro-batches", "torch pipelining", mpcore_pipeline, torch_pipeline, 1.2, ranks=2,
-        turn_s=0.15, longer=2.5, why="a message for each micro-batch and direction on both sides"),
+        turn_s=0.15, longer=2.5, why="both sides send the same messages between processes: fewer calls of Python "
+        "don't make those cheaper"),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Work:
         copies: operators that do nothing but copy.
         copied: MiB that these wrote.
         verified: MiB of a checkpoint whose checksum was computed.
+        verified_ms: the processor time that took, in all threads.
     """
 
     python: int
@@ -41,6 +43,7 @@ class Work:
     copies: int
     copied: float
     verified: float
+    verified_ms: float
 
     def told(self) -> str:
         """In words."""
@@ -51,7 +54,7 @@ class Work:
             text += f", {count:,} {what}" if count else ""
         if self.copies:
             text += f", {self.copies:,} copies" + (f" of {self.copied:.1f} MiB" if self.copied >= 0.1 else "")
-        return text + (f", checksums of {self.verified:.0f} MiB" if self.verified else "")
+        return text + (f", checksums of {self.verified:.0f} MiB in {self.verified_ms:.1f} ms" if self.verified else "")
 
 
 class _Operators(TorchDispatchMode):
@@ -82,14 +85,16 @@ def count(step: Callable[[], object]) -> Work:
     profile.runcall(step)
     calls: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     c = sum(entry[1] for place, entry in calls.items() if place[0] == "~")
-    verified, found = [0], tensor_file.checksum
+    verified, found = list[tuple[int, float]](), tensor_file.checksum
 
     def checksum(data: memoryview) -> int:
-        verified[0] += data.nbytes
-        return found(data)
+        began = time.thread_time()
+        value = found(data)
+        verified.append((data.nbytes, time.thread_time() - began))
+        return value
 
     with mock.patch.object(tensor_file, "checksum", checksum), _Operators() as seen:
         step()
     python = sum(entry[1] for entry in calls.values()) - c
-    sizes = (seen.products, seen.messages, seen.copies, seen.copied, verified[0] / 2**20)
-    return Work(python, c, seen.all, *sizes)
+    checked = sum(size for size, _ in verified) / 2**20, 1e3 * sum(seconds for _, seconds in verified)
+    return Work(python, c, seen.all, seen.products, seen.messages, seen.copies, seen.copied, *checked)
