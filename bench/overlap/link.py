@@ -25,6 +25,7 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 SET_UP = {"broadcast", "allgather", "gather", "scatter", "reduce", "barrier", "monitored_barrier"}
 _TorchWork: Any = dist.Work
 TAGS = 10**6  # messages with start times have tags of their own
+NUMBERS = 10**6  # of the collectives of one group: groups of the same ranks have others
 
 
 class Event(NamedTuple):
@@ -130,10 +131,12 @@ class SlowGroup(PythonGroup):
     """A group of gloo whose works end as late as on the link."""
 
     backend = "slow"
+    made = 0
 
     def __init__(self, options: Any, _: object = None) -> None:
         super().__init__(options)
         self.inner: Any = dist.ProcessGroupGloo(options.store, self.place, self.count, options.timeout)
+        self.number, SlowGroup.made = NUMBERS * SlowGroup.made, SlowGroup.made + 1
         self.ends: list[Callable[[], float]] = []
         self.sent: dict[tuple, int] = defaultdict(int)
         self.held: list[Any] = []  # messages with start times, which nobody waits for
@@ -261,7 +264,8 @@ def critical_path(ranks: Sequence[Sequence[Event]], host: bool = False) -> tuple
                 elif kind == "start":
                     starts[key].append(clocks[rank])
                     if len(starts[key]) == len(key[0]):
-                        ends[key] = free[key[0]] = max(free[key[0]], *starts[key]) + seconds
+                        group = key[0], key[1] // NUMBERS
+                        ends[key] = free[group] = max(free[group], *starts[key]) + seconds
                 elif kind == "wait":
                     blocked = max(0.0, ends[key] - clocks[rank])
                     waited[rank] += blocked

@@ -72,7 +72,7 @@ class _Operators(TorchDispatchMode):
         self.products += name in PRODUCTS
         self.messages += func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor"
         if name in COPIES and func.namespace in ("aten", "fsdp"):
-            written = out if isinstance(out, Tensor) else (kwargs or {}).get("out") or args[0]
+            written = out if isinstance(out, Tensor) else (kwargs or {}).get("out", args[0])
             parts = [written] if isinstance(written, Tensor) else written
             self.copies += 1
             self.copied += sum(x.numel() * x.element_size() for x in parts) / 2**20
