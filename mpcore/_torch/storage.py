@@ -22,6 +22,6 @@ def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 
 
 def holders(x: torch.Tensor) -> int:
-    """Return how many tensors there are of the memory of `x`, with those that autograd holds."""
+    """Return the number of tensors that share the memory of `x`, including tensors that autograd holds."""
     storage = x.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage`

@@ -10,10 +10,10 @@ from mpcore.command_line import Parser, reports_errors
 
 @reports_errors("mpcore checkpoint")
 def main(argv: list[str] | None = None) -> int:
-    """The command.
+    """Run the command `mpcore checkpoint`.
 
     Returns:
-        0: done, sound, equal; 1: damaged, different; 2: no checkpoint there, or a manifest that can't be read.
+        0: success; 1: damaged or different; 2: there is no checkpoint, or its manifest can't be read.
     """
     parser = Parser(
         prog="mpcore checkpoint",

@@ -21,7 +21,7 @@ _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
 
 
 def step_path(root: str | os.PathLike[str], step: int) -> Path:
-    """Return where the checkpoint of a step lies in a directory of checkpoints."""
+    """Return the path of a step's checkpoint in a directory of checkpoints."""
     return Path(root) / f"step-{step:08d}"
 
 
@@ -84,11 +84,11 @@ def discard(path: Path) -> None:
 def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]:
     """List the complete checkpoints in a directory, the newest step first; log the incomplete ones.
 
-    A complete one has a good manifest and all files in their full size. `verify` reads every byte besides.
+    A complete checkpoint has a valid manifest and all files in their full size. `verify` also reads every byte.
 
     Args:
         root: the directory.
-        mesh: all its ranks call this together: rank 0 looks, and all get the same answer.
+        mesh: all its ranks call this together: rank 0 reads the directory, and all ranks get the same answer.
     """
     return merged(mesh.world, lambda: _complete(Path(root)) if mesh.world.rank == 0 else [], lambda found: found[0])
 
@@ -98,7 +98,7 @@ def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
 
     Args:
         root: the folder that `Run.save` was given.
-        mesh: rank 0 of its world looks, and tells the others, so that all ranks load the same one.
+        mesh: rank 0 of its world reads the folder and tells the others, so that all ranks load the same checkpoint.
 
     Example:
         >>> mpcore.latest("no such folder") is None
@@ -139,13 +139,13 @@ def read_complete(folder: Path) -> Manifest:
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove all complete checkpoints of a directory but the newest `keep`, and the remains of killed saves.
+    """Remove all complete checkpoints of a directory except the newest `keep`, and remains of killed saves.
 
     Args:
         root: the directory; other files stay.
-        keep: how many, at least 1.
-        keep_every: keep every step that is a multiple of it too.
-        spare: a checkpoint that stays whatever its step.
+        keep: how many to keep, at least 1.
+        keep_every: also keep every step that is a multiple of this number.
+        spare: a checkpoint that is never removed.
 
     Raises:
         ValueError: if `keep` is smaller than 1.

@@ -46,7 +46,7 @@ class Chunk:
 
     Attributes:
         file, key: where it is stored.
-        start, shape: where it lies in the logical tensor.
+        start, shape: its place in the logical tensor.
         checksum: of its bytes.
     """
 
@@ -80,7 +80,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds besides the numbers.
+    """The manifest of a checkpoint: everything but the tensors.
 
     Attributes:
         step: optimizer steps done.

@@ -26,7 +26,7 @@ _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "l
 
 @dataclass(frozen=True)
 class Loaded(Manifest):
-    """The manifest of what was read, and with `strict=False` the names in its `tensors` of what was not.
+    """The manifest of a loaded checkpoint, and with `strict=False` the names of tensors that were not loaded.
 
     Attributes:
         missing_keys: of the model and the optimizer, on any rank, but not in the checkpoint: they kept their values.
@@ -62,22 +62,22 @@ def load(
 ) -> Loaded:
     """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
 
-    All ranks check names, shapes, dtypes and files before any value changes, and each a part of the checksums. Then
-    each rank reads the ranges that it holds.
+    All ranks check names, shapes, dtypes and files before any value changes; each rank checks a part of the checksums.
+    Then each rank reads the ranges that it holds.
 
     Args:
         path: the checkpoint.
         model: the model, or this rank's stage of it, with or without `fully_shard`, with storage (`materialize`).
-        optimizer: its optimizer, used or fresh: its state is replaced, in its own memory where that fits. None leaves
-            the checkpoint's unread.
+        optimizer: its optimizer, used or fresh; its state is replaced. None: don't read the optimizer state of the
+            checkpoint.
         mesh: the mesh it lies on.
         strict: if False, a parameter that the checkpoint lacks keeps its value, and a tensor that the model lacks is
-            not read. Other shapes or dtypes and damage are refused all the same.
+            not read. Other shapes, other dtypes and damage are still refused.
         check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
         cast: True: the checkpoint may hold the model in another dtype; the model's stays.
 
     Returns:
-        The manifest: step, sample, seed, config and extra among others; and the names that were not read.
+        The manifest, with step, sample, seed, config and extra; and the names that were not read.
 
     Raises:
         ValueError: on every rank and with nothing changed, naming each tensor that is missing, left over, misshapen, of

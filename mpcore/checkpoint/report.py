@@ -12,12 +12,12 @@ from mpcore.checkpoint.tensor_file import Files
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
-    """Return a checkpoint's manifest, reading no tensor; ValueError where there is no complete checkpoint."""
+    """Return the manifest of a checkpoint without reading tensors; ValueError if there is no complete checkpoint."""
     return read_manifest(resolve(path))
 
 
 def describe(path: str | os.PathLike[str]) -> str:
-    """Describe what is inside a checkpoint, for people; ValueError where there is no complete checkpoint."""
+    """Return a readable table of what a checkpoint contains; ValueError if there is no complete checkpoint."""
     m = inspect(path)
     sizes = {name: sum(entry.size(chunk) for chunk in entry.chunks) for name, entry in m.tensors.items()}
     layout = " x ".join(f"{name} {size}" for name, size in m.mesh.items() if size > 1) or "one process"
@@ -39,7 +39,7 @@ def describe(path: str | os.PathLike[str]) -> str:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a checkpoint and list the damage, by tensor, key and file; ValueError for the manifest's."""
+    """Read every byte of a checkpoint and list damaged tensors, keys and files; ValueError for the manifest."""
     folder = resolve(path)
     manifest = read_manifest(folder)
     chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
@@ -47,7 +47,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 0.0) -> list[str]:
-    """List how two checkpoints differ, of any layouts, holding one logical tensor of each; ValueError for damage.
+    """List the differences of two checkpoints of any layouts, with one tensor of each in memory; ValueError for damage.
 
     Args:
         a, b: their paths.

@@ -91,19 +91,19 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Whether the save has ended on this rank, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended in an error. Ranks may learn of it a step apart: agree before acting on it."""
+        """Whether the save has failed. Ranks may see it a step apart: let them agree before they act on it."""
         return self.done and self._error is not None
 
     def wait(self) -> Path:
         """Wait for the end, and return the path of the checkpoint.
 
         Raises:
-            ValueError: on every rank, if it failed on any; once, so that the next save may be tried.
+            ValueError: on every rank, if the save failed on any rank. It is raised once, so the next save may be tried.
         """
         if self._thread is not None:
             self._thread.join()
@@ -130,25 +130,25 @@ def save(
 ) -> Path:
     """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
 
-    Each logical element is written once, by the lowest rank that holds it. Replicas are compared with it: they differ
-    where a layer doesn't declare that it is sharded. The optional parameters are entries of the manifest, one each.
+    Each logical element is written once, by the lowest rank that holds it. Replicas on other ranks are compared with
+    it: they differ if a layer doesn't declare that it is sharded. Each optional parameter is an entry of the manifest.
 
     Args:
-        path: the directory to make. One that is there is replaced when the new one is whole.
+        path: the directory to make. An existing one is replaced when the new one is complete.
         model: the model, or this rank's stage of it, with or without `fully_shard`.
         optimizer: its optimizer; state must be tensors, of the parameter's shape or scalars.
         mesh: the mesh it lies on.
         step, sample, seed: optimizer steps done, global index of the next sample, the run's seed.
-        config, extra: what the model is, and all else to remember, such as the loss scale; JSON values, rank 0's.
+        config, extra: the model's configuration, and other state such as the loss scale; JSON values of rank 0.
         keep, keep_every: afterwards `prune` the directory of `path`; None: keep all.
-        beside: small files that go along, such as a tokenizer's, by their path inside; rank 0's.
+        beside: small files to store too, such as a tokenizer's, by their path in the directory; those of rank 0.
 
     Returns:
         The path.
 
     Raises:
         ValueError: on every rank, if any of them can't write (a full disk, a read-only directory), if replicas differ,
-            or if something can't be saved. What was at `path` is untouched, and nothing partial is left.
+            or if something can't be saved. `path` is then unchanged, and no partial files are left.
     """
     request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
@@ -171,14 +171,14 @@ def save_async(
     beside: Mapping[str, bytes] | None = None,
     after: Saving | None = None,
 ) -> Saving:
-    """As `save`, but copy everything to memory and return; a thread writes.
+    """Copy everything to memory as `save` would write it, and return; a thread writes the files.
 
-    The files are byte for byte those of `save` at this moment. Pass what it returns to the next call, and `wait` for
-    the last one before the process group is destroyed. The interpreter doesn't exit before it has ended. The
-    parameters are those of `save`.
+    The files are byte for byte those of `save` at this moment. Pass the returned `Saving` to the next call, and call
+    `wait` on the last one before the process group is destroyed. The interpreter doesn't exit before the save has
+    ended.
 
     Args:
-        after: the save before this one, which is waited for: one is in flight at most.
+        after: the save before this one. It is waited for, so that at most one save is in flight.
         others: as of `save`.
 
     Raises:

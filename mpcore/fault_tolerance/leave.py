@@ -33,15 +33,15 @@ _PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gl
 class leave_together:  # noqa: N801  (a context manager, named as what it does)
     """End every rank within seconds when one fails, and print which rank failed first and why.
 
-    The rank that fails prints its own traceback, or a line with the file that holds it. Of the ranks of a host that
-    fail alike one says so. The others, whose next collective breaks, print one line that names the first. A rank that
-    leaves with status 0 before the end of the block has failed too; another status is kept. A thread asks the run's
-    store twice each grace. It ends a rank whose main thread hears of nothing, as in a wait for its GPU, and answers
-    when a rank asks who is alive: a live rank that waits for a dead one is not accused.
+    The rank that fails prints its own traceback, or a line with the file that holds it. If several ranks of a host fail
+    with the same error, one of them prints it. The other ranks, whose next collective breaks, print one line that names
+    the first failed rank. A rank that leaves with status 0 before the end of the block counts as failed; another status
+    is kept. A thread asks the run's store twice in each grace period. It ends a rank whose main thread is blocked, as
+    in a wait for its GPU. It also answers when a rank asks who is alive, so no live rank is named as failed.
 
     Args:
         mesh: of this rank. In a world of one rank errors pass as they are.
-        grace: seconds in which a rank that failed can say why. Other ranks have twice as many to leave.
+        grace: seconds in which a failed rank can report its error. Other ranks have twice as many seconds to leave.
         folder: where a rank that fails writes its traceback, as `rank0.txt` and on; None: to its standard error.
     """
 
@@ -165,9 +165,9 @@ def _leave(status: int) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with a status after a run that went well, without tearing Python down.
+    """Exit with a status after a successful run, without Python's shutdown.
 
-    A thread of gloo may still hold tensors. If it frees them while Python is torn down, it aborts the process.
+    A thread of gloo may still hold tensors. If it frees them during Python's shutdown, it aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -175,7 +175,7 @@ def leave(status: int) -> NoReturn:
 
 
 def tell_launcher(text: str) -> None:
-    """Have torchrun end with this text as the root cause, below its own traceback; nothing under other launchers.
+    """Let torchrun print this text as the root cause, below its own traceback. Does nothing under other launchers.
 
     Args:
         text: what failed on this rank, in a line or two.

@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 class MetricsWriter:
-    """Append whole lines of JSON to a file, null for a number that isn't finite. A failed line waits for the next."""
+    """Append lines of JSON to a file; non-finite numbers are null. A failed line is written by the next call."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
 
     def add(self, entry: dict) -> None:
-        """Write a line, and those that wait.
+        """Write a line, after the lines that could not be written before.
 
         Raises:
-            OSError: if they can't be written; the file stays as it was.
+            OSError: if the file can't be written; it stays as it was.
         """
         self.waiting += (json.dumps(read_line(json.dumps(entry))) + "\n").encode()
         with open(self.path, "ab", buffering=0) as file:

@@ -24,13 +24,13 @@ def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's mem
     """Raise an error if ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
 
     Layers declare what is replicated: whole parameters over tp and data, replicated KV heads, tied embeddings; and
-    `fully_shard` replicates over nodes. One all-reduce an axis compares hashes; more is sent where some differ.
+    `fully_shard` replicates over nodes. One all-reduce for each axis compares hashes; more is sent only if some differ.
 
     Args:
         model: the model, or this rank's stage of it, between two steps; where parameters are offloaded, what
             `Run.parameters` gives.
         mesh: the mesh it lies on.
-        cause: what the error says of it.
+        cause: the cause that the error names.
 
     Raises:
         ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, the ranks that differ

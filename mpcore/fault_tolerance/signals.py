@@ -17,12 +17,14 @@ log = get_logger("mpcore.fault_tolerance")
 
 
 class StopSignals:
-    """Take SIGTERM, SIGUSR1 and ctrl-C in this block as a wish for an orderly stop. A second ctrl-C leaves at once.
+    """Turn SIGTERM, SIGUSR1 and ctrl-C in this block into a request for an orderly stop. A second ctrl-C exits at once.
 
-    A supervisor passes on the ctrl-C that the terminal has sent already, so a second one counts after `apart` seconds.
+    A launcher passes on the ctrl-C that the terminal has sent already, so a second one counts only after `apart`
+    seconds.
 
     Attributes:
-        asked: whether a signal has come. Ranks may learn of it a step apart: agree before acting on it.
+        asked: whether a signal has come. Ranks may see it a step apart: let them agree (`Wishes`) before they act on
+            it.
         leave_with: exit status with which a signal ends the process at once, while there is nothing to save. Set it to
             None before the first step.
     """
@@ -69,10 +71,10 @@ class StopSignals:
 
 
 class Wishes:
-    """Make known what any rank wishes, to all ranks after the same step and without a collective.
+    """Tell all ranks of a request of any rank, such as to stop, after the same step and without a collective.
 
-    A rank writes its wish for the next step into the job's store. No rank can have ended that step, where every step
-    has a collective of all ranks whose result the host waits for. Each rank asks the store once a step.
+    A rank writes its request for the next step into the job's store. Each rank reads the store once a step. Every step
+    must have a collective of all ranks for whose result the host waits: then no rank can have ended the next step.
 
     Args:
         world: the ranks that step together. All of them make this in the same order.
@@ -86,11 +88,11 @@ class Wishes:
             self.name = f"mpcore/wishes/{world.group_name}/run {number}"
 
     def after_step(self, step: int, **mine: bool) -> set[str]:
-        """Return the wishes that all ranks grant now: those of the step before, of any rank.
+        """Return the requests that any rank made in the step before: the same on all ranks.
 
         Args:
             step: the number of steps that are done.
-            mine: what this rank wishes, each by its name.
+            mine: whether this rank makes a request, by the name of the request.
         """
         wished = {name for name, wish in mine.items() if wish}
         if self.store is None:

@@ -34,8 +34,8 @@ class SlowRank(NamedTuple):
 class Stragglers:
     """Find slow ranks, by the times of work that each does alone: loading data, and a fixed probe.
 
-    In a synchronous step every rank takes as long as the slowest, so step times say nothing. A rank is late when it
-    took more than `threshold` times the median of the other ranks in `patience` checks in a row.
+    In a synchronous step every rank takes as long as the slowest, so step times don't show which one is slow. A rank is
+    late when it took more than `threshold` times the median of the other ranks in `patience` checks in a row.
 
     Args:
         mesh: of this rank.
@@ -58,7 +58,7 @@ class Stragglers:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Time work without communication in this context, on the GPU too, without the work queued there before."""
+        """Time the work in this context, on the GPU too, without work queued before. It must not communicate."""
         self._synchronize()
         began = time.perf_counter()
         yield

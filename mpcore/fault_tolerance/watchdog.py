@@ -63,7 +63,7 @@ class Watchdog:
         self.over.set()
 
     def beat(self) -> None:
-        """Say that progress was made."""
+        """Record progress; call it once in each step."""
         self.last = time.monotonic()
 
     def _watch(self) -> None:

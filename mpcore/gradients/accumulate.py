@@ -21,16 +21,16 @@ from mpcore.sharding.local import is_dtensor
 
 
 def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> nn.Module:
-    """Have gradients accumulated in float32 (float64 for float64), whatever the parameters are computed in.
+    """Accumulate gradients in float32 (float64 for float64 parameters), in any dtype of the parameters.
 
     Each parameter gets `main_grad`, and `.grad` stays None, also for hooks. `reduce_gradients`, `grad_norm`,
     `clip_gradients` and the optimizers of `mpcore.optim` read it by `gradient_of`. Begin each step with
-    `zero_gradients`, or the `zero_grad` of those optimizers. Torch's optimizers read `.grad` alone: `guard_optimizer`
-    has them refuse to step. So does `DistributedDataParallel`: use `reduce_gradients(model, mesh)` instead.
+    `zero_gradients`, or the `zero_grad` of those optimizers. Torch's optimizers read only `.grad`: `guard_optimizer`
+    makes them raise. `DistributedDataParallel` sums only `.grad` too: use `reduce_gradients(model, mesh)` instead.
 
     Args:
         model: the model, or this rank's stage of it, not sharded over data: `fully_shard` accumulates in its own dtype.
-        parameters: of the model those whose gradients to accumulate so; None: all.
+        parameters: the parameters of the model to do this for; None: all.
 
     Returns:
         The model.
@@ -59,7 +59,7 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter: its main gradient if something was added to it, else `.grad`.
+    """Return the gradient of a parameter: its main gradient if something was added to it, else `.grad`.
 
     Raises:
         ValueError: for a parameter that data parallelism replaced: it would never have one.
@@ -85,7 +85,7 @@ def accumulate(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Forget all gradients: `.grad`, and the float32 main gradients of bfloat16 and float16 parameters.
+    """Drop all gradients: `.grad`, and the float32 main gradients of bfloat16 and float16 parameters.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -109,7 +109,7 @@ _REPLACED = WeakTensorKeyDictionary()  # parameters that are no longer their mod
 
 
 def mark_reduced(parameter: Tensor) -> None:
-    """Note that the gradient that the parameter has now needs no further sum, for one that you summed yourself."""
+    """Mark the current gradient of a parameter as summed. Call it after you summed the gradient yourself."""
     if holds_main_grad(parameter):
         mark_main_grad(parameter, MainGradState.REDUCED)
     elif parameter.grad is not None:

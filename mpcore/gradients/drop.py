@@ -15,7 +15,7 @@ from mpcore.sharding.declarations import ModelTree, tree_of
 
 @torch.no_grad()
 def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | None = None) -> None:
-    """Forget the gradients of a step, also those that `shard_data_parallel` has not summed yet.
+    """Drop the gradients of a step, also those that `shard_data_parallel` has not summed yet.
 
     To give up a step, call it on all ranks: after a backward that raised, or before the step's last micro-batch.
     `zero_grad` of the model and of `mpcore.optim` call it; that of torch's optimizers sees only summed gradients.

@@ -23,7 +23,7 @@ class ReadsMainGradients:
 
 
 def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]) -> Optimizer:
-    """Have an optimizer raise an error instead of a step that would be silently wrong.
+    """Make an optimizer raise an error instead of taking a step that would be silently wrong.
 
     `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard others once, after they are made. Each step then refuses
 
@@ -38,13 +38,13 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
 
     Args:
         optimizer: changed in place: it gets a step pre-hook.
-        model: the model, or this rank's stage of it; of several, all whose parameters the optimizer has.
+        model: the model, or this rank's stage of it; a list if the optimizer has parameters of several.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if the optimizer has a parameter that is none of the model's.
+        ValueError: if the optimizer has a parameter that isn't the model's.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 6)

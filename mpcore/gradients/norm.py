@@ -81,7 +81,7 @@ def _norm(grad: Tensor, p: float) -> Tensor:
 
 
 class TensorNorms:
-    """The 2-norm of each tensor of the whole model, for curves that two runs are compared by.
+    """Measure the 2-norm of each tensor of the whole model, to compare two runs.
 
     Args:
         model: the model, or this rank's stage of it.

@@ -22,7 +22,7 @@ class TransformerBlock(nn.Module):
         mlp: called as `mlp(x, **mlp_arguments)`.
         attention_norm, mlp_norm: called as `norm(x)`.
         dropout: probability on each branch, before it is added.
-        options: `TensorParallelOptions`, of the dropout's input.
+        options: `TensorParallelOptions` of the dropout.
 
     Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
 

@@ -15,10 +15,10 @@ from mpcore.sharding.local import is_dtensor
 
 @torch.no_grad()
 def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-    """Give a model, on the meta device or not, its storage and its first values; seed its dropout.
+    """Allocate and initialize the parameters of a model, on the meta device or not, and seed its dropout.
 
     Each parameter is drawn whole on the CPU, from a generator keyed by (seed, its full name), and this rank keeps its
-    shard. So neither tp, pp nor dp, neither the order of construction nor other modules change a value. Modules that
+    shard. So no value depends on tp, pp or dp, on the order of construction or on other modules. Modules that
     aren't mpcore's, and those with buffers on the meta device, are reset by their own `reset_parameters` (or
     `_reset_parameters`, or `init_weights` where they have no submodules), under a seed from (seed, the module's full
     name). Buffers elsewhere keep their values.
@@ -29,8 +29,8 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         device: where the storage is made.
 
     Raises:
-        ValueError: if a parameter has neither a declared beginning nor an owner with `reset_parameters`, or is sharded
-            over data already; if nothing fills a buffer that is on the meta device.
+        ValueError: if a parameter has no declared initial value and its module no `reset_parameters`, or is sharded
+            over data already; if nothing fills a buffer on the meta device.
 
     Example:
         >>> model = mpcore.materialize(mpcore.ParallelMLP(4, 8, device="meta"), seed=0)

@@ -60,18 +60,18 @@ def vocab_parallel_cross_entropy(
     token_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of each token, from this rank's columns of the logits. Never changes its inputs.
+    """Compute the cross-entropy of each token from this rank's columns of the logits. Never changes its inputs.
 
     Args:
         logits: [..., V/tp], any floating dtype, this rank's run of the vocabulary, as `ColumnParallelLinear` returns it
             without `gather_output`.
         target: [...] integer ids in [0, V), the same on every rank, or `ignore_index`.
-        tp: the axis that the vocabulary is cut over.
-        vocab_size: V. Needed for tp > 1: shards may be uneven, so one of them doesn't tell. None at tp 1.
+        tp: the axis that the vocabulary is sharded over.
+        vocab_size: V. Needed for tp > 1: shards may be uneven, so V doesn't follow from one shard. None at tp 1.
         ignore_index: tokens with this target have loss 0 and gradient 0, and don't count in the mean.
         label_smoothing: a, the weight of the uniform distribution over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
-        softcap: c, takes c tanh(logits / c) for the logits; 0: none.
+        softcap: c, replaces the logits by c tanh(logits / c); 0: none.
         token_weight: [...], each token's weight in the loss and in the mean's divisor; the same on every rank.
         reduction: "mean" over the tokens that count (0 where there is none), "sum" or "none".
 
@@ -115,7 +115,7 @@ def vocab_parallel_log_prob(
     ignore_index: int = -100,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution, both differentiable. Never changes its inputs.
+    """Compute the log-probability of each target and the entropy, both differentiable. Never changes its inputs.
 
     Args:
         logits, target, tp, vocab_size, ignore_index, softcap: as of `vocab_parallel_cross_entropy`.
@@ -161,10 +161,11 @@ def linear_cross_entropy(
     reduction: str = "mean",
     **head: Unpack[HeadLossOptions],
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of `x @ weight.T`, of which only one chunk of tokens is in memory at any time.
+    """Compute `vocab_parallel_cross_entropy` of `x @ weight.T` chunk by chunk: the full logits never exist.
 
-    Gradients are made in the forward pass, so it costs what forward and backward of the head do. With "none" they are
-    made in the backward pass, which computes the logits of each chunk again: four products instead of three.
+    Gradients are computed in the forward pass, which costs as much as forward and backward of the head. With "none"
+    they
+    are computed in the backward pass, which computes the logits of each chunk again: four matrix products, not three.
 
     Args:
         x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
@@ -477,7 +478,7 @@ def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """`vocab_parallel_cross_entropy` of one vocabulary size: takes uneven shards, and refuses gathered logits.
+    """Module of `vocab_parallel_cross_entropy` for one vocabulary size.
 
     Args:
         vocab_size: V.

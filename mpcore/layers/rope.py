@@ -17,12 +17,12 @@ from mpcore.kernels.rope import rope
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of angles: `cos, sin = rope(positions)`, which `apply_rope` turns queries and keys by.
+    """Table of rotary angles: `cos, sin = rope(positions)`, with which `apply_rope` rotates queries and keys.
 
     Args:
         head_dim: K.
         base: the base of the geometric series of frequencies.
-        fraction: the part of each head that turns; the rest passes through. `fraction * K` must be even.
+        fraction: the part of each head that is rotated; the rest passes through. `fraction * K` must be even.
         scaling: None, or a mapping as in Hugging Face configs, its `rope_type` one of "default", "linear" (`factor`),
             "llama3" (`factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) and "yarn"
             (`factor`, `original_max_position_embeddings`; optional `beta_fast`, `beta_slow`, `attention_factor`,
@@ -34,7 +34,7 @@ class RotaryEmbedding(nn.Module):
             its amplitude, which `mscale` takes out of cos and sin in turn; 1 without.
 
     Raises:
-        ValueError: for an odd number of turning dimensions, or an unknown scaling.
+        ValueError: for an odd number of rotated dimensions, or an unknown scaling.
 
     Example:
         >>> rope = mpcore.RotaryEmbedding(8, fraction=0.5)
@@ -82,7 +82,7 @@ class RotaryEmbedding(nn.Module):
                 Hugging Face has them, worked out in fp64 and rounded once.
 
         Returns:
-            cos, sin: [T, R/2] or [B, T, R/2], R the turning dimensions.
+            cos, sin: [T, R/2] or [B, T, R/2], R the rotated dimensions.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq.to(positions.device, wide)
@@ -95,7 +95,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn each pair of dimensions by its angle; dimensions beyond the table's pass through.
+    """Rotate each pair of dimensions by its angle (RoPE); dimensions beyond the table pass through.
 
     Args:
         x: [B, T, H, K], any floating dtype; computed in the wider of its dtype and fp32.

@@ -32,10 +32,10 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
-    """Refuse to go on when ranks disagree about something that must be the same on all of them.
+    """Raise on every rank if ranks have different values of something that must be the same.
 
     Args:
-        what: its name, for the message.
+        what: the name of the value, for the message.
         value: its value on this rank: a text, or a mapping, of which the message names only the entries that differ.
         axis: the ranks to ask; None asks the whole job.
 
@@ -51,7 +51,7 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
 
 
 def raise_together(error: Exception | None, axis: Axis | None = None, line: str = "") -> None:
-    """Fail on every rank when one rank has failed, so that none waits for it.
+    """Raise on every rank if one rank has failed, so that no rank waits for it.
 
     Args:
         error: what went wrong on this rank; None: nothing.
@@ -71,7 +71,7 @@ def raise_together(error: Exception | None, axis: Axis | None = None, line: str 
 
 @contextmanager
 def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Run a block on every rank of the job. What it raises on one rank is raised on all of them, at its end.
+    """Run a block on every rank of the job. An error on one rank is raised on all ranks at the end of the block.
 
     Args:
         kinds: the exceptions to hold until then. Others are raised on their rank at once.

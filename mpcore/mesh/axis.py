@@ -71,7 +71,7 @@ class Axis:
 
     @property
     def order(self) -> tuple[str, str]:
-        """Sorts axes alike on all ranks, so that their collectives begin in one order."""
+        """A sort key that is the same on all ranks, so that collectives of several axes start in one order."""
         return self.role, self.group_name
 
     def __copy__(self) -> Axis:
@@ -104,7 +104,8 @@ class Mesh:
         job: all ranks of all workers; of one worker the world.
         device_mesh: torch's mesh with dimensions pp, dp, cp, tp, behind workers where there are several; None where
             torch.distributed isn't running.
-        made_ns: when, in nanoseconds of the host's clock: what its groups' namesakes did before is not theirs.
+        made_ns: the time of its creation, in nanoseconds of the host's clock. It tells its groups from earlier groups
+            of the same names.
 
     Example:
         >>> mpcore.Mesh().tp.size  # a process alone
@@ -149,9 +150,9 @@ class Mesh:
     def close(self) -> None:
         """End the process groups that no other mesh of this process uses; call it on every rank. The job's group stays.
 
-        Meshes of one process share the groups of the same axis and ranks. What is built on a closed mesh can't be used
-        any more; gloo closes its connections when nothing refers to them. As a context manager, a mesh is closed where
-        the block ends well.
+        Meshes of one process share the groups of the same axis and ranks. Don't use models on a closed mesh. gloo
+        closes its connections when no object refers to them. As a context manager, the mesh is closed at the end of a
+        block without an error.
 
         Example:
             >>> with mpcore.build_mesh() as mesh:

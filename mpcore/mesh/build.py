@@ -36,14 +36,14 @@ def build_mesh(
     timeout: float | None = None,
     virtual: int | tuple[int, int] = 0,
 ) -> Mesh:
-    """Cut the world into a mesh of tensor, context, pipeline, expert and data parallel axes.
+    """Arrange the ranks of the world as a mesh of tensor, context, pipeline, expert and data parallel axes.
 
     Without `torch.distributed` all axes have size 1. Under torchrun, srun or another launcher (`read_launch`) the
-    default process group is made where there is none yet: gloo, and on CUDA nccl for what lies there.
+    default process group is made if there is none yet: gloo for CPU tensors, and nccl for CUDA tensors.
 
     Args:
         tp, cp, pp, ep: sizes of the axes.
-        dp: size of the data-parallel axis; None takes what the others leave of the world.
+        dp: size of the data-parallel axis; None: the world size divided by the others.
         device_type: "cuda" or "cpu"; None: CUDA if every process of this machine has a GPU; if torch.distributed
             runs already, CUDA if it has nccl. With `--virtual-local-rank`, say "cuda".
         cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).

@@ -11,14 +11,14 @@ ALONE = "to run every task alone on purpose, start it with `env -u SLURM_STEP_ID
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher tells a process.
+    """The place of this process in the job, as the launcher set it.
 
     Attributes:
         rank, world_size: of this process among all; 0 and 1 for a process that nothing launched.
-        local_rank, local_size: of this process among those of its node. Where nothing tells, `rank` and 1.
+        local_rank, local_size: of this process among those of its node. If the launcher doesn't set them, `rank` and 1.
         address, port: where the ranks meet, on the host of rank 0.
         launcher: "torchrun", "Slurm", "variables" (RANK and others, set by anything else), or "" for none.
-        job: names the world, so that a rank notices another world at its address.
+        job: the name of the world, by which a rank notices another world at its address.
         keeps_store: whether this process keeps the store that the ranks meet at.
         node_gpus: GPUs of the Slurm step on this node; 0 where nothing tells.
     """

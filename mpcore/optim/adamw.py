@@ -39,13 +39,13 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     the element's logical index), so they are the same on every layout.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before.
+        model: the model, or this rank's stage of it. Shard it over data first.
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         groups: parameter groups; None: `decay_groups(model, weight_decay)`.
         state_dtype: of the moments: bfloat16, or None for float32 (float64 for float64 parameters).
         masters: keep a float32 master of each bfloat16 or float16 parameter. float16 needs it; bfloat16 parameters
-            without are rounded at random too. Write to the parameter to change both: the next step takes over what
-            isn't its master rounded, such as weights loaded from elsewhere.
+            without masters are rounded at random too. If you write to a parameter, such as by loading weights, the next
+            step copies the parameter to its master.
         seed: of the rounding.
 
     Raises:
@@ -132,7 +132,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self.fused = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all of the model's parameters, with `groups` of theirs: they are None afterwards.
+        """Drop the gradients of all of the model's parameters, with `groups` of theirs: they are None afterwards.
 
         Main gradients, and gradients that data parallelism hasn't summed yet, are forgotten too.
         """

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 def decay_groups(
     model: nn.Module, weight_decay: float, exclude: Iterable[nn.Parameter | nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Two parameter groups for any optimizer: matrices decay, vectors (biases, gains of norms) and scalars don't.
+    """Return two parameter groups: matrices decay, vectors (biases, gains of norms) and scalars don't.
 
-    Both exist even if empty, so that all pipeline stages have the same groups. Frozen parameters are in neither.
+    Both groups exist even if they are empty, so that all pipeline stages have the same groups. Frozen parameters are in
+    neither.
 
     Args:
-        model: the model, or this rank's stage of it; sharded over data before.
+        model: the model, or this rank's stage of it. Shard it over data first.
         weight_decay: of the matrices.
         exclude: parameters, or modules with all of theirs, that belong to other groups.
 

@@ -16,7 +16,7 @@ from mpcore.sharding.local import local_tensor
 
 
 class LossScaler:
-    """Scale the loss, so that small gradients don't vanish in float16; all ranks of the world decide alike.
+    """Scale the loss, so that small gradients don't vanish in float16; all ranks of the world decide the same.
 
     A step: backward of `loss * scaler.scale`, the gradient sums, `scaler.unscale(model)`, the norm; then the optimizer
     steps if `scaler.update(norm.isfinite())` says so, on every rank or on none.
@@ -87,6 +87,6 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a state; what it lacks stays."""
+        """Resume from a state; values that it lacks stay."""
         self.scale = float(state.get("scale", self.scale))
         self.good_steps = int(state.get("good_steps", self.good_steps))

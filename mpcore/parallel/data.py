@@ -50,8 +50,8 @@ def shard_data_parallel(
 ) -> nn.Module | Sequence[nn.Module]:
     """Shard a model over the data ranks. Gradients are summed, never averaged: divide the loss once.
 
-    Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. As ever, call
-    `reduce_gradients(model)` after each step's last backward. Where you run micro-batches without
+    Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. Call
+    `reduce_gradients(model)` after each step's last backward. If you run micro-batches without
     `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last.
 
     Args:
@@ -83,8 +83,8 @@ def shard_data_parallel(
           gradients (`register_post_accumulate_grad_hook`), afterwards: 1 to 3 replace the model's parameters.
         - With 1 to 3, return the loss, or the tensors it is made of, from forward: a tensor, or dicts, lists, tuples
           (from torch 2.13 on dataclasses too). Gradients of a loss kept elsewhere are never reduced.
-        - Call the model itself, and route other entries (encode, generate) through its forward: that alone gathers
-          parameters that are in no block. A block is run by every rank or by none.
+        - Call the model itself, and route other methods (encode, generate) through its forward: only the forward
+          gathers parameters that are in no block. A block is run by every rank or by none.
         - A forward without gradients may run at any time under `torch.no_grad()`; `gathered` saves its gathers. The
           first one must not run under `torch.inference_mode()`. There is no second derivative.
         - Scalars, empty parameters and the statistics of routers stay whole on every rank. A parameter that no rank

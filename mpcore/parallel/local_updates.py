@@ -63,11 +63,12 @@ class Merge(NamedTuple):
 
 
 class DiLoCo(torch.optim.Optimizer):
-    """An optimizer whose workers merge every so many steps, by an outer step of SGD with Nesterov momentum.
+    """Local-update optimizer: workers merge every `every` steps, by an outer SGD step with Nesterov momentum.
 
     The outer gradient is the mean over workers of each parameter's movement since the last merge. With `lr=1` and
-    `momentum=0` parameters are averaged (Local SGD, federated averaging). The inner optimizer's state is not merged. It
-    keeps a copy of the parameters and a momentum in float32 (float64 for float64), sharded as the parameters. A merge
+    `momentum=0` parameters are averaged (Local SGD, federated averaging). The inner optimizer's state is not merged.
+    The outer step keeps a copy of the parameters and a momentum in float32 (float64 for float64), sharded as the
+    parameters. A merge
     also averages untrained values that differ between workers: biases of routers, floating-point buffers.
 
     `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge`. It can
@@ -160,7 +161,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the inner optimizer."""
+        """Add a parameter group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

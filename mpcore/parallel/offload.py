@@ -85,7 +85,7 @@ class _Copies:
 def offload_optimizer(
     optimizer: torch.optim.Optimizer, *, pin_memory: bool | None = None, bucket_bytes: int = 2**26
 ) -> torch.optim.Optimizer:
-    """Have an optimizer that works on each element alone, such as AdamW, keep its states on the host and step there.
+    """Move the state and the step of an elementwise optimizer, such as AdamW, to the host.
 
     Schedules and checkpoints find its groups, settings and `state` as before; the state's tensors are the host's.
 
@@ -239,7 +239,7 @@ class _Moved:
 
 @contextmanager
 def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12, ahead: int = 4) -> Iterator[None]:
-    """Copy what autograd saves in this context to the host, and back before backward asks for it.
+    """Copy activations that autograd saves in this context to the host, and back before backward needs them.
 
     Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
     recomputation only the tensors that it keeps are copied. Don't write to saved tensors in place: backward raises as
@@ -394,11 +394,11 @@ def offload_parameters(
     keep: int = 2,
     pin_memory: bool | None = None,
 ) -> ParameterOffload:
-    """Have blocks keep their parameters on the host between uses.
+    """Keep the parameters of blocks on the host between uses.
 
-    At most `keep` blocks' parameters are on the device: those of the running block, and of the next, which come
-    meanwhile. Elsewhere a parameter has a shape and no memory: read and write it within `here()` alone. Gradients, and
-    the biases and fractions of routers, stay on the device.
+    The parameters of at most `keep` blocks are on the device: those of the running block, and of the next blocks, which
+    are copied meanwhile. At other times a parameter has a shape and no memory: read and write it only within `here()`.
+    Gradients, and the biases and fractions of routers, stay on the device.
 
     Args:
         blocks: modules called one after the other, with plain parameters that no other block shares, which return

@@ -48,12 +48,12 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter,
 
 
 def convert_to_fp8(blocks: Blocks) -> None:
-    """Have the parallel linear layers of some blocks compute their products in FP8, forward and backward.
+    """Convert the parallel linear layers of blocks to FP8 matrix products, forward and backward.
 
     Parameters, gradients, the optimizer and all communication stay as they are. Inputs and output gradients are
     quantized in blocks of 128 elements, weights in blocks of 128 x 128 (`mpcore.kernels.quantize_fp8`). No block
     crosses the ranks of tp: every tp size that divides the KV heads computes the same products; so do data, context and
-    pipeline parallel layouts whose ranks hold multiples of 128 tokens. Others differ by roundings of gradients.
+    pipeline parallel layouts whose ranks hold multiples of 128 tokens. On other layouts gradients differ by rounding.
 
     Args:
         blocks: the modules whose parallel linear layers are converted, as a list, an `nn.ModuleList` or a mapping:

@@ -20,7 +20,7 @@ from mpcore.sharding.local import reshard
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Say before a micro-batch's forward whether it is the step's last: then its backward completes the sums over data.
+    """Announce a micro-batch before its forward. The backward of the last one completes the sums over data.
 
     To give up a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`: the `zero_grad`
     of torch's optimizers leaves gradients that are not summed yet, and the next step would add to them.
@@ -52,7 +52,7 @@ def _set_backward(state: DataParallel, *, reduce: bool, all_reduce: bool, reshar
 
 
 def finish_gradients(stages: Iterable[nn.Module]) -> None:
-    """After a step's last backward: sum the gradients of the parameters that this rank's stages share.
+    """Sum the gradients of the parameters that this rank's stages share, after the last backward of a step.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -129,13 +129,14 @@ def hides_tensors(out: Any) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
-    """Forwards without gradients in this context gather parameters once, not each anew. They are sharded at the end.
+    """Gather parameters once for all forwards without gradients in this context, and shard them again at its end.
 
     With zero 3 the whole model must fit in memory meanwhile. Ranks may run different numbers of forwards, as when they
     generate texts of different lengths; but all run the first, which gathers.
 
     Args:
-        model: the model or stages that `shard_data_parallel` was given; others are left alone. Don't step it in here.
+        model: the model or stages that `shard_data_parallel` was given; other models are not changed. Don't step it in
+            here.
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
     held = [(stage, state_of(stage)) for stage in stages if state_of(stage).units]

@@ -108,7 +108,7 @@ class Pipeline:
     def forward_backward(
         self, x: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]
     ) -> Tensor:
-        """Forward and backward of a batch.
+        """Run forward and backward of a batch.
 
         A tensor is cut in micro-batches along dimension 0. A list has one tensor for each, and their shapes may differ.
 
@@ -216,7 +216,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
-        """Forward alone, batch after batch through the stages; shapes may differ from batch to batch.
+        """Run only the forward of several batches through the stages. Shapes may differ from batch to batch.
 
         Args:
             batches: inputs of the first stage, on every rank.
@@ -249,11 +249,11 @@ class Pipeline:
                 yield out
 
     def from_last(self, x: Tensor) -> Tensor:
-        """What the rank of the last stage holds, on every rank: `x` of the others gives only the shape and dtype."""
+        """Return the last stage's `x` on every rank; `x` of other ranks gives only the shape and dtype."""
         return all_reduce(x if self.pp.rank == self.last_rank else torch.zeros_like(x), self.pp)
 
     def recorded(self) -> list[Span]:
-        """What all ranks of this pipeline did since the last call, in seconds from its begin: a collective over pp.
+        """Return what all ranks did since the last call, in seconds from its start: a collective over pp.
 
         Raises:
             ValueError: if this pipeline was made without `trace`.

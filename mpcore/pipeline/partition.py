@@ -23,7 +23,7 @@ from mpcore.layers.moe.experts import GroupedLinear
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Cut a list of blocks into consecutive stages: the slowest as fast as can be, the others as even as can be.
+    """Cut a list of blocks into consecutive stages, so that the slowest stage is as fast as possible.
 
     Exact, by dynamic programming: first the least possible cost of the slowest stage, then, among all cuts that reach
     it, the one with the least sum of squares. Where that leaves a choice, earlier stages are the longer ones.
@@ -31,8 +31,8 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
     Args:
         costs: the cost of each block, in any unit, none negative.
         stages: how many stages; each holds at least one block.
-        first: what the first stage has to do besides its blocks, such as the embedding.
-        last: what the last stage has to do besides its blocks, such as the head and the loss.
+        first: the cost of the first stage besides its blocks, such as the embedding.
+        last: the cost of the last stage besides its blocks, such as the head and the loss.
 
     Returns:
         The blocks of each stage.

@@ -56,7 +56,7 @@ class ModelTree:
 
     @cached_property
     def derived(self) -> dict[tuple[str, int], Any]:
-        """What others derive once from the declarations, by a name of theirs and the `id` of what it depends on."""
+        """Cache for values that are derived from the declarations; the key is a name and the `id` of an object."""
         return {}
 
     @cached_property
@@ -71,7 +71,7 @@ def tree_of(model: nn.Module | ModelTree) -> ModelTree:
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """For each parameter, tied ones once: its first full name, a module that holds it, its name there, the parameter.
+    """Yield each parameter once: its first full name, a module that holds it, its name there, the parameter.
 
     Of several modules it is the first that declares the parameter, or the first.
 
@@ -84,7 +84,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 
 
 def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
-    """For each parameter, tied ones once: its first full name, itself, what all modules that hold it declare of it.
+    """Yield each parameter once: its first full name, the parameter, the declaration of all modules that hold it.
 
     Raises:
         ValueError: as `owners`, and if two modules declare one parameter differently.
@@ -99,7 +99,7 @@ def _declarations(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
 
 
 def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module]]:
-    """Each module once under its full name without wrappers, which are left out: none has anything of its own."""
+    """Yield each module once, by its full name without wrappers. Wrappers themselves are left out."""
     if isinstance(model, ModelTree):
         yield from model.modules
         return
@@ -170,7 +170,7 @@ def _words(sharding: Sharding) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """For each buffer in the state dict: its full name, the module that holds it, its name there, the buffer."""
+    """Yield each buffer of the state dict: its full name, the module that holds it, its name there, the buffer."""
     for prefix, module in named_modules(model):
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
@@ -178,7 +178,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, 
 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
-    """The declaration of every parameter by full name; a parameter that nobody declares is replicated.
+    """Return the declaration of every parameter by full name; a parameter without one is replicated.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
@@ -204,7 +204,7 @@ def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
 
 
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
-    """Declare that the gradient of `module`'s parameter `leaf` is, besides all else, a pending sum over `axis`.
+    """Declare that the gradient of `module`'s parameter `leaf` must also be summed over `axis`.
 
     Example:
         >>> table, pp = nn.Embedding(4, 2), mpcore.Axis(size=2, rank=0, name="pp")

@@ -22,13 +22,13 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shard:
-    """How one dimension of a logical tensor is dealt out over an axis.
+    """How one dimension of a logical tensor is sharded over an axis.
 
     Args:
         axis: the axis.
         dim: the dimension of the logical tensor.
-        runs: for each rank the runs `(start, end)` of the dimension that it holds, in the order it holds them; () holds
-            nothing. Runs of different ranks may overlap: then those ranks hold replicas, and their gradients are terms
+        runs: for each rank the runs `(start, end)` of the dimension that it holds, in that order; () for a rank that
+            holds nothing. Runs of different ranks may overlap: those ranks hold replicas, and their gradients are terms
             of one sum.
     """
 
@@ -85,7 +85,7 @@ def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where a local tensor lies in its logical tensor, and which axes its gradient is still to be summed over.
+    """The place of a local tensor in its logical tensor, and the axes over which its gradient must be summed.
 
     Args:
         shape: the logical shape.
@@ -95,7 +95,7 @@ class Sharding:
         blocks: lengths of the matrices that the tensor is made of, such as Q, K and V; (): it is one.
         block_dim: the dimension that they follow each other in.
         added: those of `partial` that hold for every use of the parameter, whichever module's: what `add_partial` said.
-        data: the axis that `shard_data_parallel` laid it out over; None: it didn't see it.
+        data: the axis that `shard_data_parallel` sharded or replicated it over; None: it wasn't called.
     """
 
     shape: tuple[int, ...]
@@ -188,12 +188,12 @@ def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) 
 
 
 def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
-    """A dimension of `length` cut in one run for each rank, no `unit` torn apart."""
+    """Shard a dimension of `length` in one run for each rank. A `unit` is never split."""
     return cut_blocks((length,), axis, dim, (unit,))
 
 
 def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int]) -> Shard:
-    """A dimension made of blocks, such as gate and up, each of which is cut over the axis."""
+    """Shard a dimension made of blocks, such as gate and up: each block is sharded over the axis."""
     check_axis(axis)
     runs: list[list[Run]] = [[] for _ in range(axis.size)]
     offset = 0

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether data parallelism sharded `x`. DTensor takes 0.4 s to import: where nobody did, nothing is one."""
+    """Whether data parallelism sharded `x`. It doesn't import DTensor, which takes 0.4 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """The tensor this rank holds of a DTensor; a plain tensor is itself."""
+    """Return the local tensor of a DTensor, or a plain tensor itself."""
     return x.to_local() if is_dtensor(x) else x
 
 
@@ -62,10 +62,10 @@ def _coordinate(x: DTensor) -> Sequence[int]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the modules hold their shards, which a forward with gradients but no backward leaves gathered.
+    """Free the gathered parameters of a module, which a forward without a backward leaves, and hold shards again.
 
-    `save`, `load` and `load_full_state_dict` do it for the modules of the model they are given. Where a rank's stages
-    are sharded each for itself and joined, call it for each stage before.
+    `save`, `load` and `load_full_state_dict` call it for the model that they get. If the stages of a rank were sharded
+    separately and then joined, call it for each stage first.
     """
     for unit in fsdp.units(model):
         unit.reshard()

@@ -28,17 +28,17 @@ def check_present(name: str, x: Tensor) -> None:
 
 
 def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
-    """The logical tensor of a parameter or gradient, also where data parallelism shards it: a collective."""
+    """Gather the logical tensor of a parameter or gradient, also from shards of data parallelism: a collective."""
     x = x.full_tensor() if is_dtensor(x) else x
     return sharding.assemble(x.detach())
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model that isn't sharded, gathered to every rank: a collective on all ranks.
+    """Gather the state dict of the unsharded model on every rank: a collective on all ranks.
 
-    Every parameter in its logical shape, tied ones under all their names, and persistent buffers, which are this
-    rank's. A model cut in pipeline stages gives its own stage's. All are copies. What `torch.compile` and
-    `checkpoint_wrapper` put into names is left out.
+    It has every parameter in its logical shape, tied ones under all their names, and this rank's persistent buffers. In
+    a pipeline it has this rank's stage. All tensors are copies. Names have no prefixes of `torch.compile` and
+    `checkpoint_wrapper`.
 
     Raises:
         ValueError: before anything is sent, naming a parameter that is offloaded.

@@ -33,7 +33,7 @@ _alone = threading.Lock()  # one simulation at a time: torch's world is one for 
 
 
 class DeadlockError(RuntimeError):
-    """No simulated rank can go on. The text says which ranks wait, in which call, at which line."""
+    """No simulated rank can continue. The message says which ranks wait, in which call, at which line."""
 
 
 def simulate(
@@ -65,7 +65,7 @@ def simulate(
     Raises:
         ValueError: if sizes don't fit each other, or simulate is called within simulate.
         RankError: if a rank raised an error, which is its `__cause__`. The other ranks are stopped.
-        DeadlockError: if no rank can go on: one returned early, or ranks are in different collectives.
+        DeadlockError: if no rank can continue: one returned early, or ranks are in different collectives.
 
     Note:
         - All ranks share the process: modules, their global variables, environment variables, files.

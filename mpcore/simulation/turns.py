@@ -20,7 +20,7 @@ _AWAY_S, _WORK_S = 1.5, 0.01  # a thread that looks again after more time, or pr
 
 
 class RankError(RuntimeError):
-    """Some ranks failed; the text has what each of them said."""
+    """Some ranks failed; the message has the error of each of them."""
 
 
 class StoppedError(BaseException):

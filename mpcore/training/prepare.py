@@ -200,7 +200,7 @@ def lay_out(
     stages: Sequence[nn.Module], mesh: Mesh, blocks: Sequence[nn.Module], *, seed: int, initialize: bool, data: Zero,
     precision: Precision, recompute: Recompute, compile: Compile | None,
 ) -> tuple[nn.Module, dict[nn.Parameter, Tensor]]:  # fmt: skip
-    """Take the steps of the order that change the model: `prepare`'s first five, and all that a dry run takes.
+    """Do the steps of `prepare` that change the model: draw values, FP8, recompute, shard over data, compile.
 
     Args:
         stages: this rank's stages.

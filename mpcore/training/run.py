@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
-    """What a step did: the same on every rank, with local updates on every rank of a worker.
+    """The result of a step: the same on every rank; with local updates, on every rank of a worker.
 
     Attributes:
         loss: the mean over the step's tokens, before the step; with local updates over the worker's tokens.
@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
         taken: whether the optimizer stepped; False if the loss or a gradient was not finite.
         merge: what the merge of the workers after this step did; None if none was due.
         routers: the loads of the experts, by the name of each router of this rank.
-        repeats: how often the step was computed again, as the tokens for some experts' rank exceeded a buffer.
+        repeats: how often the step was repeated because tokens for a rank of experts exceeded a buffer.
 
     Example:
         >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, merge=None, routers={})
@@ -62,7 +62,9 @@ class StepResult(NamedTuple):
 
 
 class Run:
-    """What `prepare` returns. A step is `forward_backward`, then `clip_gradients` if you clip, then `optimizer_step`.
+    """A prepared model and the calls of a training loop, as `prepare` returns it.
+
+    A step is `forward_backward`, then `clip_gradients` if you clip, then `optimizer_step`:
 
         for step in range(run.step, steps):
             run.forward_backward(x, target)
@@ -115,7 +117,7 @@ class Run:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-        """Make of a loss that sums over tokens one that is divided by the step's tokens, and scaled for float16."""
+        """Return a loss that divides a sum over tokens by the step's tokens, and scales it for float16."""
 
         def scaled_loss(output: Any, target: Tensor) -> Tensor:
             total = self._check.call(loss, output, target) if self._check else loss(output, target)
@@ -247,7 +249,7 @@ class Run:
     def optimizer_step(self, lr: float | None = None) -> StepResult:
         """Step the optimizer, or skip the step on every rank alike if the loss or a gradient is not finite.
 
-        Then forget the gradients, update the biases of routers, and merge the workers if a merge is due. The host waits
+        Then drop the gradients, update the biases of routers, and merge the workers if a merge is due. The host waits
         for the device once.
 
         Args:
@@ -324,7 +326,7 @@ class Run:
         return self.optimizer if isinstance(self.optimizer, DiLoCo) else None
 
     def begin_merges(self) -> None:
-        """Compare with the other workers the parameters that all begin with. The first step does it for you.
+        """Compare the initial parameters of all workers. The first step calls it for you.
 
         Raises:
             ValueError: on every rank, if workers begin from different merges.
@@ -356,7 +358,7 @@ class Run:
 
         Args:
             batches: `(x, target)` of this rank; every rank has as many.
-            arguments: tensors that the model takes by name; of a list each batch takes its own.
+            arguments: tensors that the model takes by name; a list has one for each batch.
         """
         self._may("forward_backward", "evaluate")
         held = list(batches)
@@ -376,7 +378,7 @@ class Run:
 
     @contextmanager
     def parameters(self) -> Iterator[nn.Module]:
-        """Give the model, to read and write this rank's shards of its parameters; offloaded ones are on the device."""
+        """Yield the model, to read and write this rank's shards; offloaded parameters are on the device meanwhile."""
         for stage in self.stages:
             reshard(stage)  # after a forward without gradients they are still gathered
         with self.offloaded.here() if self.offloaded else nullcontext():

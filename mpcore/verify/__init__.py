@@ -56,12 +56,12 @@ def verify(
 
     Args:
         build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
-            modules; importable from other processes. On the meta device it is materialized. It returns [B, ...],
-            rows first; tensors without rows are compared where a layout cuts no batch or sequence. What is compiled
-            runs as it was written.
+            modules; importable from other processes. A model on the meta device is materialized. It returns
+            [B, ...], rows first; tensors without rows are compared if the layout doesn't cut the batch or the
+            sequence. Compiled modules run without compilation.
         batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are
-            passed to every stage by name, such as the `samples` that dropout needs. With cp, what is [B, T, ...] like x
-            is cut as the `context` of the model's attention says.
+            passed to every stage by name, such as the `samples` that dropout needs. With cp, tensors [B, T, ...] like x
+            are sharded by the `context` of the model's attention.
         layouts: such as "tp2sp", "pp2", "dp2zero3" or "cp2": see `parse_layout`.
         loss: `loss(output, target, mesh)`, or without `mesh`: the *sum* over its tokens; None: half the sum of squares,
             for outputs that every rank holds whole.
@@ -70,7 +70,7 @@ def verify(
             differs by roundings of float32, and the dense model casts to it, both run again without these casts.
         seed: of the first values.
         timeout: seconds that a run under one layout may take; after them its verdict says where each rank stood.
-        pool: the processes; None: as many as are needed, ended again.
+        pool: the processes; None: start as many as are needed, and stop them at the end.
         report: called with each verdict as soon as it is there.
         virtual: the virtual degree of `build_mesh`: each layout is compared with one process that holds all virtual
             shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
@@ -79,7 +79,7 @@ def verify(
         A verdict for each layout.
 
     Raises:
-        ValueError: if a layout's name is none, timeout is not above 0, the batch is no mapping of tensors with "x",
+        ValueError: if a layout's name is invalid, timeout is not above 0, the batch is no mapping of tensors with "x",
             build or loss are none of a module's functions, or the dense model doesn't run.
     """
     if not timeout > 0:

@@ -20,13 +20,13 @@ OF_FLOAT32 = 2.0**33  # ULPs of float64: some roundings of float32, which are 2^
 
 @dataclass(frozen=True)
 class Departure:
-    """The first tensor that isn't the dense model's.
+    """The first tensor that differs from the dense model.
 
     Attributes:
         stage: one of `STAGES`.
         name: of the module (forward), the parameter or the buffer; "" for the loss and the norm.
         ulps: how far, in units of the last place of the tensor's largest value.
-        cause: what it looks like, in a sentence.
+        cause: the likely cause, in a sentence.
     """
 
     stage: str

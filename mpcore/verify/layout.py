@@ -10,12 +10,12 @@ _TOKEN = re.compile(r"(tp|cp|pp|dp|ep|zero|mb)(\d+)|(sp)")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes a model is laid out over, and how.
+    """A layout: the sizes of the mesh, and how the model is sharded.
 
     Attributes:
         name: as the user wrote it.
         tp, cp, pp, dp, ep: sizes of the axes.
-        sequence_parallel: activations lie cut along the sequence between tensor-parallel regions.
+        sequence_parallel: activations are sharded along the sequence between tensor-parallel regions.
         zero: what is sharded over data, see `mpcore.parallel.data.shard_data_parallel`.
         mb: micro-batches of the step; 0: as many as pipeline stages.
     """

@@ -43,13 +43,13 @@ def from_pretrained(
         folder: a local folder with config.json and safetensors files.
         mesh: the mesh; the model is sharded over `mesh.tp` and lies on `mesh.device`.
         plan: see `parallelize`.
-        dtype: of the parameters, but for those that transformers keeps in float32; None: that of config.json, or else
-            float32.
+        dtype: the dtype of the parameters, except those that transformers keeps in float32. None: the dtype in
+            config.json, or float32 if it names none.
         model_class: a class of transformers; None: the first of config.json's `architectures`.
         options: `check`, `example`, `skip` and `strict` of `parallelize`.
 
     Returns:
-        The model, in evaluation mode as of transformers: call `train()` before you train it.
+        The model, in evaluation mode as transformers returns it: call `train()` before you train it.
 
     Raises:
         ValueError: on every rank, if the folder is not there (names on the Hub aren't accepted), transformers lacks the

@@ -34,13 +34,14 @@ def add_lora(
 ) -> nn.Module:
     """Freeze a model, and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
 
-    A is drawn as PEFT's, and B is zero, so the model computes what it did. The values depend on (seed, the layer's full
-    name) alone. Factors are sharded as the layer's weight is, and the merged weight is that of the unsharded model.
+    A is drawn as in PEFT, and B is zero, so the outputs of the model don't change. The values depend on (seed, the
+    layer's full name) alone. Factors are sharded as the layer's weight is, and the merged weight is that of the
+    unsharded model.
 
     Args:
-        model: the model, changed in place: of mpcore's layers, what `parallelize` made of one, or of plain torch; in a
-            pipeline this rank's stage. Parameters keep their names; the adapter's are `lora_A.weight` [rank,
-            in_features] and `lora_B.weight` [out_features, rank] beside the layer's.
+        model: the model, changed in place. It may have mpcore's layers, be a result of `parallelize`, or be plain
+            torch; in a pipeline this rank's stage. Parameters keep their names; the adapter's are `lora_A.weight`
+            [rank, in_features] and `lora_B.weight` [out_features, rank] beside the layer's.
         rank: the features between A and B.
         alpha: the adapter's output is scaled by alpha / rank.
         targets: names of linear layers, whole or their last parts, as PEFT's `target_modules`: `("q_proj", "v_proj")`.
@@ -111,8 +112,8 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 def merge_lora(model: nn.Module) -> nn.Module:
     """Add each adapter's product to its layer's weight, and remove the adapters. No communication.
 
-    What is merged computes what the adapters did, to rounding; the layers are again what they were. The parameters stay
-    frozen.
+    The merged model computes the same as the model with adapters, to rounding. The layers get their class from before
+    `add_lora`. The parameters stay frozen.
 
     Returns:
         The model, changed in place.

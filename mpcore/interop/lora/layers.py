@@ -50,7 +50,7 @@ class Factor(ParallelModule):
 
 
 class LoRALayer(nn.Module):
-    """Stands before a linear layer, whose output it adds the adapter's to.
+    """Adds the output of a low-rank adapter to the output of a linear layer.
 
     Attributes:
         kind: the layer's class without the adapter.

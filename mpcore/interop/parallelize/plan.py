@@ -53,8 +53,8 @@ class Replicate:
     """Replicate a module's own parameters, or one parameter.
 
     Args:
-        partial_gradient: each rank sees its own heads alone, as the norm of a head does. The gradient is a sum over
-            tp, which `mpcore.reduce_gradients` finishes.
+        partial_gradient: each rank uses the parameter on its own heads only, such as the norm of a head. The gradient
+            is a sum over tp, which `mpcore.reduce_gradients` finishes.
 
     Example:
         >>> plan = {"h.*.attn.q_norm": mpcore.Replicate(partial_gradient=True)}  # a norm over each head's features
@@ -81,11 +81,11 @@ class LocalSizes:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Where the hidden features of experts lie in a parameter that holds them all.
+    """Describe the dimension of the hidden features in a parameter that holds all experts.
 
     Args:
         dim: the dimension, from the end: -1 or -2.
-        blocks: into how many equal blocks it falls, such as 2 for [gate | up]. Each is sharded.
+        blocks: the number of equal blocks in it, such as 2 for [gate | up]. Each block is sharded.
         unit: consecutive features that stay on one rank, such as 2 where gate and up alternate.
 
     Example:

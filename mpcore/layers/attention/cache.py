@@ -40,7 +40,7 @@ class KVCache:
         self._layer: int | None = None
 
     def check(self, layer: torch.nn.Module, rows: int, tokens: int) -> None:
-        """Refuse more tokens or other rows than the cache has place for, and a second layer."""
+        """Raise if tokens or rows don't fit the cache, or if another layer uses it."""
         if self._layer is None:
             self._layer = id(layer)
         if self._layer != id(layer):
@@ -73,6 +73,6 @@ class KVCache:
         return self.keys[:, : self.length], self.values[:, : self.length]
 
     def select(self, rows: Tensor) -> None:
-        """Take these rows of the batch, in this order: beams that go on, or sequences that aren't done."""
+        """Keep these rows of the batch, in this order, such as the beams of a search or unfinished sequences."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]

@@ -34,11 +34,11 @@ def document_ends(documents: Tensor) -> Tensor:
 
     Args:
         documents: [B, T] the document of each token, the same for neighbours in one document, as `document_ids`
-            numbers them; the same on every rank of tp and cp. [B, 1, T] will do.
+            numbers them; the same on every rank of tp and cp. [B, 1, T] works too.
 
     Returns:
-        int32 [B T + 1], of one length whatever the documents are: their ends in the rows one after another, from 0 to
-        B T, which is repeated.
+        int32 [B T + 1], a fixed length: the ends of the documents in the rows one after another, from 0 to B T. The
+        rest repeats B T.
 
     Example:
         >>> mpcore.document_ends(torch.tensor([[0, 0, 1], [0, 1, 1]]))

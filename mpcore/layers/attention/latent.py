@@ -49,18 +49,18 @@ class MultiLatentAttention(HeadAttention):
     Args:
         dim: D, the model width.
         num_heads: H, logical; at least the tp size, shards may be uneven.
-        kv_lora_rank: width of the latent that keys and values are made of.
-        qk_nope_head_dim, qk_rope_head_dim: what of each query and key head has no rotation, and what turns.
-        v_head_dim: of each value head, narrower than a key or not.
-        q_lora_rank: width of the latent that queries are made of; None: they are made of x.
+        kv_lora_rank: width of the latent that keys and values are computed from.
+        qk_nope_head_dim, qk_rope_head_dim: features of each query and key head without rotation, and with RoPE.
+        v_head_dim: features of each value head; may differ from those of a key.
+        q_lora_rank: width of the latent that queries are computed from; None: queries are computed from x.
         bias: biases of the projections down and of the output.
         norm_eps: of the latents' norms.
         options: `AttentionOptions`. `rope` is a table of `qk_rope_head_dim`, whose `score_factor` multiplies the
             scores. All kinds of `context` take values narrower than keys.
 
     Raises:
-        ValueError: if there are fewer heads than ranks, `rope` turns another number of dimensions, a window is asked of
-            a full mask, or `context` is unknown, missing, or can't cut these heads over cp.
+        ValueError: if there are fewer heads than ranks, `rope` rotates another number of dimensions, a window is asked
+            of a full mask, or `context` is unknown, missing, or can't cut these heads over cp.
 
     Example:
         >>> sizes = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}

@@ -35,13 +35,13 @@ class ParallelAttention(HeadAttention):
         num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
         head_dim: K; None: D / H.
         bias: biases of the projections.
-        output_bias: that of the output projection; None: as `bias`.
+        output_bias: bias of the output projection; None: as `bias`.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         norm_eps: of that norm.
         alibi: add minus the distance of query and key to the scores, times a fixed slope of each head. Takes memory
             T^2.
         sinks: one learned logit a head takes part in the softmax, and has no value.
-        memory_dim: cross-attention: keys and values are made of the `memory` [B, S, memory_dim] given to `forward`.
+        memory_dim: cross-attention: keys and values come from the `memory` [B, S, memory_dim] given to `forward`.
             Then each token sees all of it, and `causal` is False.
         options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
             sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.

@@ -59,7 +59,7 @@ def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
 def sequence_index(length: int, cp: Axis, pattern: str, device: torch.device | None = None) -> Tensor:
     """[T/cp] the place in the whole sequence of each token that this rank holds, rising.
 
-    It is what `RotaryEmbedding`, `PositionEmbedding` and `Dropout` need to know. Arguments as of `shard_sequence`.
+    Pass it to `RotaryEmbedding`, `PositionEmbedding` and `Dropout`. The arguments are those of `shard_sequence`.
 
     Example:
         >>> mpcore.sequence_index(8, mpcore.Axis(size=2, rank=0), "zigzag")
@@ -81,15 +81,15 @@ def order_of_runs(runs: Sequence[Runs], device: torch.device | None) -> Tensor:
 
 
 def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch:
-    """Keep this rank's tokens of whole sequences: cut tokens, targets, positions and masks all by this function.
+    """Return this rank's tokens of whole sequences. Use it for tokens, targets, positions and masks.
 
-    Shift targets before: `tokens[:, :-1], tokens[:, 1:]`, then no token at a border is lost. I -> S(dim): the same on
+    Shift targets first, by `tokens[:, :-1], tokens[:, 1:]`: then no token at a border is lost. I -> S(dim): the same on
     every rank of cp; backward gathers the shards' gradients.
 
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
         cp: the axis.
-        pattern: what the model's attention has as `context`.
+        pattern: the `context` of the model's attention.
         dim: the dimension of each tensor that is the sequence.
 
     Returns:
@@ -123,7 +123,7 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
 
 
 def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: int | None = None) -> Tensor:
-    """The inverse of `shard_sequence`: S(dim) -> I, the whole on every rank; backward keeps the own shard.
+    """Gather whole sequences, the inverse of `shard_sequence`: S(dim) -> I. Backward keeps this rank's shard.
 
     Args:
         x, cp, pattern, dim: this rank's tokens of a tensor, and as of `shard_sequence`.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class DispatchBounds:
-    """Compute steps with dispatch buffers of fixed sizes, and compute a step again that overflowed one.
+    """Compute steps with dispatch buffers of fixed sizes, and repeat a step that overflowed a buffer.
 
     Every `Run` has one. For a training loop of your own make one after the model.
 
@@ -44,7 +44,7 @@ class DispatchBounds:
 
     Attributes:
         is_used: whether any rank of the pipeline has a `ParallelMoE` with `dispatch="all_to_all"`, ep > 1 and no
-            capacity. Without one `exact` just computes.
+            capacity. If there is none, `exact` only calls `compute`.
         repeats: how often the last step was computed again.
         rows: how many rows a rank sends over ep for each of its tokens, in the layer with the most of them. All-gather
             sends ep.
@@ -72,8 +72,8 @@ class DispatchBounds:
     def exact(self, compute: Callable[[], T], forget: Callable[[], object]) -> T:
         """Compute forward and backward of a step until no buffer overflowed. The host waits for the device once each.
 
-        What a repeated step must compute alike has to follow from its arguments: mpcore's dropout and jitter do;
-        torch's generators, and buffers that a forward changes, go on.
+        A repeated step must compute the same from the same arguments. mpcore's dropout and jitter do. torch's
+        generators, and buffers that a forward changes, are not reset.
 
         Args:
             compute: forward and backward of all micro-batches.

@@ -49,7 +49,7 @@ class ParallelMoE(ParallelLayer):
         dim, hidden_dim: D and F, the width of each expert.
         num_experts, top_k: E and K.
         activation: as of `ParallelMLP`.
-        shared_experts: how many experts' width every token goes through besides; 0: none.
+        shared_experts: size of the MLP that every token also goes through, in expert widths; 0: none.
         dispatch: how tokens reach experts on other ranks: "all_gather" or "all_to_all". None: all_to_all with a
             capacity, else all_gather. Dropless all_to_all sends less; outside of a `Run` or `DispatchBounds` the host
             waits for its sizes.
@@ -122,11 +122,11 @@ class ParallelMoE(ParallelLayer):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] (or [T, B, D]), or this rank's shard of the sequence to the same.
 
-        All ranks of ep and etp bring inputs of one shape, and with a capacity those of cp too: pad, and mask.
+        All ranks of ep and etp, and with a capacity of cp too, must have inputs of one shape: pad, and give a mask.
 
         Args:
             samples: [B] global sample index of each row, for jitter in training.
-            mask: [B, T] bool, False for padding, which is routed and counted nowhere. Of this cp rank's whole sequence,
+            mask: [B, T] bool, False for padding, which isn't routed or counted. It has this cp rank's whole sequence,
                 also with sequence parallel.
             positions: [T] global index of each token of this cp rank's sequence; None: cp ranks hold one run each.
             loss_scale: factor of the main loss's sum over tokens, a number or [B]. Balance losses need it in training:

@@ -40,16 +40,16 @@ class RouterStatistics(NamedTuple):
 
 @torch.no_grad()
 def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, RouterStatistics]:
-    """After the step: move the biases that keep loads even, and begin to count anew. A collective over tp and data.
+    """Update the routers' biases after a step, and reset the counts. A collective over tp and data.
 
-    Nothing else moves a bias or the fractions of the "global" loss: no forward does, be it in evaluation or recomputed.
+    Only this function changes a bias or the fractions of the "global" loss; no forward does.
 
     Args:
         model: the model, or this rank's stage of it.
         mesh: the mesh it lies on.
 
     Returns:
-        By name of each router what it did since the last call, on the device.
+        The statistics of each router since the last call, by its name, on the device.
 
     Raises:
         ValueError: before anything is sent, naming a trained router that balances by its counts and has none.

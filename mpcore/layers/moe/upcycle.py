@@ -11,10 +11,10 @@ from mpcore.sharding.declarations import named_modules
 
 
 def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor]:
-    """A dense model's logical state dict as that of a mixture: each expert begins as a copy of the layer's MLP.
+    """Turn the state dict of a dense model into that of a mixture: each expert is a copy of the layer's MLP.
 
-    With normalised weights of scale 1 and no shared experts the mixture's first output is the dense model's, whatever
-    its router. With a top_k of 1 weights aren't normalised: there it is the dense MLP's times the router's score.
+    With normalised weights of scale 1 and no shared experts the mixture's first output equals the dense model's, for
+    any router. With a top_k of 1 weights aren't normalised: then it is the dense MLP's output times the router's score.
 
     Args:
         state: as `mpcore.full_state_dict` gives it, of a model with a `ParallelMLP` where the mixture has a
@@ -22,7 +22,7 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
         mixture: the model that is to load it, or this rank's stage of it; on the meta device too.
 
     Returns:
-        A new dict. It has no router: its weight is the mixture's own beginning, so take that from the mixture's state.
+        A new dict. It has no router weights: take those from the mixture's own state dict.
 
     Raises:
         ValueError: if the model has no `ParallelMoE`, the dense one no MLP there, or one with biases, which experts
