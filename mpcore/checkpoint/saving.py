@@ -131,7 +131,7 @@ def save(
     """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
 
     Each logical element is written once, by the lowest rank that holds it. Replicas on other ranks are compared with
-    it: they differ if a layer doesn't declare that it is sharded. Each optional parameter is an entry of the manifest.
+    it: they differ if a layer doesn't declare that it is sharded. The optional parameters are entries of the manifest.
 
     Args:
         path: the directory to make. An existing one is replaced when the new one is complete.
@@ -175,7 +175,7 @@ def save_async(
 
     The files are byte for byte those of `save` at this moment. Pass the returned `Saving` to the next call, and call
     `wait` on the last one before the process group is destroyed. The interpreter doesn't exit before the save has
-    ended.
+    ended. All other parameters are those of `save`.
 
     Args:
         after: the save before this one. It is waited for, so that at most one save is in flight.
