@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -99,7 +99,7 @@ def input_error(message: str) -> ValueError:
     The names come from the call stack, so nothing is kept for a forward without an error.
     """
     calls: list[nn.Module] = []  # the innermost first
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
