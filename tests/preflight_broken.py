@@ -206,7 +206,8 @@ def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
     lines = {line.split(" | ")[1]: line for line in table.splitlines()[2:]}
     for row in rows:
         found = row["check"] if row["kind"] == "found" else f"**{row['kind']}** {row['check']}"
-        told = [cut(row["sentence"]).replace("|", "\\|"), *([] if row["kind"] == "found" else ["not as it should be"])]
+        sentence = row["sentence"].replace(f"{Path.cwd()}/", "")
+        told = [cut(sentence).replace("|", "\\|"), *([] if row["kind"] == "found" else ["not as it should be"])]
         lines[row["what"]] = f"| {row['number']} | {row['what']} | `{row['flags']}` | {found} | {'; '.join(told)} |"
     return f"{before}{MARKS[0]}{HEAD}" + "".join(f"{line}\n" for line in lines.values()) + MARKS[1] + after
 

@@ -173,11 +173,12 @@ def wrong_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets
         want = torch.nn.functional.cross_entropy(torchs.flatten(0, 1), some.flatten(), reduction="sum")
         (dx,) = torch.autograd.grad(got, ours)
         (truth,) = torch.autograd.grad(want, torchs)
+        got, want = float(got.detach()), float(want.detach())
         what = f"of logits up to {float(given.abs().max()):.3g} in {str(dtype).removeprefix('torch.')}"
         if not torch.equal(ours.detach(), given):
             return f"the loss {what} writes to its logits"
-        if not math.isclose(float(got), float(want), rel_tol=1e4 * torch.finfo(dtype).eps):
-            return f"the loss {what} is {float(got):.9g}, torch's {float(want):.9g}"
+        if not math.isclose(got, want, rel_tol=1e4 * torch.finfo(dtype).eps):
+            return f"the loss {what} is {got:.9g}, torch's {want:.9g}"
         if dx[some == -100].any():
             return f"the loss {what} gives an ignored target a gradient"
         far = float((dx.double() - truth).abs().max())
