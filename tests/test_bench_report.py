@@ -25,6 +25,7 @@ from bench.kernels.protocol import BOTH, FORWARD, Kernel, NotHereError, WrongErr
 from bench.peers import page as peers_page
 from bench.peers.measure import Result, Row, check_equal
 from bench.peers.table import ROWS
+from bench.peers.work import Work, count
 from bench.report import BEGIN, END, main, table
 from bench.tune import AS_IT_IS, Candidate, Tunable, tune
 
@@ -423,7 +424,12 @@ def test_a_row_of_peers_has_the_ratio_of_each_round_and_the_verdict_of_its_sprea
     slow, fast, mixed = [2.0] * 5, [1.0] * 5, [0.9, 0.9, 1.0, 1.2, 1.2]
     results = [
         Result(peers_row("twice as fast"), cpu={"mpcore": fast, "a peer": slow}, wall={"mpcore": fast, "a peer": fast}),
-        Result(peers_row("half as fast"), cpu={"mpcore": slow, "a peer": fast}, wall={"mpcore": fast, "a peer": fast}),
+        Result(
+            peers_row("half as fast", why="it adds"),
+            cpu={"mpcore": slow, "a peer": fast},
+            wall={"mpcore": fast, "a peer": fast},
+            work=dict.fromkeys(("mpcore", "a peer"), Work(1, 1, 2, 1, 0, 1, 0, 0, 0)),
+        ),
         Result(
             peers_row("either", at_least=1.1), cpu={"mpcore": fast, "a peer": mixed}, wall={"mpcore": fast, "b": fast}
         ),
@@ -432,10 +438,28 @@ def test_a_row_of_peers_has_the_ratio_of_each_round_and_the_verdict_of_its_sprea
     assert [result.verdict for result in results] == ["met", "missed", "unclear", "not installed"]
     peers_page.write(tmp_path / "peers.md", results, 90.0)
     rows = [line for line in (tmp_path / "peers.md").read_text().splitlines() if "a peer" in line]
-    assert [line.split("|")[3].strip() for line in rows] == [
+    assert [line.split("|")[3].strip() for line in rows[:4]] == [
         "**2.00** (2.00-2.00)", "**0.50** (0.50-0.50)", "**1.00** (0.90-1.20)", "not installed",
     ]  # fmt: skip
+    work = "1 + 1 calls, 2 operators, 1 products, 1 copies"
+    assert rows[4:] == [f"| half as fast | a peer | {work} | {work} | it adds |", "| either | a peer |  |  |  |"]
     assert (tmp_path / "peers.png").stat().st_size > 0
+
+
+def test_runs_of_a_row_are_put_together():
+    one, other = (
+        Result(peers_row("a"), cpu={"mpcore": [1.0], "b": [x]}, wall={"mpcore": [1.0], "b": [x]}) for x in (2, 4)
+    )
+    one.add(other)
+    assert one.runs == [2, 4]
+    assert one.ratio()[1] == 3
+
+
+def test_the_work_of_a_step_is_counted():
+    x = torch.ones(2**18)
+    work = count(lambda: (x @ x.view(-1, 1), x.clone(), torch.cat([x, x])))
+    assert (work.products, work.messages, work.copies, work.copied) == (1, 0, 2, 3.0)
+    assert work.operators >= 4
 
 
 @pytest.mark.parametrize("theirs", [torch.full((2,), 1.1), torch.tensor([1.0, math.nan]), [torch.ones(2)] * 2])
