@@ -84,8 +84,8 @@ Machine: {machine}. Date: {date}, commit {commit}.
 - ZeRO-1 to 3 are torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden here. On a GPU it
   sends on streams of its own, which this bench does not see.
 - A pipeline's waits are its bubble too.
-- Where a rank waits longer than the critical path of products alone, it waits for the other rank's other work: the
-  critical path of all work has it.
+- Ring attention and experts wait longer than both critical paths say: the hosts' other work does not explain it. Why
+  is not known yet.
 - Messages that nothing hides, and why, are in [decisions](decisions.md).
 """
 
