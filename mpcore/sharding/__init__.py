@@ -1,8 +1,8 @@
-"""Where each parameter's local tensor lies in its logical tensor.
+"""Declare which part of its logical tensor each rank's local tensor holds.
 
-A layer declares this once for each parameter. Initialization, gradient sums, gradient norms, state dicts and
-checkpoints read that declaration; nothing looks at a parameter's name. Stands on `mesh` and `collectives`. Open
-`declare.py` first.
+A layer makes one declaration (`Sharding`) for each of its parameters. Initialization, gradient reduction, gradient
+norms, state dicts and checkpoints read the declarations; no code looks at a parameter's name. The package uses `mesh`
+and `collectives`. Read `declare.py` first.
 """
 
 from mpcore.sharding.declarations import (

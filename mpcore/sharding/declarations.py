@@ -1,4 +1,4 @@
-"""The declarations of a whole model's parameters."""
+"""Collect the sharding declarations of all parameters of a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mpcore.sharding.declare import Sharding
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile and checkpoint_wrapper add these to names
 
 
 class Place(NamedTuple):
-    """Where a parameter is held: its full name, the module, its name there, and what the module declares of it."""
+    """One holder of a parameter: the full name, the module, the parameter's name in the module, the declaration."""
 
     name: str
     module: nn.Module
@@ -30,53 +30,64 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTree:
-    """The modules, parameters and declarations of a model. Each list is made when it is first read, and kept.
+    """The modules, parameters and declarations of a model. Each list is built on first read and cached.
 
-    `Run` has one, so that a step walks over no modules. A model whose modules or parameters are replaced needs a new
-    tree.
+    `Run` keeps one tree, so that a step does not walk over the modules. After a module or a parameter is replaced,
+    build a new tree.
     """
 
     model: nn.Module
 
     @cached_property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
-        """As `named_modules`."""
+        """Return each module with its full name (`named_modules`)."""
         return tuple(named_modules(self.model))
 
     @cached_property
     def declared(self) -> tuple[tuple[str, nn.Parameter, Sharding], ...]:
-        """As `declarations`."""
+        """Return name, parameter and `Sharding` of each parameter (`declarations`)."""
         return tuple(_declarations(self.modules))
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Each parameter once."""
+        """Return each parameter once."""
         held = (p for _, module in self.modules for p in module._parameters.values() if p is not None)
         return tuple(dict.fromkeys(held))
 
     @cached_property
     def derived(self) -> dict[tuple[str, int], Any]:
-        """Cache for values that are derived from the declarations; the key is a name and the `id` of an object."""
+        """Return a cache for values that other modules compute from the declarations.
+
+        The key is a name that the caller chooses and the `id` of the object that the value depends on.
+        """
         return {}
 
     @cached_property
     def units(self) -> list[FSDPModule]:
-        """The modules that `fully_shard` was called on."""
+        """Return the modules that `fully_shard` was called on."""
         return fsdp.units(self.model)
 
 
 def tree_of(model: nn.Module | ModelTree) -> ModelTree:
-    """The tree that was given, or one of a model as it is now."""
+    """Return `model` if it is a `ModelTree`, else a new tree of the model."""
     return model if isinstance(model, ModelTree) else ModelTree(model)
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield each parameter once: its first full name, a module that holds it, its name there, the parameter.
+    """Yield name, owning module, leaf name and parameter of every parameter.
 
-    Of several modules it is the first that declares the parameter, or the first.
+    A tied parameter is yielded once. Its owner is the first module that declares the parameter. If no module declares
+    it, the owner is the first module that holds it.
+
+    Args:
+        model: the model.
+
+    Yields:
+        The parameter's first full name, the owner, the parameter's name in the owner, and the parameter.
 
     Raises:
-        ValueError: if what a module declares is no parameter of it any more, as when torch parametrizes it.
+        ValueError: if a module declares a name that is not one of its parameters, for example after
+            `torch.nn.utils.parametrize`.
     """
     for parameter, places in _places(named_modules(model)):
         owner = next((place for place in places if place.declared is not None), places[0])
@@ -84,10 +95,16 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 
 
 def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Parameter, Sharding]]:
-    """Yield each parameter once: its first full name, the parameter, the declaration of all modules that hold it.
+    """Yield name, parameter and `Sharding` of every parameter.
+
+    A tied parameter is yielded once, under its first full name, with the declarations of all its modules joined.
+
+    Args:
+        model: the model, or its `ModelTree`.
 
     Raises:
-        ValueError: as `owners`, and if two modules declare one parameter differently.
+        ValueError: if two modules declare one parameter differently, or a module declares a name that is not one of its
+            parameters, for example after `torch.nn.utils.parametrize`.
     """
     yield from model.declared if isinstance(model, ModelTree) else _declarations(named_modules(model))
 
@@ -99,7 +116,13 @@ def _declarations(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
 
 
 def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once, by its full name without wrappers. Wrappers themselves are left out."""
+    """Yield the full name and the module of each module once.
+
+    Wrapper modules of `torch.compile` and `checkpoint_wrapper` are skipped, and their parts of the names are removed.
+
+    Args:
+        model: the model, or its `ModelTree`.
+    """
     if isinstance(model, ModelTree):
         yield from model.modules
         return
@@ -109,12 +132,12 @@ def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module
 
 
 def plain_name(name: str) -> str:
-    """A name of torch's without what wrappers put into it."""
+    """Return a module or parameter name without the parts that `torch.compile` and `checkpoint_wrapper` add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Parameter, list[Place]]]:
-    """Each parameter with all places that hold it, the first one first."""
+    """Yield each parameter with all modules that hold it, in the order of the modules."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     for prefix, module in modules:
         declared = declared_by(module)
@@ -133,7 +156,10 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Param
 
 
 def _joined(places: list[Place]) -> Sharding:
-    """Join the declarations of a tied parameter: all must shard it alike, and its pending sums are those of all."""
+    """Join the declarations of a tied parameter.
+
+    All modules must shard the parameter in the same way. The result has the partial axes of all the declarations.
+    """
     first = places[0].declared
     assert first is not None
     if len(places) == 1:
@@ -170,7 +196,7 @@ def _words(sharding: Sharding) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield each buffer of the state dict: its full name, the module that holds it, its name there, the buffer."""
+    """Yield full name, module, leaf name and buffer of every buffer that is in the state dict."""
     for prefix, module in named_modules(model):
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
@@ -178,7 +204,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, 
 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
-    """Return the declaration of every parameter by full name; a parameter without one is replicated.
+    """Return the `Sharding` of every parameter, by full name.
+
+    A parameter that no module declares is replicated.
+
+    Args:
+        model: the model, or this rank's pipeline stage of it.
+
+    Raises:
+        ValueError: if two modules declare one parameter differently.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
@@ -189,26 +223,39 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Sharding]:
-    """The declarations of a module's own parameters, by their names in it: its attribute `shardings`."""
+    """Return the module's attribute `shardings`: the declarations of its own parameters, by leaf name."""
     return getattr(module, "shardings", {})
 
 
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
-    """The declaration of `module`'s parameter `leaf`; replicated if there is none."""
+    """Return the `Sharding` of `module`'s parameter `leaf`. An undeclared parameter is replicated.
+
+    Args:
+        module: the module that holds the parameter.
+        leaf: the parameter's name in the module, such as "weight".
+        parameter: the parameter; an undeclared one has its shape.
+    """
     return declared_by(module).get(leaf) or Sharding(tuple(parameter.shape))
 
 
 def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
-    """Have a module, also one that declares nothing, declare something else of its parameter `leaf`."""
+    """Replace the declaration of `module`'s parameter `leaf`. The module need not have any declaration."""
     module.shardings = {**declared_by(module), leaf: sharding}  # pyright: ignore[reportArgumentType]
 
 
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
-    """Declare that the gradient of `module`'s parameter `leaf` must also be summed over `axis`.
+    """Declare that the gradient of `module`'s parameter `leaf` is partial over `axis` and must be all-reduced.
+
+    The axis is added to the axes that the module declares. An axis of size 1 changes nothing.
+
+    Args:
+        module: the module that holds the parameter.
+        leaf: the parameter's name in the module, such as "weight".
+        axis: the axis. Each of its ranks computes one term of the gradient.
 
     Example:
         >>> table, pp = nn.Embedding(4, 2), mpcore.Axis(size=2, rank=0, name="pp")
-        >>> mpcore.add_partial(table, "weight", pp)  # each of two stages has a part of its gradient
+        >>> mpcore.add_partial(table, "weight", pp)  # each of two pipeline stages computes a part of the gradient
         >>> mpcore.shardings(table)["weight"].partial
         (Axis(pp: rank 0 of 2),)
     """

@@ -1,6 +1,6 @@
-"""Where a parameter's local tensor lies in its logical tensor.
+"""Describe which part of a logical tensor a rank holds: `Shard` for one dimension, `Sharding` for the tensor.
 
-A layer declares this once for each of its parameters, in `layer.shardings`.
+A layer declares a `Sharding` for each of its parameters in `layer.shardings`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Shard:
     Args:
         axis: the axis.
         dim: the dimension of the logical tensor.
-        runs: for each rank the runs `(start, end)` of the dimension that it holds, in that order; () for a rank that
-            holds nothing. Runs of different ranks may overlap: those ranks hold replicas, and their gradients are terms
-            of one sum.
+        runs: one entry per rank: the index ranges `(start, end)` of the dimension that the rank holds, in storage
+            order. An empty entry means that the rank holds nothing. Ranges of different ranks may overlap: those ranks
+            hold replicas, and their gradients must be all-reduced.
     """
 
     axis: Axis
@@ -38,16 +38,16 @@ class Shard:
 
     @property
     def mine(self) -> tuple[Run, ...]:
-        """The runs that this rank holds."""
+        """The index ranges that this rank holds."""
         return self.runs[self.axis.rank]
 
     def size(self, rank: int) -> int:
-        """How many indices of the dimension `rank` holds."""
+        """Return how many indices of the dimension `rank` holds."""
         return sum(end - start for start, end in self.runs[rank])
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
-        """The indices that more than one rank holds, in order."""
+        """The indices that more than one rank holds, in ascending order."""
         seen: set[int] = set()
         twice: set[int] = set()
         for runs in self.runs:
@@ -58,25 +58,25 @@ class Shard:
 
     @cached_property
     def owned(self) -> tuple[bool, ...]:
-        """For each index this rank holds: whether no lower rank holds it too."""
+        """For each index that this rank holds: True if no lower rank holds the same index."""
         lower = {i for runs in self.runs[: self.axis.rank] for start, end in runs for i in range(start, end)}
         return tuple(i not in lower for start, end in self.mine for i in range(start, end))
 
     @cached_property
     def owned_runs(self) -> tuple[Run, ...]:
-        """The runs of what this rank holds, counted from its first index, that no lower rank holds too."""
+        """The local index ranges that no lower rank holds, counted from this rank's first index."""
         kept = [i if mine else None for i, mine in enumerate(self.owned)]
         return tuple((start, start + length) for start, _, length in _runs(kept))
 
     @cached_property
     def replica_runs(self) -> tuple[tuple[int, int, int], ...]:
-        """The replicas that this rank holds in runs: where in what it holds, where in `replicated`, how many."""
+        """The ranges of this rank's indices that other ranks hold too: (local start, start in `replicated`, length)."""
         slot = {index: i for i, index in enumerate(self.replicated)}
         return tuple(_runs([slot.get(index) for start, end in self.mine for index in range(start, end)]))
 
 
 def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
-    """The index, the place and the length of each run of places that follow each other."""
+    """Yield the index, the value and the length of each run of consecutive values. None ends a run."""
     for _, found in itertools.groupby(enumerate(places), lambda pair: None if pair[1] is None else pair[1] - pair[0]):
         (index, place), *more = found
         if place is not None:
@@ -85,17 +85,18 @@ def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The place of a local tensor in its logical tensor, and the axes over which its gradient must be summed.
+    """Which part of a logical tensor this rank's local tensor holds, and over which axes its gradient must be reduced.
 
     Args:
         shape: the logical shape.
         shards: the sharded dimensions, each with its axis. Over all other axes the tensor is replicated.
-        partial: axes over which the tensor is replicated while each rank's gradient is one term of a sum, such as the
-            weight of a norm that sees only this rank's part of the sequence.
-        blocks: lengths of the matrices that the tensor is made of, such as Q, K and V; (): it is one.
-        block_dim: the dimension that they follow each other in.
-        added: those of `partial` that hold for every use of the parameter, whichever module's: what `add_partial` said.
-        data: the axis that `shard_data_parallel` sharded or replicated it over; None: it wasn't called.
+        partial: the axes over which the tensor is replicated but its gradient is partial, so that it must be
+            all-reduced. Example: the weight of a norm that sees only this rank's part of the sequence.
+        blocks: sizes of the matrices that are concatenated in the tensor, such as Q, K and V. (): one matrix.
+        block_dim: the dimension along which `blocks` are concatenated.
+        added: the axes in `partial` that `add_partial` declared. They hold for every module that uses the parameter.
+        data: the axis over which `shard_data_parallel` sharded or replicated the parameter. None: `shard_data_parallel`
+            was not called on it.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +109,7 @@ class Sharding:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's tensor."""
+        """The shape of this rank's local tensor."""
         shape = list(self.shape)
         for shard in self.shards:
             shape[shard.dim] = shard.size(shard.axis.rank)
@@ -116,19 +117,25 @@ class Sharding:
 
     @cached_property
     def pending(self) -> tuple[Axis, ...]:
-        """The axes over which `mpcore.reduce_gradients` sums the gradient: `partial`, and those that hold replicas."""
+        """The axes over which `mpcore.reduce_gradients` sums the gradient.
+
+        These are the axes in `partial`, and the axes in `shards` on which several ranks hold the same indices.
+        """
         axes = (*self.partial, *(shard.axis for shard in self.shards if shard.replicated))
         return tuple(axis for axis in axes if axis.size > 1)
 
     def data_axis(self, mesh: Mesh) -> Axis:
-        """The axis on which the tensor is replicated while its ranks see other data: their gradients are to be summed.
+        """Return the axis whose ranks hold the same tensor and see different data.
 
-        That is `mesh.edp` for what is sharded over the experts' axis, and `mesh.data` for all else.
+        The gradient must be summed over this axis.
+
+        Returns:
+            `mesh.edp` for a tensor that is sharded over `mesh.ep`, `mesh.data` for every other tensor.
         """
         return mesh.edp if self._is_expert(mesh) else mesh.data
 
     def replica_axes(self, mesh: Mesh) -> tuple[Axis, ...]:
-        """The axes besides `data_axis` on which other ranks hold the same elements."""
+        """Return the axes besides `data_axis` on which other ranks hold the same elements."""
         over = self.partial if self._is_expert(mesh) else (mesh.tp, *self.partial)  # experts have their own etp
         cut = {shard.axis.key for shard in self.shards}
         return tuple(axis for axis in over if axis.key not in cut)
@@ -137,7 +144,18 @@ class Sharding:
         return any(shard.axis.key == mesh.ep.key for shard in self.shards)
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's part of the logical tensor, in a tensor of its own unless that is all of it."""
+        """Return this rank's part of a logical tensor.
+
+        Args:
+            full: the logical tensor, of shape `self.shape`.
+
+        Returns:
+            A tensor of shape `local_shape`. It is a copy, except that `full` itself is returned if no dimension is
+            sharded.
+
+        Raises:
+            ValueError: if `full` doesn't have the logical shape.
+        """
         if tuple(full.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(full.shape)} is not the logical shape {self.shape}")
         for shard in self.shards:
@@ -146,7 +164,14 @@ class Sharding:
         return full
 
     def assemble(self, local: Tensor) -> Tensor:
-        """The logical tensor, gathered over the axes it is sharded on: a collective, on all of their ranks."""
+        """All-gather the logical tensor over the axes that it is sharded on. All ranks of these axes must call it.
+
+        Args:
+            local: this rank's tensor, of shape `local_shape`.
+
+        Returns:
+            A contiguous tensor of shape `self.shape`.
+        """
         for shard in reversed(self.shards):
             if shard.axis.size == 1:
                 parts = [local.movedim(shard.dim, 0)]
@@ -166,10 +191,13 @@ class Sharding:
 
 
 def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> None:
-    """Refuse a parameter that lies on axes of another mesh: whose replica is whose would be guessed.
+    """Check that a parameter is sharded over axes of `mesh`, not over those of another mesh.
+
+    On another mesh it would be unclear which ranks hold replicas.
 
     Raises:
-        ValueError: naming it and the axis, or that a DTensor isn't of `shard_data_parallel`.
+        ValueError: if the parameter is sharded over an axis of another mesh, or is a DTensor that `shard_data_parallel`
+            didn't make. The message names the parameter.
     """
     if is_dtensor(parameter) and sharding.data is None and parameter.device_mesh.size() > 1:
         raise ValueError(
@@ -188,12 +216,26 @@ def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) 
 
 
 def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
-    """Shard a dimension of `length` in one run for each rank. A `unit` is never split."""
+    """Shard a dimension over an axis: one contiguous index range per rank.
+
+    Args:
+        length: the size of the dimension.
+        axis: the axis.
+        dim: the dimension of the logical tensor.
+        unit: the number of consecutive indices that must stay on one rank, such as the size of a head.
+    """
     return cut_blocks((length,), axis, dim, (unit,))
 
 
 def cut_blocks(lengths: Sequence[int], axis: Axis, dim: int, units: Sequence[int]) -> Shard:
-    """Shard a dimension made of blocks, such as gate and up: each block is sharded over the axis."""
+    """Shard a dimension that concatenates several blocks, such as gate and up. Each block is sharded over the axis.
+
+    Args:
+        lengths: the size of each block.
+        axis: the axis.
+        dim: the dimension of the logical tensor.
+        units: for each block, the number of consecutive indices that must stay on one rank.
+    """
     check_axis(axis)
     runs: list[list[Run]] = [[] for _ in range(axis.size)]
     offset = 0

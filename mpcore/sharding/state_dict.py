@@ -1,4 +1,4 @@
-"""Gather the state dict of the unsharded model, and load one into any layout."""
+"""Gather the full state dict of a sharded model, and load a full state dict into any layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
 
 
 def check_present(name: str, x: Tensor) -> None:
-    """Refuse a parameter without memory here: torch would read and write past the end of what there is.
+    """Check that a parameter has memory on the device: torch would read and write outside of its storage.
 
     Raises:
-        ValueError: naming it, and the way out.
+        ValueError: if the parameter is offloaded. The message names it and says what to do.
     """
     x = local_tensor(x)
     if x.numel() and not x.untyped_storage().nbytes():
@@ -28,20 +28,32 @@ def check_present(name: str, x: Tensor) -> None:
 
 
 def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
-    """Gather the logical tensor of a parameter or gradient, also from shards of data parallelism: a collective."""
+    """All-gather the logical tensor of a parameter or gradient, over tp and over data. A collective.
+
+    Args:
+        x: this rank's parameter or gradient, a DTensor or a plain tensor.
+        sharding: the parameter's declaration.
+
+    Returns:
+        A tensor of shape `sharding.shape`. If nothing is sharded, the tensor shares the memory of `x`.
+    """
     x = x.full_tensor() if is_dtensor(x) else x
     return sharding.assemble(x.detach())
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the state dict of the unsharded model on every rank: a collective on all ranks.
+    """Gather the state dict of the unsharded model on every rank. All ranks must call it.
 
-    It has every parameter in its logical shape, tied ones under all their names, and this rank's persistent buffers. In
-    a pipeline it has this rank's stage. All tensors are copies. Names have no prefixes of `torch.compile` and
-    `checkpoint_wrapper`.
+    Args:
+        model: the model, or this rank's pipeline stage of it.
+
+    Returns:
+        A copy of every parameter in its logical shape (a tied parameter under each of its names), and of this rank's
+        persistent buffers. A pipeline stage returns only its own tensors. The parts of names that `torch.compile` and
+        `checkpoint_wrapper` add are removed.
 
     Raises:
-        ValueError: before anything is sent, naming a parameter that is offloaded.
+        ValueError: if a parameter is offloaded, before any communication. The message names the parameter.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
@@ -54,14 +66,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state = {}
     for name, parameter, sharding in held:
         full = full_tensor(parameter, sharding)
-        own = full.data_ptr() == local_tensor(parameter).data_ptr()  # what no other rank holds a part of
+        own = full.data_ptr() == local_tensor(parameter).data_ptr()  # not gathered: still the parameter's memory
         state[name] = full.clone() if own else full
     state |= {name: buffer.detach().clone() for name, _, _, buffer in persistent_buffers(model)}
     return state | {name: state[first] for first, *others in all_names(model) for name in others}
 
 
 def all_names(model: nn.Module) -> Iterable[list[str]]:
-    """All names of each tensor in the state dict, the first one first."""
+    """Yield all names of each tensor in the state dict, the first name first."""
     names: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for leaf, x in itertools.chain(module._parameters.items(), module._buffers.items()):
@@ -74,22 +86,23 @@ def all_names(model: nn.Module) -> Iterable[list[str]]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load the state dict of the unsharded model: each rank copies its shards, and persistent buffers.
 
-    There is no communication: every rank passes the whole tensors.
+    There is no communication: every rank passes the full tensors.
 
     Args:
         model: the model, or this rank's stage of it, before or after `shard_data_parallel`. Parameters that a forward
             left gathered are resharded first.
-        state: whole tensors by full name. A tied parameter may have any of its names; other tensors are ignored.
+        state: the full tensors, by full name. A tied parameter may have any of its names. Entries that the model
+            doesn't have are ignored.
 
     Raises:
-        ValueError: before any value is copied, naming the tensor, if one is missing, has another shape, is offloaded,
-            or is still gathered by a stage that was sharded separately.
+        ValueError: before any value is copied, if a tensor is missing, has another shape, is offloaded, or is still
+            gathered by a stage that was sharded separately. The message names the tensor.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
         >>> mpcore.load_full_state_dict(model, torch.nn.Linear(4, 8).state_dict())
     """
-    reshard(model)  # what is gathered is a copy, dropped before the next step
+    reshard(model)  # a value copied into a gathered parameter would be lost at the next step
     held, buffers = list(declarations(model)), {}
     for name, _, _, buffer in persistent_buffers(model):
         buffers.setdefault(id(buffer), (name, buffer))
@@ -114,7 +127,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def copy_part(parameter: Tensor, sharding: Sharding, full: Tensor) -> None:
-    """Copy this rank's part of a logical tensor into a parameter, sharded over data or not. No communication."""
+    """Copy this rank's part of a logical tensor into a parameter. No communication.
+
+    The parameter may be sharded over tp and over data.
+    """
     part = sharding.take(full)
     if is_dtensor(parameter):
         start, end = data_run(parameter)
