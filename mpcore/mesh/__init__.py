@@ -1,7 +1,7 @@
-"""The process groups of a run: which rank talks to which.
+"""Build the process groups of a run: they say which ranks communicate with each other.
 
-`build_mesh` cuts the world into the axes tp, cp, dp, pp, ep and etp. Every layer takes the axis that it shards over.
-Stands on torch.distributed alone. Open `axis.py` first: `Axis` and `Mesh` are what all other packages pass around.
+`build_mesh` arranges the ranks along the axes tp, cp, dp, pp, ep and etp. Every layer accepts the axis that it shards
+over. The package uses only torch.distributed. Read `axis.py` first: all other packages pass `Axis` and `Mesh` around.
 """
 
 from mpcore.mesh.agreement import check_same, raise_together, raising_together

@@ -1,8 +1,8 @@
-"""Agreement between ranks: compare a value on all of them, or fail on all of them.
+"""Compare a value on all ranks, or raise an error on all ranks.
 
-Ranks agree over the store at which the job met, not by collectives. Each rank has one connection to the store and sends
-it six short requests, whatever the number of ranks. Values are sent only where ranks differ or ask for them: to rank 0
-of the group, which merges them.
+The ranks use the store of their rendezvous, not collectives. Each rank has one connection to the store and sends it
+six short requests, for any number of ranks. A value itself is sent only if ranks differ or ask for the values: it is
+sent to rank 0 of the group, which merges all values.
 """
 
 from __future__ import annotations
@@ -27,20 +27,30 @@ _PART = 2**22  # bytes of a value: a TCPStore refuses 8 MiB
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Give a Python value of each rank to all ranks of a small group, in rank order; None: this process alone."""
+    """Return the Python values of all ranks of a small group, in rank order.
+
+    Args:
+        value: this rank's value; it is pickled.
+        group: the ranks. None: this process alone.
+    """
     return exchange(None, value, group)
 
 
 def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None = None) -> None:
-    """Raise on every rank if ranks have different values of something that must be the same.
+    """Check that a value is the same on all ranks, and raise on every rank if it is not.
 
     Args:
-        what: the name of the value, for the message.
-        value: its value on this rank: a text, or a mapping, of which the message names only the entries that differ.
-        axis: the ranks to ask; None asks the whole job.
+        what: what the value is, for the message.
+        value: the value on this rank: a text or a mapping. For a mapping the message shows only the entries that
+            differ.
+        axis: the ranks to compare. None: all ranks of the job.
 
     Raises:
-        ValueError: on every rank, naming two ranks that differ and both values.
+        ValueError: on every rank, if two ranks differ. The message names the two ranks and both values.
+
+    Example:
+        >>> from mpcore.mesh import check_same
+        >>> check_same("batch size", "32")  # on one process there is nothing to compare
     """
     mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
     group = dist.group.WORLD if axis is None else axis.group
@@ -51,15 +61,16 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
 
 
 def raise_together(error: Exception | None, axis: Axis | None = None, line: str = "") -> None:
-    """Raise on every rank if one rank has failed, so that no rank waits for it.
+    """Raise an error on every rank if one rank has failed, so that no rank waits for the failed one.
 
     Args:
-        error: what went wrong on this rank; None: nothing.
-        axis: the ranks to ask; None asks the whole job.
-        line: as of `exchange`.
+        error: the exception of this rank. None: this rank did not fail.
+        axis: the ranks that call this function. None: all ranks of the job.
+        line: a name for calls from a background thread (see `exchange`).
 
     Raises:
-        ValueError: on every rank, with the message of the first rank that failed; from its own error on one that did.
+        ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
+            its own exception.
     """
     group, said = dist.group.WORLD if axis is None else axis.group, _say(error)
     state = "well" if error is None else f"failed: {said}"
@@ -71,13 +82,16 @@ def raise_together(error: Exception | None, axis: Axis | None = None, line: str 
 
 @contextmanager
 def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Run a block on every rank of the job. An error on one rank is raised on all ranks at the end of the block.
+    """Run a block on every rank of the job, and raise on every rank if the block raised on one.
+
+    The exception is raised at the end of the block.
 
     Args:
-        kinds: the exceptions to hold until then. Others are raised on their rank at once.
+        kinds: the exception types to share in this way. Other exceptions are raised at once, on their own rank.
 
     Raises:
-        ValueError: as `raise_together`.
+        ValueError: on every rank, if the block raised one of `kinds` on any rank. The message is that of the first rank
+            that failed.
     """
     error = None
     try:
@@ -94,18 +108,22 @@ def exchange(
     merge: Callable[[list[T]], Any] = list,
     line: str = "",
 ) -> Any:
-    """Give all ranks what rank 0 of the group makes of their values, or raise one rank's error on all ranks.
+    """Merge the values of all ranks on rank 0 of the group and return the result on every rank, or raise on every rank.
 
     Args:
-        error: what went wrong on this rank; None: nothing.
+        error: the exception of this rank. None: this rank did not fail.
         value: this rank's value; it is pickled.
-        group: the ranks; None: this process alone.
-        merge: called on rank 0 with the values in rank order. By default all ranks get all values: for small groups.
-        line: names the calls of a thread beside the main thread, which are counted apart.
+        group: the ranks. None: this process alone.
+        merge: called on rank 0 with the values in rank order. The default returns all values, for small groups.
+        line: a name for the calls of a background thread. Calls of different names are counted separately, so that a
+            background thread and the main thread can call this function in any order.
+
+    Returns:
+        What `merge` returned on rank 0.
 
     Raises:
-        ValueError: on every rank, with the message of the first that failed, or of `merge`; from its own error on one
-            that did.
+        ValueError: on every rank, with the message of the first rank that failed, or of `merge`. On a rank that failed,
+            the cause is its own exception.
     """
 
     def settle(answers: list[tuple[str | None, T]]) -> Any:
@@ -129,17 +147,17 @@ def exchange(
 
 
 class Agreement:
-    """One agreement of some ranks. All of them begin their agreements in the same order.
+    """One agreement among a group of ranks. All ranks must start their agreements in the same order.
 
-    The store counts them for each rank, so nothing is kept in the process. The last rank to come to an agreement
-    deletes the keys of the one before, which all ranks have left.
+    The store counts the agreements of each rank, so the process keeps no state. The last rank that reaches an agreement
+    deletes the keys of the previous agreement, which all ranks have left.
 
     Args:
-        store: holds the keys of these ranks alone.
-        rank: this process's place among them.
-        size: how many they are.
-        what: they agree about, for messages.
-        group: they are; None: the whole job.
+        store: the store, with a prefix that only these ranks use.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        what: what the ranks agree about, for messages.
+        group: the process group. None: the whole job.
     """
 
     def __init__(
@@ -149,7 +167,7 @@ class Agreement:
         self.number = self.store.add(f"at/{self.rank}", 1)
 
     def same(self, text: str) -> bool:
-        """Tell whether all ranks have the same text. Each sends a hash."""
+        """Return whether all ranks have the same text. Each rank sends a hash."""
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         if self.store.compare_set(self._key("first"), "", digest).decode() != digest:
             self.store.set(self._key("differ"), "")
@@ -159,7 +177,7 @@ class Agreement:
         return self._hear(self._key("result")) == b"same"
 
     def merged(self, value: T, merge: Callable[[list[T]], R]) -> tuple[Exception | None, R]:
-        """Return what rank 0 makes of the values of all ranks, or its error."""
+        """Return what `merge` computes on rank 0 from the values of all ranks, or its error."""
         if self.rank:
             self._put(f"of/{self.rank}", pickle.dumps(value))
         if self.store.add(self._key("came"), 1) == self.size:
@@ -180,7 +198,7 @@ class Agreement:
         parts = [data[at : at + _PART] for at in range(0, len(data), _PART)]
         for i, part in enumerate(parts[1:], 1):
             self.store.set(self._key(f"{name}/{i}"), part)
-        self.store.set(self._key(name), b"%d " % len(parts) + parts[0])  # last: who finds it finds all parts
+        self.store.set(self._key(name), b"%d " % len(parts) + parts[0])  # written last: then all parts are there
 
     def _take(self, name: str, keep: bool = False) -> bytes:
         count, _, data = self._hear(self._key(name)).partition(b" ")
@@ -199,7 +217,11 @@ class Agreement:
                 self.store.delete_key(self._key(name, 1))
 
     def _hear(self, key: str) -> bytes:
-        """Wait for a key. Ask the store rarely while a rank is late: a blocking wait would lock out other threads."""
+        """Wait for a key and return its value.
+
+        Polls the store, at most every second while a rank is late: a blocking wait would block the process's other
+        threads.
+        """
         began, limit = time.monotonic(), self.store.timeout.total_seconds()
         while not self.store.check([key]):
             waited = time.monotonic() - began
@@ -212,7 +234,7 @@ class Agreement:
 
     def _missing(self) -> str:
         about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
-        if self.store.add(self._key("looks"), 1) == 1:  # one rank looks, not all at all
+        if self.store.add(self._key("looks"), 1) == 1:  # only one rank looks for the late ranks
             late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
             ranks = name_ranks(
                 default_store() if self.group else None,
@@ -230,9 +252,12 @@ def _begin(group: dist.ProcessGroup, what: str = "", line: str = "") -> Agreemen
 
 
 def name_ranks(store: dist.Store | None, ranks: Sequence[int]) -> str:
-    """`rank 3 (host b)`, or of several: with the hosts that they named as they met, if not this one."""
+    """Return the ranks as text, such as `rank 3 (host b)`.
+
+    The hosts are those that the ranks wrote at the rendezvous. This process's own host is left out.
+    """
     keys, hosts = [f"mpcore/host/{rank}" for rank in ranks[:8]], set()
-    while store is not None:  # they met before torch put its own prefix on the store
+    while store is not None:  # the host names were written before torch added its own prefix to the store
         hosts |= {store.get(key).decode() for key in keys if store.check([key])} - {socket.gethostname()}
         store = store.underlying_store if isinstance(store, dist.PrefixStore) else None
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -254,7 +279,7 @@ def _alone(group: dist.ProcessGroup) -> bool:
 def _try(work: Callable[[T], R], value: T) -> tuple[Exception | None, R]:
     try:
         return None, work(value)
-    except Exception as error:  # whatever it is, the other ranks wait for the answer
+    except Exception as error:  # catch every error: the other ranks wait for the answer
         return ValueError(_say(error)), None  # type: ignore[return-value]
 
 

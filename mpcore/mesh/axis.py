@@ -1,4 +1,4 @@
-"""One axis of the mesh, and the mesh of all axes, as one rank sees them."""
+"""`Axis`, one axis of the mesh, and `Mesh`, all axes, as one rank sees them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mpcore.mesh.layout import layout_table
 
 @dataclass(frozen=True, repr=False)
 class Axis:
-    """One axis of the mesh, as one rank sees it. `Axis()` is the axis of size 1: no group, no communication.
+    """One axis of the mesh, as one rank sees it. `Axis()` has size 1, no group and no communication.
 
     Args:
-        size: number of ranks along the axis.
-        rank: this process's place along the axis, `0 <= rank < size`.
-        group: the process group of the ranks along the axis; None is enough for size 1 and for planning.
-        name: how messages call the axis; it says nothing about which axis it is. "": the role, or "axis".
-        role: which axis of a `Mesh` this is, such as "ep"; "" for an axis of your own, which its group identifies.
-        levels: the axis as outer x inner, its ranks numbered with inner fastest: cp with `build_mesh(cp_inner=...)`.
-        virtual: sums over the axis are one binary tree over so many virtual shards, whatever the size (`build_mesh`);
-            0: in the order that is fastest.
+        size: the number of ranks along the axis.
+        rank: this process's rank on the axis, `0 <= rank < size`.
+        group: the process group of the ranks along the axis. None is enough for size 1, or to compute with sizes only.
+        name: the name in messages; two axes may have the same name. "": `role`, or "axis" if that is empty too.
+        role: which axis of a `Mesh` this is, such as "ep". "": an axis that you made; its group identifies it.
+        levels: the axis as (outer, inner) axes, inner ranks adjacent. Only cp has it, with `build_mesh(cp_inner=...)`.
+        virtual: sums over the axis are one binary tree over this number of virtual shards, for every `size`
+            (`build_mesh`). 0: sums use the fastest order.
 
     Raises:
-        ValueError: if `rank` lies outside `size`, or the group has another number of ranks.
+        ValueError: if `rank` is not in [0, size), or the group has another number of ranks than `size`.
 
     Example:
         >>> mpcore.Axis(size=4, rank=1, name="tp")  # without a group, for sizes alone
@@ -61,24 +61,24 @@ class Axis:
 
     @property
     def pieces(self) -> int:
-        """How many virtual shards this rank holds; 0 without a virtual degree."""
+        """The number of virtual shards that this rank holds. 0: the axis has no virtual degree."""
         return self.virtual // self.size
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Identifies the axis: its group; without one its role, size and rank."""
+        """A key that identifies the axis: its group or, without a group, its role, size and rank."""
         return (self.group_name,) if self.group_name else (self.role, self.size, self.rank)
 
     @property
     def order(self) -> tuple[str, str]:
-        """A sort key that is the same on all ranks, so that collectives of several axes start in one order."""
+        """A sort key that is the same on all ranks: all ranks start the collectives of several axes in this order."""
         return self.role, self.group_name
 
     def __copy__(self) -> Axis:
         return self
 
     def __deepcopy__(self, memo: dict) -> Axis:
-        return self  # a process group can't be copied, and a copied layer talks to the same ranks
+        return self  # a process group can't be copied, and a copied layer communicates with the same ranks
 
     def __getstate__(self) -> dict:
         if self.group is not None:
@@ -91,21 +91,23 @@ class Axis:
 
 @dataclass(frozen=True, repr=False)
 class Mesh:
-    """The axes of one rank. Make it with `build_mesh`; several may live in one process.
+    """All axes as one rank sees them. Make it with `build_mesh`. One process may have several meshes.
 
     Attributes:
-        tp, cp, dp, pp: tensor, context, data and pipeline parallel.
-        ep, etp: experts, and tensor parallel inside each of them, over the ranks of a stage; `edp` is what they leave:
-            replicas of the same experts. etp x ep x edp = tp x cp x dp.
-        data: dp x cp, every rank that sees other tokens with the same weights.
+        tp, cp, dp, pp: the tensor, context, data and pipeline parallel axes.
+        ep, etp: the expert parallel axis, and the axis of tensor parallelism inside each expert. They divide the ranks
+            of a pipeline stage.
+        edp: the ranks of a pipeline stage that hold replicas of the same experts: etp x ep x edp = tp x cp x dp.
+        data: dp x cp, the ranks that hold the same weights and different tokens.
         ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
-        world: all ranks that train this model: of this worker.
-        workers: the ranks at the same place of each worker's world, which train models of their own and merge them.
-        job: all ranks of all workers; of one worker the world.
-        device_mesh: torch's mesh with dimensions pp, dp, cp, tp, behind workers where there are several; None where
-            torch.distributed isn't running.
-        made_ns: the time of its creation, in nanoseconds of the host's clock. It tells its groups from earlier groups
-            of the same names.
+        world: all ranks that train this model. With several workers: all ranks of this worker.
+        workers: the ranks with the same `world.rank` in each worker. Each worker trains its own model, and they merge.
+        job: all ranks of all workers. With one worker the same ranks as `world`.
+        device_type: "cuda" or "cpu".
+        device_mesh: torch's mesh with dimensions pp, dp, cp, tp; with several workers its first dimension is workers.
+            None if torch.distributed isn't running.
+        made_ns: when the mesh was made, in nanoseconds of the host's clock. Earlier events of a group with the same
+            name belong to another mesh.
 
     Example:
         >>> mpcore.Mesh().tp.size  # a process alone
@@ -138,7 +140,7 @@ class Mesh:
         return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
 
     def hold(self) -> Mesh:
-        """Count this mesh among the users of its groups. `build_mesh` does it."""
+        """Count this mesh as a user of its process groups. `build_mesh` calls it."""
         if self.job.group is not None and dist.get_backend() != "fake":
             levels = [level for axis in self.axes.values() for level in axis.levels or ()]
             groups = {axis.group for axis in (*self.axes.values(), *levels)} - {None, self.job.group}
@@ -148,11 +150,11 @@ class Mesh:
         return self
 
     def close(self) -> None:
-        """End the process groups that no other mesh of this process uses; call it on every rank. The job's group stays.
+        """Destroy the process groups that no other mesh of this process uses. Call it on every rank.
 
-        Meshes of one process share the groups of the same axis and ranks. Don't use models on a closed mesh. gloo
-        closes its connections when no object refers to them. As a context manager, the mesh is closed at the end of a
-        block without an error.
+        The job's default process group stays. Meshes of one process share the groups of the same axis and ranks. A
+        model or optimizer built on a closed mesh can't be used any more; gloo closes its connections when no object
+        refers to them. A `with` block closes its mesh at the end, unless the block raised.
 
         Example:
             >>> with mpcore.build_mesh() as mesh:
@@ -173,20 +175,20 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Every axis by its name; of two names for one group the more usual one comes first."""
+        """Every axis by name. If two names have the same group, the more common name comes first."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: axis for name, axis in found.items() if isinstance(axis, Axis)}
 
     @property
     def device(self) -> torch.device:
-        """The device this rank computes on."""
+        """The device that this rank computes on."""
         if self.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
 
 
 def check_axis(axis: Axis) -> None:
-    """Refuse other objects than an axis, such as torch's DeviceMesh, a process group or a whole mesh."""
+    """Raise TypeError if `axis` is not an `Axis`, for example a DeviceMesh, a process group or a `Mesh`."""
     if not isinstance(axis, Axis):
         raise TypeError(
             f"an axis is wanted, such as mesh.tp of build_mesh(tp=2), or Axis(group.size(), group.rank(), group) of a "
@@ -195,6 +197,6 @@ def check_axis(axis: Axis) -> None:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse other objects than a `Mesh`, such as torch's DeviceMesh or an axis."""
+    """Raise TypeError if `mesh` is not a `Mesh`, for example a DeviceMesh or an `Axis`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"expected the mesh that the model lies on, found {type(mesh).__name__}: give build_mesh's")

@@ -1,4 +1,4 @@
-"""Build the mesh: choose the device, join the world, make the process groups of all axes."""
+"""Build the mesh: choose the device, initialize torch.distributed, create the process groups of all axes."""
 
 from __future__ import annotations
 
@@ -36,35 +36,38 @@ def build_mesh(
     timeout: float | None = None,
     virtual: int | tuple[int, int] = 0,
 ) -> Mesh:
-    """Arrange the ranks of the world as a mesh of tensor, context, pipeline, expert and data parallel axes.
+    """Build a mesh of tensor, context, pipeline, expert and data parallel axes over all ranks.
 
-    Without `torch.distributed` all axes have size 1. Under torchrun, srun or another launcher (`read_launch`) the
-    default process group is made if there is none yet: gloo for CPU tensors, and nccl for CUDA tensors.
+    A process that no launcher started gets a mesh whose axes all have size 1. Under torchrun, srun or another launcher
+    (`read_launch`) this function creates the default process group if there is none yet: gloo for CPU tensors, and nccl
+    for CUDA tensors if the device is CUDA.
 
     Args:
-        tp, cp, pp, ep: sizes of the axes.
-        dp: size of the data-parallel axis; None: the world size divided by the others.
-        device_type: "cuda" or "cpu"; None: CUDA if every process of this machine has a GPU; if torch.distributed
-            runs already, CUDA if it has nccl. With `--virtual-local-rank`, say "cuda".
-        cp_inner: ranks of a sub-group of cp, for two-level context parallel; then `mesh.cp.levels` are (outer, inner).
-        etp: tensor parallel inside each expert, of any size; None: as tp.
-        workers: cut the job into so many equal worlds of consecutive ranks, each with a mesh as above, for
-            `mpcore.parallel.local_updates.DiLoCo`.
-        timeout: seconds that ranks may take to arrive, and a collective of the default process group made here; None:
-            torch's default.
-        virtual: the virtual degrees of tp and of the data ranks, or one number for both: powers of two that the axes
-            divide. `prepare(numerics="invariant")` needs them (docs/bitwise.md). 0: none.
+        tp, cp, pp, ep: the sizes of the axes.
+        dp: the size of the data-parallel axis. None: the world size divided by tp x cp x pp.
+        device_type: "cuda" or "cpu". None: CUDA if every process of this machine has a GPU. If torch.distributed runs
+            already, None means CUDA if its backend for CUDA is nccl and there is a GPU. With torchrun's
+            `--virtual-local-rank`, pass "cuda".
+        cp_inner: the size of the inner groups of cp, for two-level context parallelism. `mesh.cp.levels` is then
+            (outer, inner). None: one level.
+        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+        workers: the number of workers. The job is divided into this number of worlds of consecutive ranks, each with
+            its own mesh, for `mpcore.parallel.local_updates.DiLoCo`.
+        timeout: the seconds to wait for all ranks, and the timeout of collectives of a default process group that is
+            created here. None: torch's default.
+        virtual: the virtual degrees of (tp, data ranks), or one number for both. Each is a power of two that its axis'
+            size divides. `prepare(numerics="invariant")` needs them (docs/bitwise.md). 0: none.
 
     Returns:
         The mesh as this rank sees it.
 
     Raises:
-        ValueError: on every rank and before any group is made, if the sizes don't fit the world, the ranks ask for
-            different meshes, ranks don't arrive in time, the launcher's variables contradict each other, or "cuda"
-            leaves a rank without a GPU.
+        ValueError: on every rank and before any group of an axis is created, if the sizes don't fit the world, ranks
+            pass different arguments, ranks don't arrive in time, the launcher's variables contradict each other, or
+            `device_type="cuda"` leaves a rank without a GPU.
 
     Note:
-        - Eleven parameters: the sizes of the axes, the device, and how ranks meet and sum.
+        - The function has eleven parameters: the sizes of the axes, the device, and how ranks meet and sum.
 
     Example:
         >>> mesh = mpcore.build_mesh(tp=1)
@@ -86,7 +89,7 @@ def build_mesh(
     if asked is None and device_type == "cpu" and gpus and not running and local_rank == 0:
         warnings.warn(f"GPUs here: {gpus}, processes: {local_size}. Too few for all, so the CPU is taken", stacklevel=3)
     if launch.launcher and not running:
-        # gloo too: objects, and modules on the host, have no backend in a world of nccl alone.
+        # Add gloo to nccl: nccl alone can't communicate Python objects and CPU tensors.
         start_world(launch, "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks, degrees = None, None, {}, {}
@@ -105,7 +108,7 @@ def build_mesh(
         alike: dict[str, Any] = {name: Axis(role=name, virtual=n) for name, n in degrees.items()}
         return Mesh(device_type=device_type, **alike)
 
-    if device_type == "cuda":  # before the first collective: nccl refuses two ranks on one GPU
+    if device_type == "cuda":  # before the first collective: nccl raises if two ranks use one GPU
         torch.cuda.set_device(launch.local_rank % gpus)
     places = hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()
     plan = problem or f"{device_type} {shape} {degrees} {places}"
@@ -126,7 +129,7 @@ def build_mesh(
         "etp": "tp" if shape["etp"] == shape["tp"] else None,
         "edp": "data" if (shape["ep"], shape["etp"]) == (1, shape["tp"]) else None,
     }
-    for name in ("data", "ep", "etp", "edp", "ends"):  # fixed order: every rank makes every group, its own or not
+    for name in ("data", "ep", "etp", "edp", "ends"):  # every rank creates every group, in this order
         twin = axes.get(same_as.get(name) or "")
         axes[name] = Axis(twin.size, twin.rank, twin.group, role=name) if twin else _new_axis(name, ranks[name])
     if cp_inner is not None:
@@ -139,7 +142,15 @@ def build_mesh(
 
 
 def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the virtual degree of each axis that has one, of `build_mesh(virtual=...)` and the sizes of the axes."""
+    """Return the virtual degree of each axis that has one.
+
+    Args:
+        virtual: the argument of `build_mesh`.
+        sizes: the size of each axis, by name.
+
+    Raises:
+        ValueError: if a degree is not a power of two that the axis' size divides, or cp, ep or workers is above 1.
+    """
     tp, data = (virtual, virtual) if isinstance(virtual, int) else virtual
     if (tp, data) == (0, 0):
         return {}
@@ -157,16 +168,16 @@ def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) ->
 def choose_device(
     asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
 ) -> str:
-    """Choose the type of device that a rank computes on: a pure function.
+    """Return the type of device that a rank computes on. A pure function.
 
     Args:
-        asked: "cuda" or "cpu"; None: as the machine and the world are.
-        gpus: how many this process sees.
-        local_rank, local_size: among the launcher's processes on this machine.
-        backends: by type of device, of a world that runs already.
+        asked: "cuda" or "cpu". None: CUDA if there are enough GPUs and, in a running world, nccl; else the CPU.
+        gpus: the number of GPUs that this process sees.
+        local_rank, local_size: this process's rank among the launcher's processes on this machine, and their number.
+        backends: the backend by device type of a world that runs already. None: no world runs.
 
     Raises:
-        ValueError: for another type, or on a rank without a GPU; nccl takes one a rank.
+        ValueError: if `asked` is another type, or is "cuda" and this rank has no GPU. nccl needs one GPU per rank.
     """
     if asked not in (None, "cuda", "cpu"):
         raise ValueError(f"device_type {asked!r} is none of 'cuda', 'cpu' and None")
@@ -180,7 +191,7 @@ def choose_device(
 
 
 def _new_axis(name: str, groups: list[list[int]], whole: dist.ProcessGroup | None = None) -> Axis:
-    """This rank's axis among these groups; `whole`: the group to take where one group has all ranks."""
+    """Create this rank's axis `name`. A group that has all ranks of `whole` is not created: the axis uses `whole`."""
     me = dist.get_rank()
     mine = next((ranks for ranks in groups if me in ranks), [me])
     if whole is not None and len(mine) == whole.size():
@@ -191,8 +202,11 @@ def _new_axis(name: str, groups: list[list[int]], whole: dist.ProcessGroup | Non
 
 
 def _share(role: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """This rank's group: the one that an earlier mesh made of these ranks for this role, or a new one."""
+    """Return this rank's process group for a role.
+
+    It is the group that an earlier mesh created for the same role and ranks, or a new one.
+    """
     if is_bound():
         return split_groups(groups, role)
-    mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank counts every group, its own or not
+    mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank takes part in every group
     return next((group for group in mine if group is not None), None)

@@ -1,4 +1,4 @@
-"""Guard the start: end a process that waits in C for a host that is gone, and say which."""
+"""End a process that hangs while it joins the world, and log the cause."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from mpcore.mesh.log import get_logger
 log = get_logger("mpcore.mesh")
 P = ParamSpec("P")
 T = TypeVar("T")
-GRACE_S = 10.0  # what raises in time can say more
-EXIT_CODE = 70  # as of a hang in a step
+GRACE_S = 10.0  # an exception that arrives within this time has a better message
+EXIT_CODE = 70  # the same code as for a hang in a training step
 
 
 def guard_start(start: Callable[P, T]) -> Callable[P, T]:
-    """End this process if `start` has not returned `GRACE_S` seconds after its argument `timeout`.
+    """Decorate `start` so that the process ends if `start` runs `GRACE_S` seconds longer than its argument `timeout`.
 
-    A connection whose other end is cut off waits in C, some 15 minutes long, where no exception reaches it.
+    If the connection to a host is cut, torch waits in C code for about 15 minutes, and no Python exception can end the
+    wait. The process ends with exit code `EXIT_CODE`.
     """
     signature = inspect.signature(start)
 
     @functools.wraps(start)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        if simulated_rank() is not None:  # nothing waits in C, and a breakpoint may take its time
+        if simulated_rank() is not None:  # simulated ranks never wait in C, and a breakpoint may take long
             return start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments.get("timeout")
         limit = dist.default_pg_timeout.total_seconds() if given is None else given
@@ -51,7 +52,7 @@ def _end(limit: float) -> None:
     try:
         launch = read_launch(os.environ)
         address, port = launch.address, launch.port
-    except ValueError:  # the world was made by other means: this thread must end the process all the same
+    except ValueError:  # another launcher: this thread must still end the process
         address, port = os.environ.get("MASTER_ADDR", ""), 0
     try:
         socket.create_connection((address, port), timeout=3).close()

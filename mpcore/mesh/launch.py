@@ -1,4 +1,4 @@
-"""Read what the launcher tells a process: torchrun's variables, or Slurm's in a step of several tasks."""
+"""Read the launcher's environment variables: torchrun's, or those of a Slurm step of several tasks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ ALONE = "to run every task alone on purpose, start it with `env -u SLURM_STEP_ID
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in the job, as the launcher set it.
+    """What the launcher's environment variables say about this process.
 
     Attributes:
-        rank, world_size: of this process among all; 0 and 1 for a process that nothing launched.
-        local_rank, local_size: of this process among those of its node. If the launcher doesn't set them, `rank` and 1.
+        rank, world_size: this process's rank in the job, and the number of processes. 0 and 1 without a launcher.
+        local_rank, local_size: this process's rank on its node, and the number of processes there. If no variable says
+            it: `rank` and 1.
         address, port: where the ranks meet, on the host of rank 0.
-        launcher: "torchrun", "Slurm", "variables" (RANK and others, set by anything else), or "" for none.
-        job: the name of the world, by which a rank notices another world at its address.
-        keeps_store: whether this process keeps the store that the ranks meet at.
-        node_gpus: GPUs of the Slurm step on this node; 0 where nothing tells.
+        launcher: "torchrun", "Slurm", "variables" (another launcher sets RANK etc.), or "" for none.
+        job: a name of the world, so that a rank detects another world at its address.
+        keeps_store: whether this process hosts the store of the rendezvous.
+        node_gpus: the number of GPUs of the Slurm step on this node. 0: unknown.
     """
 
     rank: int = 0
@@ -35,25 +36,30 @@ class Launch:
     node_gpus: int = 0
 
     def place(self, gpus: int) -> tuple[int, int]:
-        """Return which process this is of how many that share the GPUs it sees.
+        """Return this process's rank among the processes that share its visible GPUs, and their number.
 
         Args:
-            gpus: how many this process sees. If they are fewer than the job has here, Slurm gave each task its own.
+            gpus: the number of GPUs that this process sees. If it is less than `node_gpus`, Slurm gave each task its
+                own GPUs, and the result is (0, 1).
         """
         own = 0 < gpus < self.node_gpus or self.local_size == 1
         return (0, 1) if own else (self.local_rank, self.local_size)
 
 
 def read_launch(variables: Mapping[str, str], running: tuple[int, int] | None = None) -> Launch:
-    """Read the launcher's variables: a pure function.
+    """Read the launcher's environment variables. A pure function.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them, come first.
-    Without RANK, in a Slurm step of several tasks, Slurm's own variables tell; MASTER_ADDR and MASTER_PORT change the
-    address and the port. Everything else is one process, also in a batch script.
+    The variables that torchrun sets come first: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT. Without RANK, in a Slurm step of several tasks, Slurm's own variables are read; MASTER_ADDR and
+    MASTER_PORT then override the address and the port. In every other case, also in a Slurm batch script, the process
+    is alone.
 
     Args:
-        variables: such as `os.environ`.
-        running: rank and size of a world that runs already; then the variables tell only the place on the node.
+        variables: the environment, such as `os.environ`.
+        running: (rank, size) of a world that runs already. The variables then give only the rank on the node.
+
+    Returns:
+        The launch.
 
     Raises:
         ValueError: if a variable is missing, is no number, or contradicts another.
@@ -137,21 +143,21 @@ def _read_slurm(variables: Mapping[str, str], tasks: int) -> Launch:
     address = variables.get("MASTER_ADDR") or first_host(variables["SLURM_STEP_NODELIST"])
     return Launch(
         rank, tasks, local_rank, sizes[node], address,
-        _port(variables, 10_000 + (101 * job + step) % 20_000),  # below the ports that systems give away themselves
+        _port(variables, 10_000 + (101 * job + step) % 20_000),  # below the ephemeral ports
         launcher="Slurm", job=f"Slurm step {job}.{step}", keeps_store=rank == 0,
         node_gpus=_number(variables, "SLURM_GPUS_ON_NODE", 0),
     )  # fmt: skip
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list: `a[01-03,7],b2` gives `a01`."""
+    """Return the first host of a Slurm node list: `first_host("a[01-03,7],b2")` is `a01`."""
     first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)
     assert first is not None
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return how many tasks each node of a Slurm step has: `2(x2),1` gives [2, 2, 1]."""
+    """Return the number of tasks on each node of a Slurm step: `tasks_per_node("2(x2),1")` is [2, 2, 1]."""
     found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry) for entry in text.split(",")]
     if None in found:
         raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list such as '2(x2),1'")

@@ -1,11 +1,12 @@
-"""Which rank talks to which. `build_mesh` cuts the world into the axes tp, cp, dp, pp, ep and etp.
-
-With `workers` there are several such worlds, one after the other, each training a model of its own
-(`mpcore.parallel.local_updates`).
+"""Compute which ranks communicate with each other: pure functions of the sizes of the axes.
 
 Ranks are numbered with tp fastest, then cp, dp and pp, so that a tensor-parallel group lies inside a node:
-rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Experts cut the same ranks of a stage in their own way,
-etp fastest, then ep and edp: rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
+rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Expert layers arrange the same ranks of a pipeline
+stage differently, with etp fastest, then ep and edp:
+rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
+
+With several workers the job holds one such world after another. Each world trains its own model
+(`mpcore.parallel.local_updates`).
 
 Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and its default order tp-cp-ep-dp-pp.
 """
@@ -26,7 +27,16 @@ def mesh_shape(
     dp: int | None = None,
     etp: int | None = None,
 ) -> dict:
-    """Return the size of each axis by name; `dp` is inferred from the world size by default, and `etp` is tp.
+    """Return the size of each axis by name.
+
+    Args:
+        world_size: the number of ranks.
+        tp, cp, pp, ep: the sizes of the axes.
+        dp: the size of the data-parallel axis. None: the world size divided by tp x cp x pp.
+        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+
+    Returns:
+        The sizes of pp, tp, cp, ep, dp and etp.
 
     Raises:
         ValueError: if a size isn't a positive integer, the product isn't the world size, or etp x ep doesn't divide
@@ -68,9 +78,16 @@ def mesh_shape(
 def mesh_ranks(
     *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """List the groups of every axis, each with its world ranks in axis order: a pure function.
+    """List the groups of every axis. A pure function.
 
-    Every world rank is in one group of each axis; in `ends` are only the first and last pipeline ranks.
+    Every world rank is in exactly one group of each axis, except "ends": only the first and last pipeline ranks are.
+
+    Args:
+        tp, cp, pp, ep, dp: the sizes of the axes.
+        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+
+    Returns:
+        By axis name a list of groups; each group lists its world ranks in axis order.
     """
     ranks = torch.arange(pp * dp * cp * tp)
     grid = rearrange(ranks, "(pp dp cp tp) -> pp dp cp tp", pp=pp, dp=dp, cp=cp)
@@ -100,12 +117,13 @@ def layout_table(
     rank: int | None = None,
     device_type: str | None = None,
 ) -> str:
-    """Draw the mesh as a table: a line for each pipeline stage, a cell for each tensor-parallel group.
+    """Return a drawing of the mesh: one line per pipeline stage, one cell per tensor-parallel group.
 
     Args:
-        tp, cp, pp, ep, dp, etp: sizes of the axes.
-        rank: the rank to mark with brackets.
-        device_type: what the ranks compute on.
+        tp, cp, pp, ep, dp: the sizes of the axes.
+        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+        rank: the rank to mark with brackets. None: no mark.
+        device_type: the type of device to print, such as "cuda". None: print none.
     """
     world = tp * cp * pp * dp
     experts = (f", ep {ep}" if ep > 1 else "") + (f", etp {etp}" if etp not in (None, tp) else "")
@@ -129,11 +147,12 @@ def layout_table(
 
 
 def divisors(size: int) -> str:
-    """Tell which sizes divide another: the way out for one that doesn't."""
+    """Return the text "take one of ..." with all divisors of `size`, for error messages."""
     return f"take one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
 
 
 def worker_size(world_size: int, workers: int) -> int:
+    """Return the number of ranks per worker. Raise ValueError if the workers don't divide the world size."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1 or world_size % workers:
         raise ValueError(
             f"workers {workers!r} do not divide the world size {world_size} into equal parts: {divisors(world_size)}"
@@ -142,7 +161,11 @@ def worker_size(world_size: int, workers: int) -> int:
 
 
 def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int) -> dict[str, list[list[int]]]:
-    """The same groups in each worker's part of the job, the parts themselves, and the same place in each of them."""
+    """Repeat the groups of one worker for every worker, and add the groups "world" and "workers".
+
+    A group of "world" has all ranks of one worker. A group of "workers" has the ranks with the same number in each
+    worker.
+    """
     each = world_size // workers
     starts = range(0, world_size, each)
     ranks = {**ranks, "world": [list(range(each))]}
@@ -154,6 +177,15 @@ def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int
 
 
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
+    """Return the groups of the two levels of cp, "cp_outer" and "cp_inner".
+
+    Args:
+        groups: the groups of cp.
+        inner: the size of an inner group.
+
+    Raises:
+        ValueError: if `inner` doesn't divide the size of cp.
+    """
     size = len(groups[0])
     if inner < 1 or size % inner:
         raise ValueError(f"cp_inner {inner} does not divide cp {size}: {divisors(size)}")

@@ -1,4 +1,7 @@
-"""The library's log: every record has the rank, and one line on standard error unless the program logs by itself."""
+"""The library's log.
+
+Every record has the rank. Records are printed to standard error if the program configures no logging.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from mpcore.mesh.launch import read_launch
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a part of the library. Its records have `rank`, for formats such as `%(rank)s`.
+    """Return a logger of the library. Its records have `rank`, for formats such as `%(rank)s`.
 
     Args:
-        name: begins with "mpcore.".
+        name: the logger's name; it begins with "mpcore.".
 
     Example:
         >>> from mpcore.mesh.log import get_logger
@@ -41,12 +44,12 @@ def _rank() -> int | str:
         return dist.get_rank()
     try:
         return read_launch(os.environ).rank
-    except ValueError:  # the world is made by other means
+    except ValueError:  # another launcher
         return os.environ.get("RANK", "?")
 
 
 class _Lines(logging.Handler):
-    """Writes to standard error, where the program has no handlers of its own, as `logging.lastResort` does."""
+    """Write records to standard error if the program has no handlers of its own, as `logging.lastResort` does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and logging.getLogger("mpcore").handlers == [self]:

@@ -1,4 +1,4 @@
-"""Join the launcher's processes into one world, whatever earlier attempts left in its store."""
+"""Join the launcher's processes into one world. The store may hold keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ _WORLD = "mpcore/world"
 
 
 def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
-    """Make the default process group, whatever earlier attempts left in the launcher's store.
+    """Create the default process group. Keys of earlier attempts in the launcher's store do no harm.
+
+    Args:
+        launch: what the launcher says about this process.
+        backend: the backend, as `torch.distributed.init_process_group` accepts it.
+        timeout: the seconds to wait for all ranks, and the timeout of collectives. None: torch's default.
 
     Raises:
-        ValueError: if the address doesn't resolve, its port is in use, another world is there, or ranks don't arrive.
+        ValueError: if the address doesn't resolve, its port is in use, another world uses it, or ranks don't arrive in
+            time.
     """
     limit = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     until = time.monotonic() + limit.total_seconds()
@@ -32,7 +38,7 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
     try:
         name = meet(store, launch.rank, launch.world_size, max(math.ceil(until - time.monotonic()), 1))
     except ValueError:
-        time.sleep(1.0 if launch.keeps_store else 0.0)  # the others read the cause, then the store may go
+        time.sleep(1.0 if launch.keeps_store else 0.0)  # the other ranks read the cause before the store is closed
         raise
     if launch.keeps_store:
         store.set(_WORLD, f"{_title(launch)}, all of them here")
@@ -41,10 +47,14 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
 
 
 def open_store(launch: Launch, limit: timedelta) -> dist.Store:
-    """Open the store where the ranks meet: a connection to it, and on rank 0 the store, where torchrun has none.
+    """Connect to the store at which the ranks meet. If torchrun hosts no store, rank 0 hosts it.
+
+    Args:
+        launch: what the launcher says about this process.
+        limit: the timeout.
 
     Raises:
-        ValueError: if the address doesn't resolve, the port is in use, or nobody answers there in time.
+        ValueError: if the address doesn't resolve, the port is in use, or no store answers there in time.
     """
     here, there = f"rank {launch.rank} on {socket.gethostname()}", f"{launch.address}:{launch.port}"
     try:
@@ -58,7 +68,7 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
 
     def connect() -> None:
         try:
-            if not launch.keeps_store:  # torch prints 30 lines each time that it tries in vain
+            if not launch.keeps_store:  # torch prints 30 lines per failed attempt to connect
                 _wait_for_port(launch, limit.total_seconds())
             store = dist.TCPStore(
                 launch.address, launch.port, launch.world_size, launch.keeps_store, limit,
@@ -71,7 +81,7 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
 
     thread = threading.Thread(target=connect, name="mpcore-connect", daemon=True)
     thread.start()
-    thread.join(limit.total_seconds() + 1)  # torch waits for ever where what listens there is no store
+    thread.join(limit.total_seconds() + 1)  # torch waits forever if the process at this port isn't a store
     store = found[0] if found else None
     if isinstance(store, dist.Store):
         return store
@@ -100,12 +110,12 @@ def _wait_for_port(launch: Launch, seconds: float) -> None:
 
 
 def enter_world(store: dist.Store, launch: Launch, timeout: float) -> None:
-    """Write the world's name into a store that rank 0 keeps, or compare it there.
+    """Write the world's name to a store that rank 0 hosts, or compare the name there with this rank's.
 
     Raises:
-        ValueError: on ranks of another world, or of another size.
+        ValueError: if the store belongs to another world, or to a world of another size.
     """
-    if launch.launcher == "torchrun":  # it keeps worlds apart itself, and its store outlives them
+    if launch.launcher == "torchrun":  # torchrun separates worlds itself, and its store outlives them
         return
     if launch.rank == 0:
         store.set(_WORLD, _title(launch))
@@ -123,15 +133,15 @@ def _title(launch: Launch) -> str:
 
 
 def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
-    """Make the default process group of ranks that have met.
+    """Create the default process group after all ranks have met.
 
     Raises:
-        ValueError: naming the ranks that gave no answer, if it can't be made.
+        ValueError: if it can't be created. The message names the ranks that gave no answer.
     """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else gloo connects every rank with every other
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # otherwise gloo connects every pair of ranks
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    except RuntimeError as error:  # on all ranks at about one time: they began to wait together
+    except RuntimeError as error:  # all ranks fail at about the same time, because they began to wait together
         store.set(f"mpcore/late/{rank}", "")
         time.sleep(2.0)
         silent = [other for other in range(size) if not store.check([f"mpcore/late/{other}"])]
@@ -143,14 +153,20 @@ def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: tim
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Agree on a name for this attempt to start, which no earlier attempt has used: all of its ranks call this.
+    """Agree with all ranks of this start attempt on a name that no earlier attempt used, and return it.
 
-    torchrun keeps its store over a restart, with the addresses of dead ranks in it, and its count of restarts differs
-    between nodes. So each rank draws a ticket with a number of its own, and rank 0 answers that number. Each rank then
-    writes its host's name under the attempt's.
+    torchrun keeps its store over a restart, with the addresses of dead ranks in it. Its count of restarts differs
+    between nodes, so the count can't name the attempt. Therefore each rank writes a random number under its own ticket,
+    and rank 0 answers each number with the attempt's name. Each rank then writes its host's name under the attempt's
+    name.
+
+    Args:
+        store: the store at which the ranks meet.
+        rank, size: this process's rank, and the number of ranks.
+        timeout: the seconds to wait for all ranks.
 
     Raises:
-        ValueError: naming the ranks that didn't arrive within `timeout` seconds, or one that is there twice.
+        ValueError: if ranks don't arrive in time, or two processes have the same rank. The message names the ranks.
     """
     mine, until = os.urandom(8).hex(), time.monotonic() + timeout
     if rank:
@@ -166,7 +182,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
             _tell(store, told, _MET)
     while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
         for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
-            if store.check([f"mpcore/hello/{ticket}"]):  # perhaps of a dead rank: then nobody reads the answer
+            if store.check([f"mpcore/hello/{ticket}"]):  # if its rank is dead, no rank reads the answer
                 store.set(f"mpcore/welcome/{store.get(f'mpcore/hello/{ticket}').decode()}", name)
                 read.add(ticket)
         time.sleep(min(0.01 + 2e-4 * size, 1.0))
@@ -185,7 +201,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
 
 
 def _tell(store: dist.Store, key: str, text: str) -> None:
-    store.compare_set(key, "", text)  # the first to tell is right
+    store.compare_set(key, "", text)  # the first message is kept
 
 
 def _wait_for(store: dist.Store, key: str, timeout: float) -> str:
