@@ -1,6 +1,7 @@
-"""Checkpoints that any layout writes and any layout reads, safe to load and safe to be killed over.
+"""Checkpoints that any layout can write and any layout can read.
 
-Stands on `sharding`. Start with `format`: it says what lies in one.
+Loading runs no code from the files. A save that is killed never damages the checkpoint before it. The package uses
+`sharding`. Read `format.py` first: it describes the files.
 """
 
 from mpcore.checkpoint.folders import checkpoints, latest, prune, step_path

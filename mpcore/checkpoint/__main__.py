@@ -10,10 +10,11 @@ from mpcore.command_line import Parser, reports_errors
 
 @reports_errors("mpcore checkpoint")
 def main(argv: list[str] | None = None) -> int:
-    """Run the command `mpcore checkpoint`.
+    """Run the command.
 
     Returns:
-        0: success; 1: damaged or different; 2: there is no checkpoint, or its manifest can't be read.
+        The exit status. 0: done, undamaged, or equal. 1: damaged or different. 2: there is no checkpoint, or its
+        manifest can't be read.
     """
     parser = Parser(
         prog="mpcore checkpoint",

@@ -1,7 +1,8 @@
-"""Directories of checkpoints: which ones are complete, which is the newest, which may go.
+"""Directories of checkpoints: find the complete and the newest ones, replace and remove checkpoints.
 
-A checkpoint at PATH is written as `.NAME.mpcore-tmp` beside it and renamed when it is whole. An older one at PATH is
-first renamed to `.NAME.mpcore-old`, and removed last: whenever the machine stops, a whole one is there.
+A checkpoint at PATH is written to `.NAME.mpcore-tmp` beside PATH and renamed when it is complete. An older checkpoint
+at PATH is first renamed to `.NAME.mpcore-old` and removed after that. So a complete checkpoint exists at every moment,
+even if the machine stops.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
 
 
 def step_path(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the path of a step's checkpoint in a directory of checkpoints."""
+    """Return the path of the checkpoint of a step: `root/step-00000120`.
+
+    Args:
+        root: the directory of checkpoints.
+        step: the number of optimizer steps done.
+    """
     return Path(root) / f"step-{step:08d}"
 
 
 def temporary(path: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the path where a checkpoint is written before it is complete."""
     return path.with_name(f".{path.name}{_TEMPORARY}")
 
 
@@ -35,19 +41,26 @@ def _old(path: Path) -> Path:
 
 
 def _has_successor(folder: Path) -> bool:
-    """Whether this checkpoint was set aside, and the one that replaces it is there."""
+    """Return whether this is an old checkpoint that was renamed, and its replacement exists."""
     return folder.name.endswith(_OLD) and folder.with_name(folder.name[1 : -len(_OLD)]).exists()
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """The directory that holds checkpoint `path`: itself, or the one set aside by a save that was killed over it."""
+    """Return the directory that holds checkpoint `path`.
+
+    It is `path`, or the renamed old checkpoint if a save that would replace `path` was killed.
+    """
     path = Path(path)
     old = _old(path)
     return old if not path.exists() and (old / MANIFEST).is_file() else path
 
 
 def prepare(path: Path) -> None:
-    """Clear what a killed save left, and make the directory to write into; refuse a `path` that is no checkpoint."""
+    """Remove the remains of a killed save, and create the temporary directory to write into.
+
+    Raises:
+        ValueError: if `path` exists and is not a checkpoint.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     old, new = _old(path), temporary(path)
     if old.is_dir() and not path.exists():
@@ -61,7 +74,10 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Put a checkpoint that is whole in its place; after an OSError what was there before is there still."""
+    """Rename a complete checkpoint to its final path.
+
+    If an OSError is raised, the checkpoint before it is still there.
+    """
     new, old = temporary(path), _old(path)
     sync_folder(new)
     if path.exists():
@@ -77,28 +93,33 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what a failed save has written."""
+    """Remove the files of a failed save."""
     shutil.rmtree(temporary(path), ignore_errors=True)
 
 
 def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]:
-    """List the complete checkpoints in a directory, the newest step first; log the incomplete ones.
+    """Return the paths of the complete checkpoints in a directory, the newest step first. Log the incomplete ones.
 
-    A complete checkpoint has a valid manifest and all files in their full size. `verify` also reads every byte.
+    A complete checkpoint has a valid manifest and all its files, each of the right size. `verify` also reads every
+    byte.
 
     Args:
         root: the directory.
-        mesh: all its ranks call this together: rank 0 reads the directory, and all ranks get the same answer.
+        mesh: all ranks of the mesh must call this function. Rank 0 reads the directory, and every rank gets its answer.
+
+    Returns:
+        The paths. If `root` doesn't exist, the list is empty.
     """
     return merged(mesh.world, lambda: _complete(Path(root)) if mesh.world.rank == 0 else [], lambda found: found[0])
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
-    """Return the path of the newest complete checkpoint of a folder; None where there is none.
+    """Return the path of the newest complete checkpoint in a directory, or None if there is none.
 
     Args:
-        root: the folder that `Run.save` was given.
-        mesh: rank 0 of its world reads the folder and tells the others, so that all ranks load the same checkpoint.
+        root: the directory that `Run.save` was given.
+        mesh: all ranks of the mesh must call this function. Rank 0 reads the directory, and every rank gets its answer,
+            so that all ranks load the same checkpoint.
 
     Example:
         >>> mpcore.latest("no such folder") is None
@@ -116,7 +137,7 @@ def _complete(root: Path) -> list[Path]:
             log.warning("%s is incomplete: its save was killed, or is running", folder)
             continue
         if not (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors")):
-            continue  # nothing of ours
+            continue  # not a checkpoint
         try:
             manifest = read_complete(folder)
         except (ValueError, OSError) as error:
@@ -127,7 +148,11 @@ def _complete(root: Path) -> list[Path]:
 
 
 def read_complete(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest; refuse a checkpoint of which a file is missing or has another size."""
+    """Read a checkpoint's manifest and check that all files exist with the right size.
+
+    Raises:
+        ValueError: if the manifest is missing or damaged, or a file is missing or has another size.
+    """
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         path = folder / name
@@ -139,13 +164,13 @@ def read_complete(folder: Path) -> Manifest:
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove all complete checkpoints of a directory except the newest `keep`, and remains of killed saves.
+    """Remove all complete checkpoints of a directory except the newest `keep`. Remove the remains of killed saves too.
 
     Args:
         root: the directory; other files stay.
-        keep: how many to keep, at least 1.
-        keep_every: also keep every step that is a multiple of this number.
-        spare: a checkpoint that is never removed.
+        keep: the number of checkpoints to keep, at least 1.
+        keep_every: also keep every checkpoint whose step is a multiple of this number. None: no others.
+        spare: a checkpoint to keep whatever its step is.
 
     Raises:
         ValueError: if `keep` is smaller than 1.
@@ -155,7 +180,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     for folder in checkpoints(root)[keep:]:
         if folder == spare or (keep_every and read_manifest(folder).step % keep_every == 0):
             continue
-        doomed = temporary(folder)  # renamed first: killed here, it isn't taken for a damaged one
+        doomed = temporary(folder)  # renamed first: a half-removed one must not look damaged
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
     for folder in Path(root).iterdir():

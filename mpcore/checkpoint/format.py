@@ -1,17 +1,18 @@
-"""The files of a checkpoint: tensors in safetensors, all else in one JSON manifest. Reading runs no code of a file.
+"""The files of a checkpoint: tensors as safetensors, everything else in one JSON manifest. Reading runs no code.
 
 A checkpoint is a directory:
 
-    manifest.json                what is inside, and where each piece of each tensor lies
+    manifest.json                what is inside, and where each chunk of each tensor lies
     model-00000.safetensors      parameters and buffers; the number is the rank that wrote them
     optimizer-00000.safetensors  optimizer state
 
-A tensor has its logical name and shape, whatever layout wrote it. It is stored in chunks, boxes of the logical tensor
-that tile it exactly once. Each chunk has its `checksum`, so that damage is found and named; headers and the manifest
-have their CRC-32.
+A tensor has its logical name and shape, whichever layout wrote it. It is stored in chunks: boxes that tile the logical
+tensor exactly once. Each chunk has a `checksum`, so that damage is detected and reported by name. The headers and the
+manifest have a CRC-32.
 
-Source: the safetensors format, https://huggingface.co/docs/safetensors/index#format. Written and read here, because
-the library copies all tensors into memory before it writes, doesn't sync the file, and hashes nothing.
+Source: the safetensors format, https://huggingface.co/docs/safetensors/index#format. This package reads and writes the
+format itself, because the safetensors library copies all tensors into memory before it writes, doesn't sync the file,
+and computes no checksums.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 
 FORMAT, VERSION = "mpcore checkpoint", 2
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 2**30  # bytes: some 5 million chunks
+MANIFEST_LIMIT = 2**30  # bytes: about 5 million chunks
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
@@ -42,12 +43,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a logical tensor, in a file.
+    """A box of a logical tensor, stored in a file.
 
     Attributes:
-        file, key: where it is stored.
-        start, shape: its place in the logical tensor.
-        checksum: of its bytes.
+        file: the name of the file.
+        key: the tensor's name in the file.
+        start: the index in the logical tensor at which the box begins, one number per dimension.
+        shape: the shape of the box.
+        checksum: the checksum of its bytes (`tensor_file.checksum`).
     """
 
     file: str
@@ -59,20 +62,31 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A logical tensor: its shape, its dtype as safetensors calls it, and the chunks that tile it."""
+    """A logical tensor of a checkpoint.
+
+    Attributes:
+        shape: the logical shape.
+        dtype: the dtype's name in safetensors, such as "BF16".
+        chunks: the chunks that tile the tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
 
     def size(self, chunk: Chunk) -> int:
-        """Bytes of a chunk."""
+        """Return the size of a chunk in bytes."""
         return math.prod(chunk.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of tensors: its whole size in bytes, and the CRC-32 of its header."""
+    """A safetensors file of a checkpoint.
+
+    Attributes:
+        bytes: the size of the file in bytes.
+        header_crc32: the CRC-32 of the file's header.
+    """
 
     bytes: int
     header_crc32: int
@@ -80,17 +94,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a checkpoint: everything but the tensors.
+    """The manifest of a checkpoint: everything except the tensors' values.
 
     Attributes:
         step: optimizer steps done.
         sample: global index of the next sample.
-        seed: of the run; None: not given.
-        config, extra: the caller's, as JSON values.
-        mesh: sizes of the mesh that wrote it; any other can read it.
-        optimizer: parameter groups, each `{"options": {...}, "params": [names]}`; None: no optimizer inside.
-        files: by name.
-        tensors: by `model/NAME` or `optimizer/SLOT/NAME`.
+        seed: the run's seed. None: none was given.
+        config, extra: JSON values that the caller passed to `save`.
+        mesh: the sizes of the mesh that wrote the checkpoint. A mesh of other sizes can read it.
+        optimizer: the parameter groups, each `{"options": {...}, "params": [names]}`. None: no optimizer was saved.
+        files: the files by name.
+        tensors: the tensors, by `model/NAME` or `optimizer/SLOT/NAME`.
     """
 
     step: int
@@ -105,7 +119,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the last file of a checkpoint: with it the checkpoint is whole."""
+    """Write the manifest. It is the last file of a checkpoint: after it the checkpoint is complete."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps(body | {"crc32": sign(body)}, allow_nan=False, indent=1)
     write_synced(folder / MANIFEST, text.encode())
@@ -120,11 +134,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it against itself.
+    """Read a checkpoint's manifest and check it for consistency.
+
+    Args:
+        folder: the checkpoint.
 
     Raises:
-        ValueError: naming the file, if it is missing, too large, damaged, of another format or of another version, or
-            if the chunks of a tensor don't tile it.
+        ValueError: if the manifest is missing, too large or damaged, has another format or version, or the chunks of a
+            tensor don't tile it. The message names the file.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -157,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def sign(body: Mapping[str, Any]) -> int:
-    """The CRC-32 of a manifest without one, in any order of its fields."""
+    """Return the CRC-32 of a manifest without its own CRC-32 field. The order of the fields doesn't matter."""
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -166,7 +183,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
     files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
     for name, record in files.items():
         sizes((record.bytes, record.header_crc32))
-        if Path(name).name != name or name in ("", ".", ".."):  # never a way out of the checkpoint
+        if Path(name).name != name or name in ("", ".", ".."):  # a name must not lead out of the checkpoint's directory
             raise ValueError(f"{name!r} is not a plain file name")
     tensors = {}
     for name, raw in body.pop("tensors").items():
@@ -195,10 +212,14 @@ def sizes(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
-    """Whether boxes, each a (start, size) for every dimension, cover a shape exactly once.
+    """Return whether boxes cover a shape exactly once.
 
-    All boxes must respect one cut of dimension 0 into runs, those of a run one cut of dimension 1, and so on. So do the
-    boxes of any sharding over tp and data.
+    The boxes must form a nested grid: one division of dimension 0 into ranges, then one division of dimension 1 within
+    each range, and so on. The boxes of every sharding over tp and data form such a grid.
+
+    Args:
+        boxes: each box is a (start, size) pair per dimension.
+        shape: the shape to cover.
     """
     if 0 in shape:
         return not boxes
@@ -216,7 +237,11 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a dtype, or raise ValueError where it has no name for it."""
+    """Return the safetensors name of a dtype.
+
+    Raises:
+        ValueError: if safetensors has no name for it.
+    """
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"safetensors has no dtype for {dtype}")
     return DTYPE_NAMES[dtype]
@@ -224,7 +249,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Name the file in an error of the system, such as a full disk."""
+    """Add the file's name to an OSError that is raised in the block, such as for a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Read a checkpoint into any layout: check everything, then read what this rank holds."""
+"""Read a checkpoint into any layout: check everything first, then read the parts that this rank holds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "l
 
 @dataclass(frozen=True)
 class Loaded(Manifest):
-    """The manifest of a loaded checkpoint, and with `strict=False` the names of tensors that were not loaded.
+    """The manifest of the checkpoint that was loaded. With `strict=False` it also lists the names that were not loaded.
+
+    Names are those of `Manifest.tensors`. With `strict=True` both lists are empty.
 
     Attributes:
-        missing_keys: of the model and the optimizer, on any rank, but not in the checkpoint: they kept their values.
-        unexpected_keys: in the checkpoint, but on no rank of the model or the optimizer.
+        missing_keys: tensors of the model or the optimizer, on any rank, that the checkpoint lacks. They kept their
+            values.
+        unexpected_keys: tensors of the checkpoint that no rank's model or optimizer has.
     """
 
     missing_keys: list[str] = field(default_factory=list)
@@ -39,7 +42,7 @@ class Loaded(Manifest):
 
 @dataclass
 class _Plan:
-    """A rank's plan of a load: the tensors to read, the tensors that the checkpoint lacks, and the problems found."""
+    """What a rank will read: the tensors to fill, the tensors that the checkpoint lacks, and the problems found."""
 
     files: Files
     held: list[Held] = field(default_factory=list)
@@ -60,28 +63,29 @@ def load(
     check_bytes: bool = True,
     cast: bool = False,
 ) -> Loaded:
-    """Read a checkpoint into a model of any layout, and its optimizer: a collective on all ranks of the mesh.
+    """Load a checkpoint into a model of any layout, and into its optimizer. A collective on all ranks of the mesh.
 
-    All ranks check names, shapes, dtypes and files before any value changes; each rank checks a part of the checksums.
+    All ranks check names, shapes, dtypes and files before any value changes. The checksums are divided among the ranks.
     Then each rank reads the ranges that it holds.
 
     Args:
         path: the checkpoint.
-        model: the model, or this rank's stage of it, with or without `fully_shard`, with storage (`materialize`).
-        optimizer: its optimizer, used or fresh; its state is replaced. None: don't read the optimizer state of the
-            checkpoint.
-        mesh: the mesh it lies on.
+        model: the model, or this rank's stage of it, before or after `fully_shard`. Its parameters must have memory
+            (`materialize`).
+        optimizer: the model's optimizer, new or used. Its state is replaced; existing state tensors are reused if they
+            have the right shape and dtype. None: the checkpoint's optimizer state is not read.
+        mesh: the mesh that the model is on.
         strict: if False, a parameter that the checkpoint lacks keeps its value, and a tensor that the model lacks is
-            not read. Other shapes, other dtypes and damage are still refused.
-        check_bytes: False skips the checksums of the tensors, not those of headers and manifest.
-        cast: True: the checkpoint may hold the model in another dtype; the model's stays.
+            skipped. A wrong shape or dtype or damage raises in any case.
+        check_bytes: if False, the checksums of the tensors are not checked. Those of headers and manifest always are.
+        cast: if True, the checkpoint may hold the model's tensors in another dtype; the values are cast to the model's.
 
     Returns:
-        The manifest, with step, sample, seed, config and extra; and the names that were not read.
+        The manifest, with step, sample, seed, config and extra among others, and the names that were not loaded.
 
     Raises:
-        ValueError: on every rank and with nothing changed, naming each tensor that is missing, left over, misshapen, of
-            another dtype or damaged.
+        ValueError: on every rank and before any value changes, if a tensor is missing, unexpected, damaged, or has
+            another shape or dtype. The message names each such tensor.
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
@@ -126,7 +130,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _want(plan: _Plan, item: Held, cast: bool = False) -> None:
-    """Take an item into the plan, or say why it can't be read."""
+    """Add a tensor to the plan, or note why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
         plan.missing.append(item.name)
@@ -178,7 +182,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             )
         plan.options.append(options)
 
-    def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same slots
+    def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same state tensors
         entry = manifest.tensors.get(f"model/{name}")
         return group_of.get(name, -1), entry.dtype if entry else ""
 
@@ -194,7 +198,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             dtype = DTYPES[entry.dtype]
             if entry.shape or (slot != "step" and not sharding.shape):
                 value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
-            else:  # a number: the step count on the CPU, unless the optimizer's kernel reads it, as torch has it
+            else:  # a scalar: the step count is on the CPU unless a fused or capturable optimizer reads it, as in torch
                 host = slot == "step" and not fused[parameter]
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             plan.state.setdefault(parameter, {})[slot] = value
@@ -204,7 +208,11 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
 def _masters(
     manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[nn.Parameter, Tensor]:
-    """The masters to read into: of 16-bit parameters that are float32 in the checkpoint, if the optimizer keeps any."""
+    """Return the float32 master weights to read into, by parameter.
+
+    There are some only if the optimizer keeps master weights: one for each 16-bit parameter that the checkpoint holds
+    in float32.
+    """
     if not getattr(optimizer, "masters", False):
         return {}
     assert optimizer is not None
@@ -218,7 +226,7 @@ def _masters(
 
 
 def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The optimizer's state to read into: the one that is there where it fits, so that no second one takes memory."""
+    """Return a tensor to read optimizer state into: the existing one if its shape and dtype fit, else a new one."""
     if isinstance(old, Tensor) and lies_as(old, parameter) and old.dtype == dtype:
         return old
     local = local_tensor(parameter).detach()
@@ -227,7 +235,10 @@ def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:
-    """The chunks whose bytes this rank checks, in the order of the files: all of them over all ranks."""
+    """Return the chunks whose bytes this rank checks.
+
+    The ranks together check every chunk, in the order of the files.
+    """
     chunks = [(n, entry, chunk) for n, entry in tensors.items() if n.startswith(kinds) for chunk in entry.chunks]
     chunks.sort(key=lambda item: (item[2].file, item[2].key))
     total = sum(entry.size(chunk) for _, entry, chunk in chunks)
@@ -240,7 +251,12 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
 
 
 def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
-    """Copy what a rank holds out of the chunks of its logical tensors, in several threads; `tensor` reads a chunk."""
+    """Copy this rank's parts of logical tensors out of their chunks, in several threads.
+
+    Args:
+        items: each tensor that this rank holds, with its entry in the checkpoint.
+        tensor: reads a chunk of an entry.
+    """
 
     def one(item: tuple[Held, Entry]) -> None:
         held, entry = item
@@ -252,7 +268,10 @@ def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], T
 
 @torch.no_grad()
 def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]) -> None:
-    """Fill a tensor with the box of a logical tensor that begins at `start` and has its shape, cast to its dtype."""
+    """Fill `target` with the box of a logical tensor that begins at `start` and has the shape of `target`.
+
+    The values are cast to the dtype of `target`.
+    """
     for chunk in entry.chunks:
         common = _overlap(start, tuple(target.shape), chunk)
         if common is not None:
@@ -282,7 +301,7 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> list[tuple[int, int]] | None:
-    """The part of a box that a chunk holds, in logical indices (start, end); None where there is none."""
+    """Return the part of a box that a chunk holds, as (start, end) per dimension of the logical tensor, or None."""
     boxes = zip(start, shape, chunk.start, chunk.shape, strict=True)
     common = [(max(a, c), min(a + b, c + d)) for a, b, c, d in boxes]
     return common if all(a < b for a, b in common) else None

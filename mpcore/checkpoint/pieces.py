@@ -1,6 +1,7 @@
-"""Where each tensor that a rank holds lies in its logical tensor, from the layers' declarations alone.
+"""Compute which boxes of its logical tensor this rank holds of each tensor, from the layers' declarations.
 
-A tensor is sharded twice: over tp as declared (`mpcore.sharding`), then over data by `fully_shard`, in dimension 0.
+A tensor is sharded twice: over tp as its layer declares (`mpcore.sharding`), then over data by `fully_shard`, along
+dimension 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ Segment = tuple[int, int, int, bool]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a local tensor that is a box of the logical one, and whether this rank writes it."""
+    """A part of a local tensor that is a contiguous box of the logical tensor.
+
+    Attributes:
+        local: where the box begins in the local tensor.
+        start: where the box begins in the logical tensor.
+        shape: the shape of the box.
+        owned: whether this rank writes the box.
+    """
 
     local: tuple[int, ...]
     start: tuple[int, ...]
@@ -35,7 +43,7 @@ class Box:
     owned: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of the local tensor that is this box."""
+        """Return the view of the local tensor that is this box."""
         for dim, (start, size) in enumerate(zip(self.local, self.shape, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -47,9 +55,9 @@ class Held:
 
     Attributes:
         name: `model/NAME` or `optimizer/SLOT/NAME`.
-        tensor: the local tensor, sharing its memory.
+        tensor: the local tensor, sharing memory with the model or optimizer.
         shape: the logical shape.
-        boxes: the parts of the logical tensor in it.
+        boxes: the boxes of the logical tensor that the local tensor consists of.
     """
 
     name: str
@@ -59,9 +67,15 @@ class Held:
 
 
 def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[Held]:
-    """Parameters, tied ones once, and persistent buffers; in place of a parameter its float32 master, if it has one.
+    """Return the parameters (tied ones once) and persistent buffers of a model, as this rank holds them.
 
-    So a checkpoint holds the same float32 values, whether a run rounds them to bfloat16, shards them, or neither.
+    A parameter that has a float32 master weight is replaced by it. So a checkpoint holds the same float32 values,
+    whether the run computes in float32 or bfloat16, sharded or not.
+
+    Args:
+        model: the model, or this rank's stage of it.
+        mesh: the mesh that the model is on.
+        masters: the master weights, by parameter. None: none.
     """
     masters = masters or {}
     return [
@@ -71,7 +85,10 @@ def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | 
 
 
 def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
-    """The float32 masters that an optimizer keeps now, by parameter; what was written to a parameter since is in it."""
+    """Return the float32 master weights that an optimizer keeps, by parameter.
+
+    A value that was written to a 16-bit parameter since the last step is copied into its master weight first.
+    """
     found = (
         {} if optimizer is None else {p: state["master"] for p, state in optimizer.state.items() if "master" in state}
     )
@@ -82,13 +99,17 @@ def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
 
 
 def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[Held]:
-    """Every tensor of the optimizer's state; refuses other state, and other shapes than the parameter's or a scalar."""
+    """Return every tensor of the optimizer's state, as this rank holds it.
+
+    Raises:
+        ValueError: if a state value is no tensor, or has neither the parameter's shape nor is a scalar.
+    """
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     held = []
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
         name, sharding = _known(named, parameter)
         for slot, value in optimizer.state.get(parameter, {}).items():
-            if value is None or slot == "master":  # which is saved as the model's parameter
+            if value is None or slot == "master":  # a master weight is saved as the model's parameter
                 continue
             if not isinstance(value, Tensor):
                 raise ValueError(f"the optimizer's {slot} of {name} is {value!r}: only tensors can be saved")
@@ -97,7 +118,13 @@ def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: 
 
 
 def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> Held:
-    """A tensor of the optimizer's state: it lies as its parameter does, or is one number for all of it."""
+    """Return a tensor of the optimizer's state as this rank holds it.
+
+    The tensor is sharded as its parameter, or is a scalar that belongs to the full parameter.
+
+    Raises:
+        ValueError: if the tensor has another shape.
+    """
     if lies_as(value, parameter):
         return _held(name, value, sharding, mesh, placed=parameter)
     if value.dim() == 0 and not is_dtensor(value):
@@ -106,7 +133,7 @@ def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, m
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A local tensor placed as a parameter is: sharded over data where that is."""
+    """Return a local tensor with the placement of a parameter: a DTensor if the parameter is one, else unchanged."""
     if not is_dtensor(parameter):
         return local
     placed = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
@@ -114,7 +141,11 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON takes them: `{"options": {...}, "params": [names]}`."""
+    """Return the optimizer's parameter groups as JSON values: `{"options": {...}, "params": [names]}`.
+
+    Raises:
+        ValueError: if a parameter of the optimizer is not one of the model's.
+    """
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     groups = []
     for group in optimizer.param_groups:
@@ -174,9 +205,13 @@ def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> lis
 
 
 def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
-    """Clip the segments to this rank's shard of `fully_shard`; False where a lower rank holds and writes the same."""
+    """Clip the segments to this rank's shard of `fully_shard`.
+
+    Returns:
+        The segments, and whether this rank is the first that holds them, so that it writes them.
+    """
     for placement in tensor.placements:
-        if not placement.is_replicate() and type(placement) is not Shard:  # torch's strided one is none
+        if not placement.is_replicate() and type(placement) is not Shard:  # torch's _StridedShard is a Shard too
             raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")
     runs = data_runs(tensor)
     clipped: list[list[Segment]] = []

@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint agree: none goes on where another one failed."""
+"""Make all ranks fail together: if one rank fails, every rank raises."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ R = TypeVar("R")
 
 
 def together(world: Axis, work: Callable[[], T], line: str = "") -> T:
-    """Do this rank's work, then wait for the others: its result, or one error on all of them.
+    """Run `work` on every rank and wait for all ranks. If it fails on one rank, raise on all ranks.
 
     Args:
         world: the ranks that hold the model together.
         work: what this rank does.
-        line: as of `mpcore.mesh.agreement.exchange`.
+        line: a name for calls from a background thread (see `mpcore.mesh.agreement.exchange`).
+
+    Returns:
+        What `work` returned on this rank.
 
     Raises:
-        ValueError: on every rank, with the message of the first that failed; from its own error on one that did.
+        ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
+            its own exception.
     """
     result, error = _try(work)
     raise_together(error, world, line)
@@ -29,7 +33,17 @@ def together(world: Axis, work: Callable[[], T], line: str = "") -> T:
 
 
 def merged(world: Axis, work: Callable[[], T], merge: Callable[[list[T]], R], line: str = "") -> R:
-    """As `together`, but give all ranks what rank 0 makes of the results, in rank order."""
+    """Run `work` on every rank, merge the results on rank 0, and return the merged result on every rank.
+
+    Args:
+        world: the ranks that hold the model together.
+        work: what this rank does. Its result is pickled.
+        merge: called on rank 0 with the results in rank order.
+        line: a name for calls from a background thread (see `mpcore.mesh.agreement.exchange`).
+
+    Raises:
+        ValueError: on every rank, if `work` failed on any rank or `merge` failed.
+    """
     result, error = _try(work)
     return exchange(error, result, world.group, merge, line)
 
@@ -37,5 +51,5 @@ def merged(world: Axis, work: Callable[[], T], merge: Callable[[list[T]], R], li
 def _try(work: Callable[[], T]) -> tuple[T, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # catch every error: the other ranks must not wait for this rank
         return None, error  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Look into checkpoints: what is inside, is it sound, how do two differ."""
+"""Look into checkpoints: list the content, check for damage, compare two."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ from mpcore.checkpoint.tensor_file import Files
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a checkpoint without reading tensors; ValueError if there is no complete checkpoint."""
+    """Return a checkpoint's manifest. No tensor is read.
+
+    Args:
+        path: the checkpoint.
+
+    Raises:
+        ValueError: if there is no complete checkpoint at `path`.
+    """
     return read_manifest(resolve(path))
 
 
 def describe(path: str | os.PathLike[str]) -> str:
-    """Return a readable table of what a checkpoint contains; ValueError if there is no complete checkpoint."""
+    """Return a description of a checkpoint's content, as text for people.
+
+    Args:
+        path: the checkpoint.
+
+    Raises:
+        ValueError: if there is no complete checkpoint at `path`.
+    """
     m = inspect(path)
     sizes = {name: sum(entry.size(chunk) for chunk in entry.chunks) for name, entry in m.tensors.items()}
     layout = " x ".join(f"{name} {size}" for name, size in m.mesh.items() if size > 1) or "one process"
-    sample = f", next sample {m.sample}" if m.sample else ""  # 0: a loop that doesn't count its samples
+    sample = f", next sample {m.sample}" if m.sample else ""  # 0: the training loop doesn't count samples
     lines = [
         f"{path}: step {m.step}{sample}, seed {m.seed}, written on {layout}",
         f"config {m.config}",
@@ -39,7 +53,17 @@ def describe(path: str | os.PathLike[str]) -> str:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a checkpoint and list damaged tensors, keys and files; ValueError for the manifest."""
+    """Read every byte of a checkpoint and return a list of the damage.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        One line per damaged tensor or file, with the tensor's name, its key and the file. Empty: no damage.
+
+    Raises:
+        ValueError: if the manifest is missing or damaged.
+    """
     folder = resolve(path)
     manifest = read_manifest(folder)
     chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
@@ -47,11 +71,19 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 0.0) -> list[str]:
-    """List the differences of two checkpoints of any layouts, with one tensor of each in memory; ValueError for damage.
+    """Return a list of the differences between two checkpoints. Layouts may differ: the logical tensors are compared.
+
+    Two full tensors are in memory at a time.
 
     Args:
-        a, b: their paths.
-        rtol: differences of at most this share of the tensor's largest magnitude are ignored. 0: the same bits.
+        a, b: the paths of the checkpoints.
+        rtol: ignore differences up to `rtol` times the largest magnitude in the tensor of `a`. 0: compare bit for bit.
+
+    Returns:
+        One line per difference. Empty: the checkpoints are equal.
+
+    Raises:
+        ValueError: if one of them is damaged or is no complete checkpoint.
     """
     for path in (a, b):
         for problem in verify(path):

@@ -1,4 +1,4 @@
-"""Write a checkpoint from any layout, at once or in the background."""
+"""Write a checkpoint from any layout, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 @dataclass(frozen=True)
 class _Request:
-    """What `save` is given beside the tensors."""
+    """The arguments of `save` besides the model and the optimizer."""
 
     path: Path
     mesh: Mesh
@@ -45,14 +45,14 @@ class _Request:
     beside: Mapping[str, bytes] | None
 
     def manifest(self, optimizer: list[dict[str, Any]] | None) -> Manifest:
-        """The manifest as of now, without files and tensors."""
+        """Return the manifest of this moment, without files and tensors."""
         state = {"config": dict(self.config or {}), "extra": dict(self.extra or {}), "optimizer": optimizer}
         for name, value in state.items():
             try:
                 state[name] = json.loads(json.dumps(value, allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name} can't be written as JSON: {error}") from None
-        seed = None if self.seed is None else operator.index(self.seed)  # NumPy's integers are none to JSON
+        seed = None if self.seed is None else operator.index(self.seed)  # json refuses NumPy's integers
         sizes = {name: getattr(self.mesh, name).size for name in _MESH_AXES}
         return Manifest(operator.index(self.step), operator.index(self.sample), seed, mesh=sizes, **state)
 
@@ -61,27 +61,28 @@ class _Request:
 class _Snapshot:
     request: _Request
     manifest: Manifest  # without files and tensors
-    tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of all that this rank holds
+    tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of each tensor that this rank holds
     pieces: list[tuple[Held, Box, Tensor]]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank adds to the manifest."""
+    """One rank's part of the manifest."""
 
     files: dict[str, FileRecord]
     tensors: dict[str, tuple[tuple[int, ...], str]]
     chunks: list[tuple[str, Chunk]]
-    replicas: list[tuple[str, Chunk]]  # of no file
+    replicas: list[tuple[str, Chunk]]  # held here, but written by another rank: they have no file
     optimizer: list[dict[str, Any]] | None
 
 
 class Saving:
-    """A save in the background, as `save_async` returns it.
+    """A save that runs in the background, as `save_async` returns it.
 
     Attributes:
         path: the checkpoint.
-        seconds, bytes: how long the writing took, and the size of all files; 0 until it is done.
+        seconds: how long the writing took, in seconds. 0 until it is done.
+        bytes: the size of all files in bytes. 0 until it is done.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,14 +97,18 @@ class Saving:
 
     @property
     def failed(self) -> bool:
-        """Whether the save has failed. Ranks may see it a step apart: let them agree before they act on it."""
+        """Whether the save has ended with an error.
+
+        Ranks may see this at different steps: let them agree before they act on it.
+        """
         return self.done and self._error is not None
 
     def wait(self) -> Path:
-        """Wait for the end, and return the path of the checkpoint.
+        """Wait until the save has ended, and return the path of the checkpoint.
 
         Raises:
-            ValueError: on every rank, if the save failed on any rank. It is raised once, so the next save may be tried.
+            ValueError: on every rank, if the save failed on any rank. A second call doesn't raise again, so that the
+                next save may be tried.
         """
         if self._thread is not None:
             self._thread.join()
@@ -128,27 +133,36 @@ def save(
     keep_every: int | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint that any layout can load: a collective on all ranks of the mesh.
+    """Write a checkpoint that any layout can load. A collective on all ranks of the mesh.
 
-    Each logical element is written once, by the lowest rank that holds it. Replicas on other ranks are compared with
-    it: they differ if a layer doesn't declare that it is sharded. The optional parameters are entries of the manifest.
+    Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
+    compared with it by checksum.
 
     Args:
-        path: the directory to make. An existing one is replaced when the new one is complete.
-        model: the model, or this rank's stage of it, with or without `fully_shard`.
-        optimizer: its optimizer; state must be tensors, of the parameter's shape or scalars.
-        mesh: the mesh it lies on.
-        step, sample, seed: optimizer steps done, global index of the next sample, the run's seed.
-        config, extra: the model's configuration, and other state such as the loss scale; JSON values of rank 0.
-        keep, keep_every: afterwards `prune` the directory of `path`; None: keep all.
-        beside: small files to store too, such as a tokenizer's, by their path in the directory; those of rank 0.
+        path: the directory to create. An existing checkpoint there is replaced once the new one is complete.
+        model: the model, or this rank's stage of it, before or after `fully_shard`.
+        optimizer: the model's optimizer. Its state must be tensors of the parameter's shape, or scalars. None: save no
+            optimizer state.
+        mesh: the mesh that the model is on.
+        step: optimizer steps done.
+        sample: global index of the next sample.
+        seed: the run's seed.
+        config, extra: JSON values to store, such as the model's configuration and the loss scale. Rank 0's are written.
+        keep, keep_every: after the save, call `prune` with them on the parent directory of `path`. `keep=None`: keep
+            all checkpoints.
+        beside: small files to store in the checkpoint, such as a tokenizer's, by their path inside. Rank 0's are
+            written.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: on every rank, if any of them can't write (a full disk, a read-only directory), if replicas differ,
-            or if something can't be saved. `path` is then unchanged, and no partial files are left.
+        ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
+            value can't be saved. The checkpoint that was at `path` is unchanged, and no partial checkpoint is left.
+
+    Note:
+        - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
+      torch's `clip_grad_norm_`.
     """
     request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
@@ -171,18 +185,20 @@ def save_async(
     beside: Mapping[str, bytes] | None = None,
     after: Saving | None = None,
 ) -> Saving:
-    """Copy everything to memory as `save` would write it, and return; a thread writes the files.
+    """Copy the model and optimizer state to host memory, return, and write the checkpoint in a background thread.
 
-    The files are byte for byte those of `save` at this moment. Pass the returned `Saving` to the next call, and call
-    `wait` on the last one before the process group is destroyed. The interpreter doesn't exit before the save has
-    ended. All other parameters are those of `save`.
+    The files are equal to those that `save` would write now, byte for byte. Pass the returned `Saving` as `after` to
+    the next call. Call `wait` on the last one before you destroy the process group. The interpreter doesn't exit before
+    the thread has ended. Arguments not listed here are those of `save`.
 
     Args:
-        after: the save before this one. It is waited for, so that at most one save is in flight.
-        others: as of `save`.
+        after: the `Saving` of the previous call. This call waits for it first, so that only one save is in flight.
+
+    Returns:
+        The save in progress.
 
     Raises:
-        ValueError: on every rank, if the save before failed, or something can't be saved.
+        ValueError: on every rank, if the previous save failed, or a value can't be saved.
     """
     if after is not None:
         after.wait()
@@ -194,11 +210,11 @@ def save_async(
         began = time.perf_counter()
         try:
             saving.bytes = _write(snapshot, "save")
-        except Exception as error:  # told by `wait`
+        except Exception as error:  # `wait` raises it
             saving._error = error
         saving.seconds = time.perf_counter() - began
 
-    if simulated_rank() is not None:  # no thread beside the rank's belongs to it
+    if simulated_rank() is not None:  # a second thread would not belong to the simulated rank
         work()
         return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
@@ -207,7 +223,7 @@ def save_async(
 
 
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
-    """Everything of this rank, at this moment: the JSON always copied, the tensors where `copy` says so."""
+    """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
     if optimizer is not None:
@@ -222,7 +238,7 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
 
 
 def _write(snapshot: _Snapshot, line: str = "") -> int:
-    """Write a snapshot's files on all ranks; return their size."""
+    """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
     together(world, lambda: prepare(path) if lead else None, line)
@@ -241,7 +257,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
 
 
 def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
-    """Write what this rank owns, and hash what it holds besides."""
+    """Write the boxes that this rank owns, and compute checksums of the replicas that it holds."""
     tensors: dict[str, dict[str, Tensor]] = {}  # by file and key
     where: dict[tuple[str, str], tuple[str, Box]] = {}
     replicas = []
@@ -256,7 +272,7 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
         tensors.setdefault(file, {})[key] = tensor
         where[file, key] = held.name, box
     folder = temporary(snapshot.request.path)
-    # At a time: while one waits for the disk, the next is filled.
+    # All files at the same time: while one waits for the disk, another is filled.
     results = in_threads(lambda file: write_tensors(folder / file, tensors[file]), tensors)
     written = dict(zip(tensors, results, strict=True))
     files = {file: record for file, (record, _) in written.items()}
@@ -268,9 +284,9 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
 
 
 def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
-    """On rank 0, when all tensors are on the disk: what goes along, the manifest, then the checkpoint's own name.
+    """On rank 0, after all tensors are on the disk: write the small files and the manifest, and rename the checkpoint.
 
-    Returns the size of all files.
+    Returns the size of all files of tensors in bytes.
     """
     path = snapshot.request.path
     found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -302,7 +318,12 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
 
 
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the small files that go along with a checkpoint, and sync them to the disk."""
+    """Write small files into a checkpoint's directory, and sync them to the disk.
+
+    Args:
+        folder: the checkpoint's directory.
+        files: the content of each file, by its path inside the directory.
+    """
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, data)
@@ -323,7 +344,7 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
 
 
 def _merge(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
-    """The optimizer's groups over all stages."""
+    """Return the optimizer's parameter groups of all pipeline stages together, or None if there is no optimizer."""
     if not of_ranks:
         return None
     counts = sorted({len(groups) for groups in of_ranks})

@@ -1,4 +1,4 @@
-"""Write and read safetensors files with checksums, in threads."""
+"""Write and read safetensors files with checksums, in several threads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest,
 
 K = TypeVar("K")
 R = TypeVar("R")
-WORDS, ROWS = 1021, 63  # that `checksum` adds up; a prime, and fewer rows than a sector has words
-THREADS = 4  # that read or write at a time
-HEADER_LIMIT = 100_000_000  # bytes, as the safetensors library has it
+WORDS, ROWS = 1021, 63  # block size of `checksum`: a prime, and fewer rows than a disk sector has words
+THREADS = 4  # that read or write at the same time
+HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 LARGE_PAGE = 2**21  # bytes
 
 
@@ -36,15 +36,15 @@ def write_tensors(
     """Write tensors to a new safetensors file, and sync it to the disk.
 
     Args:
-        path: the file; must not exist.
-        tensors: by key, on any device; moved to the CPU one at a time.
-        read: gives the tensor of a key when its turn comes, in the order of `tensors`, which may then be on the meta
-            device.
+        path: the file. It must not exist.
+        tensors: the tensors by key, on any device. They are copied to the CPU one at a time.
+        read: returns the tensor of a key. It is called once per key, in the order of `tensors`, whose tensors may then
+            be on the meta device. None: the values are those of `tensors`.
 
     Returns:
-        The file's record and each tensor's checksum.
+        The file's record, and each tensor's checksum by key.
     """
-    # The widest dtypes first, as the library has it, so that each tensor is aligned to its own elements.
+    # The widest dtypes first, as the safetensors library does, so that each tensor is aligned to its element size.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -59,7 +59,7 @@ def write_tensors(
 
     with named_errors(path), open(path, "xb", buffering=0) as file:
         _write_at(file, head, 0)
-        if sys.platform == "linux":  # a third less work for the kernel; a full disk is told at once
+        if sys.platform == "linux":  # a third less CPU time in the kernel, and a full disk raises at once
             os.posix_fallocate(file.fileno(), 0, len(head) + end)
 
         def one(key: str) -> int:
@@ -80,20 +80,21 @@ def _write_at(file: FileIO, data: bytes | memoryview, offset: int) -> None:
 
 
 def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> list[R]:
-    """Do the work of all items in several threads: files, copies and zlib release the interpreter.
+    """Call `work` on each item in several threads, for work that releases the GIL: file I/O, copies and zlib.
 
-    Not by `concurrent.futures`, which takes no work while the interpreter waits for a save in the background.
+    `concurrent.futures` isn't used because it accepts no work while the interpreter waits at exit for a background
+    save.
 
     Args:
-        work: called with each item, in this order.
+        work: called with each item; calls start in the order of the items.
         items: the items.
-        threads: how many at a time; 0: `THREADS`.
+        threads: the number of threads. 0: `THREADS`.
 
     Returns:
         The results, in the order of the items.
 
     Raises:
-        Exception: the one of the first item that failed; no further work is begun then.
+        Exception: the exception of the first item that failed. After a failure no further call starts.
     """
     todo = list(items)
     results: dict[int, R] = {}
@@ -124,21 +125,26 @@ def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> 
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order: its own memory where it lies so on the CPU, else a copy."""
+    """Return a tensor's bytes in row-major order.
+
+    A contiguous CPU tensor is not copied: the result shares its memory.
+    """
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def checksum(data: memoryview) -> int:
-    """A CRC-32 at the speed of memory: not of the bytes, but of sums of 64-bit words that lie `WORDS` apart.
+    """Return a checksum that is as fast as memory: a CRC-32 of sums of 64-bit words, not of all bytes.
 
-    A row is `WORDS` words; `ROWS` rows at a time are added up, column by column, modulo 2^64. The CRC-32 runs over the
-    sums, then over the bytes that fill no row. So every change within one row's length, 8 KB, be it a bit, a word or a
-    page that is zero, changes what the CRC-32 sees; and so do two blocks that change places, 512 bytes or a larger
-    power of two apart: no such distance within `ROWS` rows is a multiple of the prime. What can hide is damage in
-    several places that happens to cancel: the same bit of the same column, cleared here and set there.
+    The data are rows of `WORDS` 64-bit words. The sum of each `ROWS` rows is computed column by column, modulo 2^64.
+    The CRC-32 is computed over these sums, and then over the remaining bytes that fill no row.
+
+    Every change within the length of one row (8 KB) changes the CRC-32's input: a bit, a word, or a page that became
+    zero. So does a swap of two blocks that lie 512 bytes or a larger power of two apart, because no such distance
+    within `ROWS` rows is a multiple of the prime `WORDS`. The checksum misses changes in several places that cancel
+    each other, such as the same bit of the same column, cleared in one row and set in another.
 
     Args:
-        data: bytes, aligned or not.
+        data: the bytes, aligned or not.
     """
     rows = np.frombuffer(data, np.uint64, len(data) // (8 * WORDS) * WORDS).reshape(-1, WORDS)
     crc = 0
@@ -152,13 +158,13 @@ class TensorFile:
 
     Args:
         path: the file.
-        record: what the manifest says of it; None: another library wrote the file.
+        record: the file's record in the manifest. None: another library wrote the file.
 
     Attributes:
-        header: by key the dtype's name, the shape, and where in the data the tensor lies.
+        header: by key the dtype's name, the shape, and the tensor's offsets in the data.
 
     Raises:
-        ValueError: if the file is missing or has another size, or its header changed or doesn't fit the file.
+        ValueError: if the file is missing or has another size, or its header is damaged or doesn't fit the file.
     """
 
     def __init__(self, path: Path, record: FileRecord | None = None) -> None:
@@ -181,7 +187,7 @@ class TensorFile:
                 raise ValueError(
                     f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
                 )
-            # A private mapping: torch wants a writable buffer, and nobody's write would reach the file.
+            # A private mapping: torch needs a writable buffer, and writes to this one never reach the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = 8 + length
         try:
@@ -194,7 +200,7 @@ class TensorFile:
                 raise ValueError(f"{path} is damaged: its header says {key} is {str(said)[:200]}, of {room} bytes")
 
     def check(self, entry: Entry, chunk: Chunk) -> None:
-        """Refuse a chunk that the file lacks, or holds in another shape or dtype."""
+        """Raise ValueError if the file lacks a chunk, or has it with another shape or dtype."""
         found = self.header.get(chunk.key)
         if found is None:
             raise ValueError(f"{self.path} has no tensor {chunk.key!r}")
@@ -203,12 +209,12 @@ class TensorFile:
             raise ValueError(f"{self.path}: {chunk.key} is {found}, expected {want}")
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
-        """A chunk as it lies in the file: not read until used."""
+        """Return a chunk as a view of the file. Its bytes are read when they are used."""
         self.check(entry, chunk)
         return self.whole(chunk.key)
 
     def whole(self, key: str) -> Tensor:
-        """The tensor of a key as it lies in the file: not read until used."""
+        """Return the tensor of a key as a view of the file. Its bytes are read when they are used."""
         found = self.header[key]
         dtype, shape = DTYPES[found["dtype"]], found["shape"]
         if 0 in shape:
@@ -217,18 +223,18 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def forget(self, key: str) -> None:
-        """Let go of the memory that reading a tensor took; it can be read again."""
+        """Free the memory that reading a tensor used. The tensor can be read again."""
         first, _, end = self._pages(key)
         if end > first and sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def _pages(self, key: str) -> tuple[int, int, int]:
-        """Where in the file the first page of a tensor begins, and the tensor itself begins and ends."""
+        """Return three offsets in the file: the first page of a tensor, and the start and end of the tensor."""
         start, end = (self._data + offset for offset in self.header[key]["data_offsets"])
         return start - start % mmap.PAGESIZE, start, end
 
     def problem(self, entry: Entry, chunk: Chunk) -> str | None:
-        """Read a chunk and describe its damage; None: it is as written."""
+        """Read a chunk and return a description of its damage, or None if there is none."""
         self.check(entry, chunk)
         first, start, end = self._pages(chunk.key)
         if sys.platform == "linux":
@@ -240,7 +246,7 @@ class TensorFile:
 
 
 def _fits(found: Any, room: int) -> bool:
-    """Whether a header's entry of a tensor is right in a file with so many bytes of data."""
+    """Return whether a header's entry is consistent and fits a file with `room` bytes of data."""
     try:
         start, end = sizes(found["data_offsets"])
         size = math.prod(sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
@@ -250,7 +256,7 @@ def _fits(found: Any, room: int) -> bool:
 
 
 class Files:
-    """The files of one checkpoint, each opened when first needed."""
+    """The files of one checkpoint. Each is opened at its first use."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -262,7 +268,10 @@ class Files:
         return self._open[name]
 
     def problems(self, chunks: Sequence[tuple[str, Entry, Chunk]]) -> list[str]:
-        """Describe the damage of these chunks by tensor, key and file; that of a whole file once."""
+        """Return a description of the damage of these chunks, by tensor, key and file.
+
+        A damaged file is reported once.
+        """
 
         def one(item: tuple[str, Entry, Chunk]) -> str | None:
             name, entry, chunk = item
@@ -275,7 +284,7 @@ class Files:
         return list(dict.fromkeys(told for told in in_threads(one, chunks) if told is not None))
 
     def assemble(self, name: str) -> Tensor:
-        """A logical tensor, whole."""
+        """Return a full logical tensor."""
         entry = self.manifest.tensors[name]
         full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:
@@ -285,7 +294,7 @@ class Files:
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, not filled, in pages of 2 MiB where the system has them: docs/decisions.md says why."""
+    """Return an uninitialized CPU tensor, in pages of 2 MiB if the system supports them (see docs/decisions.md)."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE_PAGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
@@ -296,7 +305,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a directory's list of names to the disk."""
+    """Sync a directory's list of file names to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
