@@ -1,6 +1,6 @@
-"""Survive faults: leave together, save on a signal, explain a hang, find corrupt replicas and slow ranks.
+"""Survive faults: end all ranks together, save on a signal, explain a hang, detect corrupt replicas and slow ranks.
 
-Stands on `mesh`, `sharding` and `gradients`. Open `leave.py` first.
+The package uses `mesh`, `sharding` and `gradients`. Read `leave.py` first.
 """
 
 from mpcore.fault_tolerance.leave import EXIT_PEER, EXIT_STOPPED, leave, leave_together, tell_launcher

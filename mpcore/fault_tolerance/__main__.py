@@ -1,4 +1,4 @@
-"""`mpcore explain FOLDER`: explain the logs that a watchdog left."""
+"""`mpcore explain FOLDER`: explain a hang from the logs that a watchdog wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from mpcore.fault_tolerance.trace import Log, explain
 
 @reports_errors("mpcore explain")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 2 if the folder has no logs that can be read, otherwise 0."""
+    """Run the command.
+
+    Returns:
+        The exit status: 0, or 2 if the folder has no logs that can be read.
+    """
     parser = Parser(
         prog="mpcore explain",
         description="Say why a run hung: which rank is at fault, and where each rank is.",

@@ -1,4 +1,4 @@
-"""Leave together: when one rank fails, all leave, with an exit status that says why."""
+"""End all ranks together when one rank fails, with an exit status that says why."""
 
 from __future__ import annotations
 
@@ -25,24 +25,33 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
 
 log = get_logger("mpcore.fault_tolerance")
-EXIT_PEER = 70  # EX_SOFTWARE, as of a hang: this rank was well, another one failed
-EXIT_STOPPED = 75  # EX_TEMPFAIL: saved because a signal asked; start again to go on
+EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped and saved because of a signal; start again to resume
 _PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|Transport retry")
 
 
-class leave_together:  # noqa: N801  (a context manager, named as what it does)
-    """End every rank within seconds when one fails, and print which rank failed first and why.
+class leave_together:  # noqa: N801  (a context manager, named as a function)
+    """End every rank within seconds when one rank fails, and print which rank failed first and why.
 
-    The rank that fails prints its own traceback, or a line with the file that holds it. If several ranks of a host fail
-    with the same error, one of them prints it. The other ranks, whose next collective breaks, print one line that names
-    the first failed rank. A rank that leaves with status 0 before the end of the block counts as failed; another status
-    is kept. A thread asks the run's store twice in each grace period. It ends a rank whose main thread is blocked, as
-    in a wait for its GPU. It also answers when a rank asks who is alive, so no live rank is named as failed.
+    What each rank does:
+
+    - The rank that fails prints its traceback, or one line that names the file with the traceback. If several ranks of
+      a host fail with the same message, one of them prints it.
+    - A rank whose collective breaks because another rank failed prints one line that names the first failed rank.
+    - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
+    - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
+      example while it waits for its GPU. It also answers when another rank asks which ranks are alive, so that a live
+      rank that waits for a dead rank is not blamed.
 
     Args:
-        mesh: of this rank. In a world of one rank errors pass as they are.
-        grace: seconds in which a failed rank can report its error. Other ranks have twice as many seconds to leave.
-        folder: where a rank that fails writes its traceback, as `rank0.txt` and on; None: to its standard error.
+        mesh: this rank's mesh. In a world of one rank, exceptions pass unchanged.
+        grace: seconds in which a failed rank can write why it failed. The other ranks leave within twice this time.
+        folder: the folder for the tracebacks, `rank0.txt` and so on. None: tracebacks go to standard error.
+
+    Example::
+
+        with leave_together(mesh):
+            train(mesh)
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
@@ -52,7 +61,7 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
-            self.store = clone_store()  # the main thread's own connection may be waiting
+            self.store = clone_store()  # a connection of its own: the main thread may block its connection
 
     def __enter__(self) -> leave_together:
         if self.size > 1:
@@ -62,11 +71,11 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self.store is None:
             self.over.set()
-            if self.thread.is_alive():  # inside the store while Python is torn down, it would abort the process
+            if self.thread.is_alive():  # a thread inside the store at interpreter exit would abort the process
                 self.thread.join(self.grace)
             return
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor ends the survivors of the first that fails
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the first failure a supervisor ends the other ranks
         if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
             at = f"stopped, because the store of the run{store_address(self.store)}"
             end_after(6 * self.grace, f"{at} gives no answer: its host is down, or the link to it is cut", EXIT_PEER)
@@ -95,14 +104,14 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
                 if self.over.wait(self.grace / 2):
                     return
             cause = self.store.get("mpcore/cause").decode()
-        except (RuntimeError, OSError):  # who keeps the store may be done, and gone
+        except (RuntimeError, OSError):  # the rank that hosts the store may have finished
             return
         if not self.over.wait(2 * self.grace):
             log.error("stopped, because %s", cause)
             os._exit(EXIT_PEER)
 
     def _own(self, error: BaseException) -> tuple[int, str]:
-        """Print what went wrong here; return the exit status, and it in a line."""
+        """Print what failed on this rank; return the exit status and a one-line description."""
         if isinstance(error, KeyboardInterrupt):
             return 128 + signal.SIGINT, "was interrupted"
         if isinstance(error, SystemExit):
@@ -134,11 +143,11 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
             return True
 
     def _ask(self) -> str:
-        """Find the rank that failed first: it says so itself, or gives no answer."""
+        """Find the rank that failed first: it wrote its cause to the store, or it gives no answer."""
         self.store.set(f"mpcore/left/{self.rank}", "")
         found = self._wait(self.grace)
-        if found is None and self.store.add("mpcore/asked", 1) == 1:  # one rank looks, not all at all
-            time.sleep(self.grace)  # in which each thread looks twice
+        if found is None and self.store.add("mpcore/asked", 1) == 1:  # only one rank looks for the failed one
+            time.sleep(self.grace)  # each rank's thread polls twice in this time
             silent = [rank for rank in range(self.size) if not self._is_alive(rank)]
             found = "the network between the ranks failed: all of them are there"
             if silent:
@@ -159,15 +168,18 @@ class leave_together:  # noqa: N801  (a context manager, named as what it does)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit once gloo's threads have freed the tensors of the last collective: see `leave`."""
+    """Exit after gloo's threads have freed the tensors of the last collective (see `leave`)."""
     time.sleep(0.2)
     sys.exit(status)
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with a status after a successful run, without Python's shutdown.
+    """Exit after a successful run, without shutting the Python interpreter down.
 
-    A thread of gloo may still hold tensors. If it frees them during Python's shutdown, it aborts the process.
+    A thread of gloo may still hold tensors. Freeing them during interpreter shutdown would abort the process.
+
+    Args:
+        status: the exit status.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -175,7 +187,7 @@ def leave(status: int) -> NoReturn:
 
 
 def tell_launcher(text: str) -> None:
-    """Let torchrun print this text as the root cause, below its own traceback. Does nothing under other launchers.
+    """Write the root cause for torchrun, which prints it below its own traceback. Without torchrun, do nothing.
 
     Args:
         text: what failed on this rank, in a line or two.
@@ -187,21 +199,32 @@ def tell_launcher(text: str) -> None:
 
 
 def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
-    """`rank 3 gives no answer`, or of several; with the hosts that they named in the store, if not this one."""
+    """Return text such as `rank 3 gives no answer`.
+
+    With a store the text includes the ranks' hosts, except this process's own host.
+    """
     return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
 
 
 def store_address(store: dist.Store) -> str:
-    """` at host:port` of a store, or nothing where it has none."""
+    """Return ` at host:port` of a store, or an empty string if the store has no address."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def end_after(seconds: float, line: str, status: int) -> threading.Timer:
-    """Log a line and end the process after so many seconds, also where its threads wait in C for a host that is gone.
+    """Start a timer that logs a line and ends the process.
 
-    Cancel the timer that it returns when all went well.
+    The timer works even if the other threads wait in C code for a host that is gone.
+
+    Args:
+        seconds: the delay in seconds.
+        line: the line to log.
+        status: the exit status.
+
+    Returns:
+        The timer. Cancel it if all went well.
     """
 
     def end() -> None:
@@ -215,7 +238,7 @@ def end_after(seconds: float, line: str, status: int) -> threading.Timer:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """`1, 2, 5`."""
+    """Return ranks as text: `1, 2, 5`."""
     return ", ".join(map(str, ranks))
 
 

@@ -1,4 +1,4 @@
-"""Write metrics, one line of JSON a step."""
+"""Write metrics: one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from pathlib import Path
 
 
 class MetricsWriter:
-    """Append lines of JSON to a file; non-finite numbers are null. A failed line is written by the next call."""
+    """Append lines of JSON to a file. A number that isn't finite becomes null.
+
+    A line that can't be written, for example on a full disk, is kept in memory and written with the next line.
+
+    Args:
+        path: the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
 
     def add(self, entry: dict) -> None:
-        """Write a line, after the lines that could not be written before.
+        """Write the waiting lines and this one.
+
+        Args:
+            entry: the metrics, as JSON values.
 
         Raises:
-            OSError: if the file can't be written; it stays as it was.
+            OSError: if the lines can't be written. The file stays as it was, and the lines wait for the next call.
         """
         self.waiting += (json.dumps(read_line(json.dumps(entry))) + "\n").encode()
         with open(self.path, "ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
-                if file.write(self.waiting) < len(self.waiting):  # a part fitted on the disk
+                if file.write(self.waiting) < len(self.waiting):  # only a part fitted on the disk
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                with suppress(OSError):  # a device keeps what it took
+                with suppress(OSError):  # a device file can't be truncated
                     file.truncate(end)
                 raise
         self.waiting = b""
 
 
 def read_line(line: str) -> dict:
-    """Read a line of JSON, with None for the NaN and Infinity that Python writes and JSON doesn't have."""
+    """Read a line of JSON. The values NaN and Infinity, which Python writes but JSON doesn't have, become None."""
     return json.loads(line, parse_constant=lambda _: None)

@@ -1,4 +1,4 @@
-"""Compare replicas of parameters across ranks, to find silent corruption."""
+"""Compare the replicas of parameters across ranks, to detect silent data corruption."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from mpcore.sharding.local import is_dtensor, local_tensor
 
 @torch.no_grad()
 def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's memory is corrupt") -> None:
-    """Raise an error if ranks that hold replicas of a parameter hold different bits: a collective on all ranks.
+    """Raise on every rank if the replicas of a parameter differ in any bit. A collective on all ranks of the mesh.
 
-    Layers declare what is replicated: whole parameters over tp and data, replicated KV heads, tied embeddings; and
-    `fully_shard` replicates over nodes. One all-reduce for each axis compares hashes; more is sent only if some differ.
+    The layers' declarations say which parameters are replicated: unsharded parameters over tp and data, replicated KV
+    heads, and tied embeddings. With HSDP, shards are replicated across groups of ranks. One all-reduce per axis
+    compares hashes; more data is sent only if hashes differ.
 
     Args:
-        model: the model, or this rank's stage of it, between two steps; where parameters are offloaded, what
-            `Run.parameters` gives.
-        mesh: the mesh it lies on.
-        cause: the cause that the error names.
+        model: the model, or this rank's stage of it, between two steps. If parameters are offloaded, pass the
+            model that `with run.parameters() as model` yields.
+        mesh: the mesh that the model is on.
+        cause: the cause that the error message states.
 
     Raises:
-        ValueError: on every rank, naming the tensors and the ranks; of three replicas or more, the ranks that differ
-            from most.
+        ValueError: on every rank, if replicas differ. The message names the tensors and the ranks. With three or more
+            replicas it names the ranks that differ from the majority.
     """
     found: list[str] = []
     for axis, entries in _replicas(model, mesh):
@@ -54,7 +55,10 @@ def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's mem
 
 
 def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:
-    """For each axis, in an order that all its ranks share: what is replicated over it, None where not on this rank."""
+    """Return, for each axis, the tensors that are replicated over it. A tensor that this rank doesn't hold is None.
+
+    The order of the axes is the same on all ranks.
+    """
     by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
     for name, parameter, sharding in declarations(model):
         local = local_tensor(parameter).detach()
@@ -83,7 +87,7 @@ def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
 
 
 def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    """The runs of a dimension that several ranks hold: the same list on all ranks of the axis."""
+    """Yield the index ranges of a dimension that several ranks hold. The list is the same on all ranks of the axis."""
     holders = [{i for start, end in runs for i in range(start, end)} for runs in shard.runs]
     place = {i: at for at, i in enumerate(i for start, end in shard.mine for i in range(start, end))}
     runs: list[list[int]] = []

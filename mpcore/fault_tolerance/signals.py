@@ -1,4 +1,4 @@
-"""Catch the signals that ask a run to stop, and tell all ranks."""
+"""Catch the signals that ask a run to stop, and share them with all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ log = get_logger("mpcore.fault_tolerance")
 
 
 class StopSignals:
-    """Turn SIGTERM, SIGUSR1 and ctrl-C in this block into a request for an orderly stop. A second ctrl-C exits at once.
+    """Record SIGTERM, SIGUSR1 and ctrl-C as a request to stop after the current step. A second ctrl-C ends the process.
 
-    A launcher passes on the ctrl-C that the terminal has sent already, so a second one counts only after `apart`
-    seconds.
+    A supervisor forwards a ctrl-C that the terminal already sent to every process. So the second ctrl-C counts only if
+    it comes at least `apart` seconds after the first.
+
+    Args:
+        apart: the least time between two ctrl-C, in seconds.
+        leave_with: see the attribute.
 
     Attributes:
-        asked: whether a signal has come. Ranks may see it a step apart: let them agree (`Wishes`) before they act on
-            it.
-        leave_with: exit status with which a signal ends the process at once, while there is nothing to save. Set it to
-            None before the first step.
+        asked: whether a signal has come. Ranks may see it at different steps: let them agree (`Wishes`) before they
+            act.
+        leave_with: the exit status with which a signal ends the process at once, as long as there is nothing to save.
+            Set it to None before the first step.
     """
 
     def __init__(self, apart: float = 1.0, leave_with: int | None = None) -> None:
@@ -39,7 +43,7 @@ class StopSignals:
         self._write.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._before[number] = signal.signal(number, self._ask)
-        # Python's handlers wait while the main thread is inside a collective; this thread hears of signals even then.
+        # Python's handlers don't run while the main thread is in a collective. This thread receives signals even then.
         self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="mpcore-signals", daemon=True).start()
         return self
@@ -47,7 +51,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._ask:  # leave_together may have had it ignored
+            if signal.getsignal(number) == self._ask:  # leave_together may have set it to ignore
                 signal.signal(number, handler)
         self._write.close()
 
@@ -71,13 +75,14 @@ class StopSignals:
 
 
 class Wishes:
-    """Tell all ranks of a request of any rank, such as to stop, after the same step and without a collective.
+    """Share requests of any rank with all ranks, so that all ranks act after the same step, without a collective.
 
-    A rank writes its request for the next step into the job's store. Each rank reads the store once a step. Every step
-    must have a collective of all ranks for whose result the host waits: then no rank can have ended the next step.
+    A rank writes its request for the next step into the job's store. This is correct only if every step has a
+    collective of all ranks whose result the host waits for: then no rank has finished the next step yet. Each rank asks
+    the store once per step.
 
     Args:
-        world: the ranks that step together. All of them make this in the same order.
+        world: the ranks that step together. All of them must create their `Wishes` objects in the same order.
     """
 
     def __init__(self, world: Axis) -> None:
@@ -88,18 +93,20 @@ class Wishes:
             self.name = f"mpcore/wishes/{world.group_name}/run {number}"
 
     def after_step(self, step: int, **mine: bool) -> set[str]:
-        """Return the requests that any rank made in the step before: the same on all ranks.
+        """Return the requests that all ranks act on now: those that any rank made at the previous step.
+
+        On one process, the requests of this step are returned.
 
         Args:
-            step: the number of steps that are done.
-            mine: whether this rank makes a request, by the name of the request.
+            step: the number of steps done.
+            mine: this rank's requests, each a keyword with True or False.
         """
         wished = {name for name, wish in mine.items() if wish}
         if self.store is None:
             return wished
         for name in wished:
             self.store.set(f"{self.name}/{step + 1}/{name}", "")
-        if wished:  # after its names: who finds it finds them
+        if wished:  # written after the names: a rank that finds this key finds the names
             self.store.set(f"{self.name}/{step + 1}", "")
         if not self.store.check([f"{self.name}/{step}"]):
             return set()

@@ -1,4 +1,4 @@
-"""Watch the loss: spikes, and steps that are skipped."""
+"""Watch the loss: detect spikes, and count skipped steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ log = get_logger("mpcore.fault_tolerance")
 
 
 class Spikes:
-    """Find losses far above those before them, by their z-score over a window.
+    """Detect losses far above the previous ones, by their z-score over a window.
 
-    A spike enters the window as a loss at the threshold: so a second spike is found, and a new level is accepted later.
+    A spike enters the window with its value cut to the threshold. So a second spike is still detected, and a lasting
+    new level of the loss is accepted after some steps.
 
     Args:
-        window: how many losses before count.
-        threshold: standard deviations above their mean that are a spike. A deviation is at least 1 % of the mean.
-        least: how many losses there must be before the first spike.
+        window: the number of previous losses to compare with.
+        threshold: a loss is a spike if it is this number of standard deviations above the mean of the window. The
+            standard deviation counts as at least 1 % of the mean.
+        least: the number of losses needed before the first spike can be detected.
+
+    Raises:
+        ValueError: if `least` is not between 2 and `window`.
     """
 
     def __init__(self, window: int = 64, threshold: float = 6.0, least: int = 16) -> None:
@@ -32,9 +37,9 @@ class Spikes:
         self.before: deque[float] = deque(maxlen=window)
 
     def score(self, loss: float) -> float | None:
-        """Take the next loss; if it is a spike, return the standard deviations by which it exceeds the mean.
+        """Add the next loss. Return its z-score if it is a spike, else None.
 
-        A loss that isn't finite is left out: such a step is skipped.
+        A loss that isn't finite is ignored, because its step is skipped.
         """
         if not math.isfinite(loss):
             return None
@@ -49,11 +54,11 @@ class Spikes:
 
 
 class Skips:
-    """Count the steps in a row whose loss or gradient isn't finite, and record them.
+    """Count consecutive steps whose loss or gradient isn't finite, and record them.
 
     Args:
-        limit: how many steps in a row may be skipped; the next one stops the run.
-        path: a file that gets a line of JSON for each, on one rank; None: none.
+        limit: the number of consecutive steps that may be skipped. One more raises.
+        path: a file that gets one line of JSON per skipped step. Pass it on one rank only. None: no file.
     """
 
     def __init__(self, limit: int, path: Path | None) -> None:
@@ -64,11 +69,11 @@ class Skips:
         """Count a step.
 
         Args:
-            finite: whether its loss and gradients were finite; the same on every rank.
-            about: what is recorded: the step, its samples, the loss.
+            finite: whether the loss and the gradients of the step were finite. It must be the same on every rank.
+            about: values to record, such as the step, its samples and the loss.
 
         Raises:
-            ValueError: if more than `limit` steps in a row were skipped.
+            ValueError: if more than `limit` consecutive steps were skipped.
         """
         self.row = 0 if finite else self.row + 1
         if finite:
@@ -76,7 +81,7 @@ class Skips:
         if self.lines is not None:
             try:
                 self.lines.add({**about, "in_a_row": self.row})
-            except OSError as error:  # a full disk ends no run
+            except OSError as error:  # a full disk must not end the run
                 log.error("NOT WRITTEN: %s: %s", self.lines.path, error)
         if self.row > self.limit:
             said = ", ".join(f"{name} {value}" for name, value in about.items())

@@ -1,4 +1,4 @@
-"""Find slow ranks."""
+"""Detect slow ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SlowRank(NamedTuple):
     """A rank that is slower than the others.
 
     Attributes:
-        rank: of the job.
-        phase: "compute" of the probe, or as it was timed.
-        ratio: its time over the median of the others'.
+        rank: the rank in the job.
+        phase: the name of the timed phase; "compute" for the probe.
+        ratio: its time divided by the median of the other ranks' times.
     """
 
     rank: int
@@ -32,17 +32,22 @@ class SlowRank(NamedTuple):
 
 
 class Stragglers:
-    """Find slow ranks, by the times of work that each does alone: loading data, and a fixed probe.
+    """Detect slow ranks from the times of work that each rank does alone: loading data, and a fixed probe.
 
-    In a synchronous step every rank takes as long as the slowest, so step times don't show which one is slow. A rank is
-    late when it took more than `threshold` times the median of the other ranks in `patience` checks in a row.
+    In synchronous training every rank's step takes as long as the slowest rank's, so step times can't show which rank
+    is slow. A rank is reported if it took more than `threshold` times the median of the other ranks in `patience`
+    consecutive checks.
 
     Args:
-        mesh: of this rank.
-        threshold: ratio from which a rank is late.
-        least: seconds a call by which it must be slower too, so that noise in short phases doesn't count.
-        patience: checks in a row.
-        size: of the square matrices that the probe multiplies.
+        mesh: this rank's mesh.
+        threshold: the ratio to the median above which a rank counts as late.
+        least: seconds per call by which a late rank must exceed the median, so that noise in short phases doesn't
+            count.
+        patience: the number of consecutive checks in which a rank must be late.
+        size: the rows and columns of the matrices that the probe multiplies.
+
+    Raises:
+        ValueError: if `threshold` is not above 1.
     """
 
     def __init__(
@@ -54,11 +59,17 @@ class Stragglers:
         self.times: dict[str, list[float]] = {}
         self.row: dict[tuple[int, str], int] = {}
         self.matrix = torch.ones(size, size, device=mesh.device)
-        self._multiply()  # what the first call sets up isn't timed
+        self._multiply()  # the setup of the first call isn't timed
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Time the work in this context, on the GPU too, without work queued before. It must not communicate."""
+        """Time a block of work without communication.
+
+        On a GPU the time includes the block's kernels and excludes the kernels queued before it.
+
+        Args:
+            phase: the name of the phase.
+        """
         self._synchronize()
         began = time.perf_counter()
         yield
@@ -66,7 +77,7 @@ class Stragglers:
         self.times.setdefault(phase, []).append(time.perf_counter() - began)
 
     def probe(self) -> None:
-        """Time a fixed computation: once a step, some milliseconds on a CPU."""
+        """Time a fixed computation. Call it once per step; it takes some milliseconds on a CPU."""
         with self.timed("compute"):
             self._multiply()
 
@@ -79,22 +90,26 @@ class Stragglers:
             torch.cuda.synchronize(self.mesh.device)
 
     def check(self) -> list[SlowRank]:
-        """Compare the ranks since the last check: a collective on all of them, with the same result on each."""
+        """Compare the ranks' times since the last check. A collective on all ranks, with the same result on each.
+
+        Returns:
+            The slow ranks. Empty: none.
+        """
         mine = {phase: statistics.fmean(seconds) for phase, seconds in self.times.items()}
         self.times = {}
         late = exchange(None, mine, self.mesh.world.group, lambda times: late_ranks(times, self.threshold, self.least))
-        if self.mesh.workers.size > 1:  # people know ranks by their number in the job
+        if self.mesh.workers.size > 1:  # report the rank's number in the job
             late = [one._replace(rank=one.rank + self.mesh.job.rank - self.mesh.world.rank) for one in late]
         self.row = {(one.rank, one.phase): self.row.get((one.rank, one.phase), 0) + 1 for one in late}
         return [one for one in late if self.row[one.rank, one.phase] >= self.patience]
 
 
 def late_ranks(times: Sequence[dict[str, float]], threshold: float, least: float) -> list[SlowRank]:
-    """List the ranks whose seconds in a phase are more than `threshold` times the median of the other ranks'.
+    """Return the ranks whose time in a phase is more than `threshold` times the median of the other ranks' times.
 
     Args:
-        times: of each rank, by phase.
-        threshold, least: as of `Stragglers`.
+        times: for each rank its seconds by phase.
+        threshold, least: see `Stragglers`.
     """
     found = []
     for phase in sorted({phase for own in times for phase in own}):

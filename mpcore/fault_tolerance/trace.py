@@ -1,14 +1,15 @@
-"""Explain why ranks wait for each other: match their logs of collectives, and find the first mismatch.
+"""Explain why ranks wait for each other: match their logs of collectives and find the first mismatch.
 
-    record()                              # before the first process group
+    record()                              # before the first process group is created
     mesh = build_mesh(tp=2)
     with Watchdog(mesh, model, timeout=300) as watchdog:
         for step in range(steps):
             train(step)
             watchdog.beat()
 
-The logs are torch's flight recorders of gloo and of NCCL: rings of the last collectives of each process, with their
-call sites. They have no point-to-point messages on gloo; there the line where each rank stands must tell.
+The logs are those of torch's flight recorders of gloo and NCCL. A flight recorder keeps the last collectives of its
+process, with their call sites. On gloo it doesn't record point-to-point messages; there, only the line at which each
+rank's main thread stands shows the cause.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # a rank is nowhere in particular in here
+_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # where a rank is, these files don't say
 _OURS = tuple(
     os.path.join(_PACKAGE, *name)
     for name in (
@@ -56,14 +57,15 @@ class Call:
     """A collective that a rank entered.
 
     Attributes:
-        group: name of its process group.
-        number: its place among the collectives of the group and backend, from 1.
-        kind: such as "all_reduce".
-        shape, dtype: of its input.
-        site: file and line that called it, outside of torch, and where that is in mpcore the line that called mpcore.
-        done: whether it came back.
+        group: the name of its process group.
+        number: its number among the collectives of its group and backend, from 1.
+        kind: the collective, such as "all_reduce".
+        shape, dtype: shape and dtype of its input.
+        site: the file and line outside of torch that called it. If that line is in mpcore, the line that called mpcore
+            follows.
+        done: whether it has completed.
         time: when it began, in nanoseconds of the host's clock.
-        backend: such as "gloo". On "nccl" the device waits, not the host.
+        backend: the backend, such as "gloo". On "nccl" the device waits for the collective, not the host.
     """
 
     group: str
@@ -79,15 +81,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """The report of a rank.
+    """One rank's report.
 
     Attributes:
-        rank: of the job.
-        groups: the axis and the ranks of each process group, by its name.
+        rank: the rank in the job.
+        groups: the axis and the ranks of each process group, by the group's name.
         calls: the last collectives, oldest first.
-        site: file and line where the main thread stands.
-        doing: the innermost module of the model, or the pipeline's action, that the main thread is in.
-        waiting: whether the main thread stands in a call of torch.distributed.
+        site: the file and line where the main thread is.
+        doing: the innermost module of the model, or the pipeline action, that the main thread is in.
+        waiting: whether the main thread is inside a call of torch.distributed.
     """
 
     rank: int
@@ -98,12 +100,12 @@ class Log:
     waiting: bool = False
 
     def to_json(self) -> str:
-        """Write the log as text."""
+        """Return the log as JSON text."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Log:
-        """Read a log that `to_json` wrote."""
+        """Return the log that `to_json` wrote."""
         entry = json.loads(text)
         entry["groups"] = {name: (axis, tuple(ranks)) for name, (axis, ranks) in entry["groups"].items()}
         entry["calls"] = [Call(**{**call, "shape": tuple(call["shape"])}) for call in entry["calls"]]
@@ -111,13 +113,15 @@ class Log:
 
 
 def record(entries: int = 512) -> None:
-    """Log the last collectives of this process, in torch's flight recorder. Call it before any process group is made.
+    """Record the last collectives of this process in torch's flight recorder.
+
+    Call it before a process group is created.
 
     Args:
-        entries: how many are kept.
+        entries: the number of collectives to keep.
 
     Raises:
-        ValueError: if there is a process group already, or entries isn't positive.
+        ValueError: if a process group already exists, or `entries` is below 1.
     """
     if entries < 1:
         raise ValueError(f"entries {entries} is smaller than 1")
@@ -127,12 +131,12 @@ def record(entries: int = 512) -> None:
 
 
 def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = None) -> Log:
-    """Return this rank's log, with the line where its main thread stands now. Any thread may call it.
+    """Return this rank's log, with the line where its main thread is now. Any thread may call it.
 
     Args:
         mesh: its axes name the process groups.
-        model: its modules' names say where the rank is.
-        thread: the identifier of the thread to look at; None: the main thread.
+        model: the names of its modules say where the rank is. None: `Log.doing` names only pipeline actions.
+        thread: the identifier of the thread to look at. None: the main thread.
     """
     groups = {}
     for name, axis in mesh.axes.items():
@@ -140,14 +144,19 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
             groups[axis.group_name] = (name, tuple(dist.get_process_group_ranks(axis.group)))
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     site, doing, waiting = stands_in(frame, {id(m): n for n, m in model.named_modules()} if model is not None else {})
-    # This process pickled the records a moment ago: nothing from outside is unpickled.
+    # Unpickling is safe: this process has just pickled the records.
     entries = [e for record in flight_records() for e in pickle.loads(record).get("entries", [])]
-    # A process group that has ended leaves its calls in the ring, under a name that the next one may have too.
+    # A destroyed process group leaves its calls in the recorder, and a later group may have the same name.
     return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting)
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
-    """List the collectives among the entries of flight recorders from `since_ns` on, oldest first: a pure function."""
+    """Return the collectives in entries of flight recorders, oldest first. A pure function.
+
+    Args:
+        entries: the entries, as torch's flight recorder returns them.
+        since_ns: skip calls that began before this time, in nanoseconds of the host's clock.
+    """
     calls = []
     for e in entries:
         if e["is_p2p"] or e["time_created_ns"] < since_ns:
@@ -163,14 +172,14 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
 
 
 def _site(file: str, line: int) -> str | None:
-    """`layers/linear.py:88`, or None where the file is torch's or what every collective passes through."""
+    """Return text such as `layers/linear.py:88`, or None for a file that only passes collectives on, such as torch's."""
     if file.startswith(_INSIDE) or file in _OURS or os.sep not in file:
         return None
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
 
 
 def _places(lines: Iterable[tuple[str, int]]) -> str:
-    """The first place of a stack, innermost first, and after a place in mpcore the first outside of it."""
+    """Return the first site of a stack, innermost first. If it is in mpcore, add the first site outside of mpcore."""
     first = ""
     for file, line in lines:
         site = _site(file, line)
@@ -182,16 +191,20 @@ def _places(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def call_site(frame: FrameType | None) -> str:
-    """Return where a stack is outside of torch, such as `layers/linear.py:88, called at gpt/model.py:40`."""
+    """Return where a stack is outside of torch, such as `layers/linear.py:88, called at gpt/model.py:40`.
+
+    Args:
+        frame: the innermost frame of the stack.
+    """
     return _places((f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame))
 
 
 def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
-    """Return where a thread stands: `site`, `doing` and `waiting` of its `Log`.
+    """Return where a thread is: the values `site`, `doing` and `waiting` of its `Log`.
 
     Args:
-        frame: the innermost of the thread.
-        names: of modules, by `id`.
+        frame: the innermost frame of the thread.
+        names: the names of the model's modules, by `id` of the module.
     """
     site, doing, waiting = "", "", False
     while frame is not None:
@@ -209,14 +222,14 @@ def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, s
 
 
 def explain(logs: Sequence[Log], size: int) -> str:
-    """Explain why the ranks don't go on: a pure function of their logs.
+    """Explain why the ranks don't make progress. A pure function of their logs.
 
     Args:
-        logs: of the ranks that answered.
-        size: of the job.
+        logs: the logs of the ranks that answered.
+        size: the number of ranks in the job.
 
     Returns:
-        A sentence that names the rank at fault and where it is, then a line for each rank.
+        A text: first the rank at fault and where it is, then one line per rank.
     """
     by_rank = {log.rank: log for log in logs}
     silent = [rank for rank in range(size) if rank not in by_rank]
@@ -231,7 +244,7 @@ def explain(logs: Sequence[Log], size: int) -> str:
 
 
 def _first_pair(logs: dict[int, Log], key: Callable[[Call], object]) -> str | None:
-    """The first collective of which two ranks have another key: its number, and how each of the two entered it."""
+    """Return the first collective for which two ranks have different keys, and how each of the two entered it."""
     entered: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, log in logs.items():
         for call in log.calls:
@@ -251,13 +264,16 @@ def _entered(rank: int, call: Call, logs: dict[int, Log]) -> str:
 
 
 def form_of(call: Call) -> tuple:
-    """Return what must be the same on all ranks that enter a collective."""
+    """Return what must be the same on all ranks that enter a collective: kind, dtype and, for some kinds, shape."""
     return (call.kind, call.dtype, call.shape if call.kind in _EQUAL_SHAPES else ())
 
 
 def _pending(log: Log) -> Call | None:
-    """The collective that a rank stands in. On NCCL the device stands in the first one that isn't done; the host runs
-    ahead. Elsewhere a collective that was started and not waited for stops nobody."""
+    """Return the collective that a rank waits in, or None.
+
+    On NCCL the device waits in the first collective that isn't done, and the host runs ahead. On other backends only a
+    collective that the main thread waits for counts: a collective in progress that nothing waits for blocks no rank.
+    """
     open_calls = [call for call in log.calls if not call.done]
     on_host = [call for call in open_calls if call.backend != "nccl"][-1:] if log.waiting else []
     on_device = [call for call in open_calls if call.backend == "nccl"][:1]
@@ -265,7 +281,7 @@ def _pending(log: Log) -> Call | None:
 
 
 def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]:
-    """The ranks that a waiting rank waits for."""
+    """Return the ranks that a waiting rank waits for."""
     call = _pending(log)
     if call is None or call.group not in log.groups:
         return []
@@ -280,7 +296,7 @@ def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]
 
 
 def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
-    """Follow a waiting rank to the rank it waits for, and on, until one waits for nobody or a circle closes."""
+    """Follow a waiting rank to the rank that it waits for, and so on, to a rank that waits for no other or to a cycle."""
     starts = [log for log in sorted(logs.values(), key=lambda log: log.rank) if _missing(log, logs, silent)]
     for log in starts:
         seen = [log.rank]

@@ -1,4 +1,4 @@
-"""Compare the code and the data that ranks run with."""
+"""Compare the code and the data files that the ranks use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
     """Return a hash of each source file of mpcore and of `folders`, and the versions of Python and torch.
 
-    For `check_same("code", code_versions(...))`, which names the files that differ.
+    Pass the result to `check_same("code", code_versions(...))`: its error names the files that differ between ranks.
+
+    Args:
+        folders: folders with your own source files. Their subfolders are included.
 
     Raises:
-        ValueError: if folders of one name hold different files of one name.
+        ValueError: if two folders with the same name hold different files with the same name.
     """
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for folder in map(Path, (Path(__file__).parents[1], *folders)):
@@ -37,10 +40,12 @@ def file_versions(*paths: str | os.PathLike[str], ends: int = 2**16) -> dict[str
 
     Args:
         paths: the files.
-        ends: how many bytes at either end are hashed: a change between them that keeps the size is not seen.
+        ends: the number of bytes to hash at each end of a file. A change between the ends that keeps the size is not
+            detected.
 
     Returns:
-        By path in the folder that all files share: ranks may keep that folder at different places.
+        The size and hash of each file by its path relative to the folder that all files share. So ranks may keep this
+        folder at different locations.
     """
     found, folder = {}, os.path.commonpath([Path(path).absolute().parent for path in paths]) if paths else ""
     for path in map(Path, paths):

@@ -1,4 +1,4 @@
-"""Explain a hang and end it: which rank the others wait for, at which line."""
+"""Detect a hang, explain which rank the others wait for and at which line, and end the process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,30 @@ from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.mesh.log import get_logger
 
 log = get_logger("mpcore.fault_tolerance")
-EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure, and may start again
+EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure and may restart the run
 
 
 class Watchdog:
-    """Explain a hang and end the process. Each rank has one, in a thread of its own.
+    """Detect a hang in a background thread, explain it, and end the process with exit status 70. Use one on each rank.
 
     Args:
-        mesh: of this rank.
-        model: its modules' names say where a rank is.
-        timeout: seconds without `beat` that are a hang: several times the longest step, evaluation or save.
-        folder: where each rank leaves its log, `rank0.json` and on, for `mpcore explain FOLDER`.
-        grace: seconds in which the other ranks answer.
+        mesh: this rank's mesh.
+        model: the names of its modules say where a rank is. None: module names are left out.
+        timeout: the seconds without a call of `beat` that count as a hang. Choose several times the longest step,
+            evaluation or save.
+        folder: the folder where each rank writes its log, `rank0.json` and so on, for `mpcore explain FOLDER`. None: no
+            files.
+        grace: the seconds to wait for the other ranks' logs.
 
     Raises:
-        ValueError: if timeout or grace isn't positive.
+        ValueError: if `timeout` or `grace` isn't positive.
+
+    Example::
+
+        with Watchdog(mesh, model, timeout=300) as watchdog:
+            for batch in batches:
+                train(batch)
+                watchdog.beat()
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class Watchdog:
         self.over.set()
 
     def beat(self) -> None:
-        """Record progress; call it once in each step."""
+        """Report progress: the timeout starts again."""
         self.last = time.monotonic()
 
     def _watch(self) -> None:
@@ -83,7 +92,7 @@ class Watchdog:
         logs = self._exchange(mine)
         if mine.rank == min(log.rank for log in logs):
             log.error("no progress for %g s: %s", self.timeout, explain(logs, self.mesh.job.size))
-        time.sleep(0.2)  # so that the line is out before a supervisor sees the first rank leave
+        time.sleep(0.2)  # the line must be printed before a supervisor sees the first rank exit
 
     def _exchange(self, mine: Log) -> list[Log]:
         if self.store is None:
@@ -98,6 +107,6 @@ class Watchdog:
                     if rank not in logs and self.store.check([key.format(rank)]):
                         logs[rank] = Log.from_json(self.store.get(key.format(rank)).decode())
                 time.sleep(0.05)
-        except RuntimeError:  # the rank that keeps the store is gone
+        except RuntimeError:  # the rank that hosts the store is gone
             pass
         return list(logs.values())
