@@ -39,7 +39,7 @@ from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # where a rank is, these files don't say
+_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # frames in these files don't say where a rank is
 _OURS = tuple(
     os.path.join(_PACKAGE, *name)
     for name in (
@@ -172,7 +172,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
 
 
 def _site(file: str, line: int) -> str | None:
-    """Return text such as `layers/linear.py:88`, or None for a file that only passes collectives on, such as torch's."""
+    """Return text such as `layers/linear.py:88`, or None for a file of torch or one that all collectives go through."""
     if file.startswith(_INSIDE) or file in _OURS or os.sep not in file:
         return None
     return f"{os.path.join(*Path(file).parts[-2:])}:{line}"
@@ -296,7 +296,7 @@ def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]
 
 
 def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
-    """Follow a waiting rank to the rank that it waits for, and so on, to a rank that waits for no other or to a cycle."""
+    """Follow each waiting rank to the rank that it waits for, until a rank waits for no other or a cycle closes."""
     starts = [log for log in sorted(logs.values(), key=lambda log: log.rank) if _missing(log, logs, silent)]
     for log in starts:
         seen = [log.rank]

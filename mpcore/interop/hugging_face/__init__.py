@@ -1,7 +1,8 @@
-"""Import and export Hugging Face models: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2, V3.
+"""Import and export Hugging Face models: GPT-2, Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, DeepSeek-V2 and V3.
 
-Each of their tensors is a box of one of ours. So any layout reads their folder directly, and it converts tensor by
-tensor. Fields of config.json that our models cannot have are refused by name. Start with `architectures`: the tables.
+Each Hugging Face tensor is a box of one mpcore tensor. So every layout can read a Hugging Face folder directly, and
+the conversion needs one tensor in memory at a time. A field of config.json that mpcore's models don't support is
+refused by name. Read `architectures.py` first: it has the tables.
 """
 
 from mpcore.interop.hugging_face.architectures import ARCHITECTURES, LENGTH, Architecture

@@ -1,6 +1,6 @@
-"""The supported architectures of Hugging Face, as data: what each `model_type` calls our fields and our tensors.
+"""The supported Hugging Face architectures, as data: how each `model_type` names mpcore's fields and tensors.
 
-To add one, write its `Architecture`. Then importing, exporting and refusing follow from it.
+To add an architecture, write its `Architecture`. Import, export and the errors for unsupported fields follow from it.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-NEEDED = ...  # in place of a default: the field must be there
+NEEDED = ...  # in place of a default: the field is required
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json: our name, or several with one value and a space between."""
+    """How a field of config.json maps to an mpcore field, or to several with the same value, separated by spaces."""
 
     ours: str  # "moe." and "latent." begin the names of nested fields
     default: Any = NEEDED
-    alias: str | None = None  # another name of theirs
-    words: Mapping[Any, Any] | None = None  # our value of each of theirs; None: the same
+    alias: str | None = None  # another Hugging Face name of the field
+    words: Mapping[Any, Any] | None = None  # mpcore's value for each Hugging Face value; None: the same
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture: "theirs" is what transformers says, "ours" what mpcore says."""
+    """A Hugging Face architecture. In the comments "theirs" means Hugging Face's names, "ours" means mpcore's."""
 
     class_name: str  # in transformers
-    fields: dict[str, Field]  # by their name, what maps one to one
-    rules: tuple[str, ...] = ()  # what maps otherwise, read after the fields: names of `config.RULES`
-    ours: Mapping[str, Any] = field(default_factory=dict)  # our fields that config.json does not say
+    fields: dict[str, Field]  # by their name: the fields that map one to one
+    rules: tuple[str, ...] = ()  # for all other fields, applied after `fields`: names of `config.RULES`
+    ours: Mapping[str, Any] = field(default_factory=dict)  # values of our fields that config.json does not have
     only: Mapping[str, Any] = field(default_factory=dict)  # their fields with the one value that is supported
     ignored: frozenset[str] = frozenset()  # their fields that do not change the numbers of a trained model
-    forgotten: frozenset[str] = frozenset()  # our fields that an export loses: only training reads them
-    layers: str = "model.layers"  # where their layers are
-    ends: Mapping[str, str] = field(default_factory=dict)  # modules outside the layers, theirs by ours
-    # Modules of a layer, theirs by ours. Ours holds the rows of several of theirs, one after the other. {} is the
-    # number of an expert, which has its own matrices there.
+    forgotten: frozenset[str] = frozenset()  # our fields that an export drops: only training reads them
+    layers: str = "model.layers"  # their name of the list of layers
+    ends: Mapping[str, str] = field(default_factory=dict)  # modules outside the layers: our name -> their name
+    # Modules of a layer: our name -> their names. One of our modules may concatenate the rows of several of theirs.
+    # {} is the number of an expert: they store each expert's matrices separately.
     block: Mapping[str, str] = field(default_factory=dict)
-    leaves: Mapping[str, str] = field(default_factory=dict)  # parameters with another name there
-    transposed: tuple[str, ...] = ()  # our modules whose weights are [in, out] there
+    leaves: Mapping[str, str] = field(default_factory=dict)  # parameters with another name: our name -> their name
+    transposed: tuple[str, ...] = ()  # our modules whose weights they store as [in, out]
 
     @property
     def prefix(self) -> str:
-        """Of all names but the head's; `save_pretrained` of a base model leaves it out."""
+        """The prefix of all tensor names except the head's. `save_pretrained` of a base model leaves it out."""
         return self.layers.partition(".")[0] + "."
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Whether it has experts, and latent attention."""
+        """Whether the architecture has experts, and whether it has latent attention."""
         names = " ".join(each.ours for each in self.fields.values())
         return "moe." in names, "latent." in names
 
 
 TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"})
-FURTHER = "num_nextn_predict_layers"  # DeepSeek's layers that predict further tokens: transformers leaves them out
+FURTHER = "num_nextn_predict_layers"  # DeepSeek's multi-token prediction layers, which transformers skips
 LENGTH = "max_position_embeddings"
 _IGNORED = TOKENS | {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
@@ -70,7 +70,10 @@ _MOE_FORGOTTEN = _FORGOTTEN | {
 
 
 def _words(ours: str) -> dict[str, str]:
-    """Our word for each of theirs, of which five are one function in two forms."""
+    """Return mpcore's name of an activation for each Hugging Face name.
+
+    Several Hugging Face names mean the same function.
+    """
     tanh = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), f"{ours}_tanh")
     return tanh | {"gelu": ours, "gelu_python": ours}
 
@@ -99,7 +102,7 @@ _NO_BIASES = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 
 
 def _deepseek(experts: int, top_k: Any, shared: int, d_ff: int, dense: int, scale: float) -> dict[str, Field]:
-    """Fields of DeepSeek-V2 and V3, whose defaults differ."""
+    """Return the fields that DeepSeek-V2 and V3 share. Only the defaults differ."""
     return _SIZES | _BIASES | {
         "kv_lora_rank": Field("latent.kv_lora_rank", 512), "q_lora_rank": Field("latent.q_lora_rank", 1536),
         "qk_nope_head_dim": Field("latent.qk_nope_head_dim", 128), "v_head_dim": Field("latent.v_head_dim", 128),
@@ -188,7 +191,7 @@ _PHI3 = replace(
     _MISTRAL,
     class_name="Phi3ForCausalLM",
     fields=_DECODER | {"rms_norm_eps": Field("norm_eps", 1e-5), "sliding_window": Field("window", None)},
-    ignored=_IGNORED | {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"},  # the second of longrope
+    ignored=_IGNORED | {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"},  # 2nd: only longrope reads it
     block=_LLAMA_BLOCK | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
 )
 _QWEN2 = replace(
@@ -257,7 +260,7 @@ ARCHITECTURES = {
     "gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "mixtral": _MIXTRAL,
     "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "deepseek_v2": _DEEPSEEK_V2, "deepseek_v3": _DEEPSEEK_V3,
 }  # fmt: skip
-REFUSED = {  # what our blocks cannot be
+REFUSED = {  # architectures that mpcore's blocks cannot express, and why
     "falcon": "it adds attention and MLP to the residual stream in parallel",
     "gemma": "it multiplies the embeddings by sqrt(hidden_size), and its norms by 1 + weight",
     "gemma2": "it caps logits softly, has norms after attention and MLP too, and multiplies its norms by 1 + weight",

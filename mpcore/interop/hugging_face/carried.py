@@ -1,4 +1,4 @@
-"""Carry a model's tokenizer files, and the token ids of its config.json, through import, training and export."""
+"""Keep a model's tokenizer files, and the token ids of its config.json, through import, training and export."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FILES = (
 
 @dataclass(frozen=True)
 class Carried:
-    """The files and fields that travel with a model's weights.
+    """The files and fields that are stored with a model's weights.
 
     Attributes:
-        config: fields of config.json: `model_type`, token ids, and the maximum length if the run's sequences are
+        config: fields of config.json: `model_type`, the token ids, and the maximum length if the run's sequences are
             shorter.
-        files: the tokenizer's files and generation_config.json, by name.
+        files: the content of the tokenizer files and of generation_config.json, by file name.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -37,24 +37,25 @@ class Carried:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The entry in a checkpoint's manifest, with each file's CRC-32."""
+        """The entry for `extra` in a checkpoint's manifest: the config and each file's CRC-32."""
         sums = {name: zlib.crc32(data) for name, data in self.files.items()}
         return {FOLDER: {"config": self.config, "files": sums}} if self.config or self.files else {}
 
     @property
     def beside(self) -> dict[str, bytes]:
-        """The files by their path in a checkpoint."""
+        """The content of the files, by their path inside a checkpoint."""
         return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
 
     def with_tokenizer(self, content: bytes | None, end_id: int, end_name: str | None = None) -> Carried:
-        """Return what to carry when the model trains with this tokenizer, which may be its own.
+        """Return what to store when the model trains with this tokenizer. It may be the tokenizer stored already.
 
-        It always names the token that ends a document. Otherwise transformers would take its architecture's default,
-        and generation would not stop.
+        The result always has the id of the end-of-document token. Without it, transformers would use its architecture's
+        default, and generation would not stop.
 
         Args:
-            content: of the tokenizer.json; None: the tokenizer has no file.
-            end_id, end_name: the token that ends a document.
+            content: the content of the tokenizer.json. None: the tokenizer has no file.
+            end_id: the id of the token that ends a document.
+            end_name: the text of that token. None: no tokenizer file is stored unless it is the model's own.
         """
         own = content == self.files.get("tokenizer.json")
         if own and "eos_token_id" in self.config:
@@ -69,20 +70,39 @@ class Carried:
 
 
 def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> Carried:
-    """Read what to carry from a folder of Hugging Face, whose config.json has this content."""
+    """Read the tokenizer files of a Hugging Face folder, and the token ids of its config.json.
+
+    Args:
+        folder: the folder.
+        values: the content of its config.json.
+    """
     return Carried(
         {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}, _read_files(Path(folder))
     )
 
 
 def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
-    """Read what one of our checkpoints carries; ValueError if the checkpoint or a file is missing or damaged."""
+    """Read the tokenizer files and token ids that are stored in a checkpoint of mpcore.
+
+    Args:
+        path: the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint or a file is missing or damaged.
+    """
     found = inspect(path).extra.get(FOLDER, {})
     return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Read the tokenizer's files of a folder, or one file as tokenizer.json; ValueError where there is none."""
+    """Read the tokenizer files of a folder, or one file as tokenizer.json.
+
+    Returns:
+        The content of the files, by file name.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
     path = Path(path)
     found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
     if not found:
@@ -91,7 +111,7 @@ def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
-    """The files by name, each checked against its CRC-32 if these are given."""
+    """Read the files of a folder, by name. With `sums`, check each file against its CRC-32."""
     found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if sums is None:
         return found

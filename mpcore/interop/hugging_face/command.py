@@ -1,4 +1,4 @@
-"""The command line: convert between Hugging Face and our checkpoints."""
+"""The command `mpcore convert`: convert between Hugging Face folders and checkpoints of mpcore."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def main(argv: Sequence[str] | None = None, *, spec: ModelSpec | None = None, pr
     """Run the command.
 
     Args:
-        argv: its arguments.
-        spec: of the model; None: the first argument names it, as `package.module:SPEC`.
-        prog: how messages call the command.
+        argv: the command's arguments. None: those of the process.
+        spec: the model's ModelSpec. None: the first argument names it, as `package.module:SPEC`.
+        prog: the name of the command in messages.
 
     Returns:
-        0: done; 2: it failed, and said why.
+        The exit status. 0: done. 2: an error, which was printed.
     """
     named = " examples.gpt.hf:SPEC" if spec is None else " convert"
     parser = convert = Parser(

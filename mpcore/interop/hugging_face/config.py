@@ -1,4 +1,4 @@
-"""config.json to the configuration of a model, and back."""
+"""Convert a config.json to the configuration of a model, and back."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ SIZES = ("vocab_size", "seq_len", "layers", "d_model", "heads", "d_ff")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Your model's names and shapes, for importing and exporting.
+    """The names and shapes of your model, for import and export.
 
-    Your model names its parameters as `mpcore.TransformerBlock` does: `embedding`, `position`, `blocks.0.attention.qkv`
-    and so on, `norm`, `head`; the tables of `mpcore.interop.hugging_face.architectures` list them.
+    Your model must name its parameters as `mpcore.TransformerBlock` does: `embedding`, `position`,
+    `blocks.0.attention.qkv` and so on, `norm`, `head`. The tables of `mpcore.interop.hugging_face.architectures` list
+    the names.
 
     Attributes:
-        config: makes a configuration, a dataclass, from our fields by keyword; `moe` and `latent` are mappings.
-        describe: returns all our fields of a configuration with their defaults; those of `moe` and `latent` nested.
-        shapes: returns the logical shape of each parameter of the model with a configuration.
+        config: a function that makes a configuration (a dataclass) from mpcore's fields as keyword arguments. `moe` and
+            `latent` are mappings.
+        describe: a function that returns all of mpcore's fields of a configuration, defaults included. The fields of
+            `moe` and `latent` are nested mappings.
+        shapes: a function that returns the logical shape of each parameter, by name, for a configuration.
 
     Example::
 
@@ -43,7 +46,11 @@ class ModelSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object; ValueError for a missing file, a larger one than 100 MiB, or other JSON."""
+    """Read a file that holds a JSON object.
+
+    Raises:
+        ValueError: if the file is missing, is larger than 100 MiB, or holds anything but a JSON object.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     if path.stat().st_size > JSON_LIMIT:
@@ -58,15 +65,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spec: ModelSpec) -> Any:
-    """Make a configuration from the content of a config.json. Dropout stays 0: the run chooses it.
+    """Make a model configuration from the content of a config.json. Dropout stays 0: the run chooses it.
 
     Args:
         values: the content.
-        where: its name, for messages.
-        spec: your model.
+        where: the file's name, for messages.
+        spec: the names and shapes of your model.
+
+    Returns:
+        What `spec.config` returns.
 
     Raises:
-        ValueError: if the architecture or a field is not supported, or a field is not known to be harmless.
+        ValueError: if the architecture or a field is not supported, or if a field is unknown: it might change the
+            model.
     """
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
@@ -82,7 +93,18 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
 
 
 def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
-    """Make a configuration from a folder's config.json; see `config_from_hf`."""
+    """Make a model configuration from the config.json of a folder.
+
+    Args:
+        folder: the folder.
+        spec: the names and shapes of your model.
+
+    Returns:
+        What `spec.config` returns.
+
+    Raises:
+        ValueError: as described at `config_from_hf`, and if config.json is missing or describes no model.
+    """
     path = Path(folder) / "config.json"
     try:
         return config_from_hf(read_json(path), str(path), spec=spec)
@@ -91,21 +113,32 @@ def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
 
 
 def config_to_hf(config: Any, *, spec: ModelSpec, first: str | None = None) -> dict[str, Any]:
-    """Make the content of a config.json from a configuration; arguments and ValueError as `architecture_of`."""
+    """Return the content of a config.json for a configuration.
+
+    Args:
+        config: the configuration.
+        spec: the names and shapes of your model.
+        first: the `model_type` to try first, such as that of the imported folder. None: no preference.
+
+    Raises:
+        ValueError: if no supported architecture expresses the model.
+    """
     kind = architecture_of(config, spec=spec, first=first)
     return {"model_type": kind, **_write(ARCHITECTURES[kind], _flat(spec.describe(config)))}
 
 
 def architecture_of(config: Any, *, spec: ModelSpec, first: str | None = None) -> str:
-    """Find the `model_type` of a configuration: the first whose config.json, read again, gives the same model.
+    """Return the `model_type` of a configuration.
+
+    It is the first architecture whose config.json, read again, gives the same model.
 
     Args:
         config: the configuration.
-        spec: your model.
-        first: the `model_type` to try first, such as that of the folder that was imported.
+        spec: the names and shapes of your model.
+        first: the `model_type` to try first, such as that of the imported folder. None: no preference.
 
     Raises:
-        ValueError: if there is none, with the fields that the closest would change.
+        ValueError: if there is none. The message lists the fields that the closest architecture would change.
     """
     wanted = _flat(spec.describe(config))
     found: dict[str, list[str]] = {}
@@ -125,7 +158,7 @@ def architecture_of(config: Any, *, spec: ModelSpec, first: str | None = None) -
 
 
 def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelSpec) -> list[str]:
-    """The fields that an export as an architecture would change."""
+    """Return the fields that an export to this architecture would change, with both values."""
     values, problems = _read(architecture, _write(architecture, wanted), "the export")
     try:
         got = _same_groups(_flat(spec.describe(spec.config(**values))))
@@ -137,20 +170,29 @@ def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelS
 
 
 def _same_groups(ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Our fields, without groups of experts where a token chooses from all of them."""
+    """Return the fields, with one group of experts if a token may choose from all groups anyway."""
     grouped = ours.get("moe.groups") != ours.get("moe.top_groups")
     return ours if grouped else {**ours, "moe.groups": 1, "moe.top_groups": 1}
 
 
 class Fields:
-    """The fields of a config.json: those `left` that no rule has taken yet, and `problems` with the others."""
+    """The fields of a config.json during reading.
+
+    Attributes:
+        left: the fields that no rule has read yet.
+        problems: the problems found so far, for the error message.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.left, self.where = dict(values), where
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = NEEDED) -> Any:
-        """Return a field, or its default; ValueError if it is missing and has none."""
+        """Return a field's value and remove the field. A missing field gives the default.
+
+        Raises:
+            ValueError: if the field is missing and has no default.
+        """
         if name not in self.left and default is NEEDED:
             raise ValueError(f"{self.where} has no {name}")
         found = self.left.pop(name, default)
@@ -160,20 +202,20 @@ class Fields:
         return bool(found) if isinstance(default, bool) else found
 
     def expect(self, name: str, wanted: Any) -> None:
-        """Refuse a field with another value."""
+        """Add a problem if a field has another value than `wanted`. A missing field is fine."""
         found = self.left.pop(name, wanted)
         if found != wanted:
             self.problems.append(f"{name} {found!r} is not supported: only {wanted!r} is")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Refuse fields that no rule has taken and that may change the numbers."""
+        """Add a problem for each field that no rule has read and that may change the model."""
         empty = (None, False, "", [], {})
         if unknown := {name: v for name, v in self.left.items() if name not in ignored and v not in empty}:
             self.problems.append(f"unknown fields, which may change the model: {unknown}")
 
 
 def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Our fields, and the problems with theirs."""
+    """Return mpcore's fields, and the problems found in the Hugging Face fields."""
     c, ours = Fields(values, where), dict(architecture.ours)
     for name, field in architecture.fields.items():
         value = c.take(name, None if field.alias else field.default)
@@ -193,7 +235,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
     for rule in architecture.rules:
         RULES[rule][0](c, ours)
     c.finish(architecture.ignored)
-    for name in ("moe.experts", "moe.top_k", "moe.d_ff"):  # 0 would be read as a default of ours
+    for name in ("moe.experts", "moe.top_k", "moe.d_ff"):  # the model would take 0 for "use the default"
         if not ours.get(name, 1):
             c.problems.append(f"{name.replace('.', ' ')} {ours[name]!r} is not supported: it must be 1 or more")
     nested: dict[str, Any] = {}
@@ -204,7 +246,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
 
 
 def _write(architecture: Architecture, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Their fields for our flat ones."""
+    """Return the Hugging Face fields for mpcore's flat fields."""
     values: dict[str, Any] = {"architectures": [architecture.class_name]}
     for name, field in architecture.fields.items():
         value = ours[field.ours.split()[0]]
@@ -218,7 +260,7 @@ def _write(architecture: Architecture, ours: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields, those of `moe` and `latent` with their prefix, where the model has these."""
+    """Return the fields without nesting: the fields of `moe` and `latent` get the prefix "moe." or "latent."."""
     flat: dict[str, Any] = {}
     for name, value in description.items():
         nested = name in ("moe", "latent")
@@ -226,7 +268,7 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# --- rules: each reads a group of their fields into ours, and writes it -----------------------------------------------
+# --- rules: each reads a group of Hugging Face fields into mpcore's, and writes the group back ------------------------
 
 
 def _read_heads(c: Fields, ours: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face, our checkpoints and a model on any layout."""
+"""Convert weights between a Hugging Face folder, an mpcore checkpoint and a model on any layout."""
 
 from __future__ import annotations
 
@@ -43,19 +43,24 @@ from mpcore.sharding.local import reshard
 
 
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
-    """Read a folder of Hugging Face into a model on any layout: a collective on all ranks of the mesh.
+    """Load the weights of a Hugging Face folder into a model on any layout. A collective on all ranks of the mesh.
 
-    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype. A router's parameters
-    besides the weight keep their values, except the bias in DeepSeek-V3.
+    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype. A router's bias and
+    statistics keep their values, except that the bias is loaded from DeepSeek-V3.
 
     Args:
-        folder: with config.json and safetensors files.
-        model: a model with the configuration of `open_hf`, or this rank's stages of it, sharded over data or not.
-        mesh: the mesh that the model lies on.
-        spec: the model's names and shapes.
+        folder: a folder with config.json and safetensors files.
+        model: a model with the folder's configuration (`read_config`), or this rank's stages of it, sharded over data
+            or not.
+        mesh: the mesh that the model is on.
+        spec: the names and shapes of your model.
+
+    Returns:
+        The open folder.
 
     Raises:
-        ValueError: on every rank, with nothing changed, if the folder can't be read or the model is another one.
+        ValueError: on every rank and before any value changes, if the folder can't be read or the model's tensors have
+            other names or shapes.
     """
     reshard(model)
 
@@ -85,17 +90,21 @@ def import_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint of ours from a folder of Hugging Face, with one tensor in memory at a time.
+    """Write a checkpoint of mpcore from a Hugging Face folder, with one tensor in memory at a time.
 
     Args:
-        folder: with config.json and safetensors files.
-        path: the checkpoint to make, at step 0, without an optimizer.
-        spec: your model.
-        dtype: of the tensors written; None: as they are.
-        shard_bytes: largest size of a file, unless one tensor is larger.
+        folder: a folder with config.json and safetensors files.
+        path: the checkpoint to write. It has step 0 and no optimizer.
+        spec: the names and shapes of your model.
+        dtype: the dtype of the tensors in the checkpoint. None: that of the folder.
+        shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
+
+    Returns:
+        The path of the checkpoint.
 
     Raises:
-        ValueError: if `folder` can't be read. OSError if `path` can't be written. Nothing partial is left.
+        ValueError: if `folder` can't be read.
+        OSError: if `path` can't be written. No partial checkpoint is left.
     """
     source, path = open_hf(folder, spec=spec), Path(path)
     pieces: dict[str, tuple[Entry, Chunk]] = {}
@@ -115,7 +124,7 @@ def import_hf(
         held.append(chunk)
         if tensor.dtype == like.dtype and tensor.is_contiguous():
             return tensor
-        return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may keep what is freed
+        return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may not return freed memory to the system
 
     with new_folder(path) as new:
         files, where = write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
@@ -143,18 +152,24 @@ def export_hf(
     tokenizer: str | os.PathLike[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a folder of Hugging Face from a checkpoint of any layout, with one tensor in memory at a time.
+    """Write a Hugging Face folder from a checkpoint of any layout, with one tensor in memory at a time.
 
     Args:
-        path: the checkpoint, of training or of `import_hf`; every byte of its model is checked.
-        folder: the folder to make.
-        spec, dtype, shard_bytes: as of `import_hf`; several files get an index.
-        tokenizer: a tokenizer.json, or a folder whose tokenizer files go along; None: those of the checkpoint.
+        path: the checkpoint, of a training run or of `import_hf`. Every byte of its model is checked.
+        folder: the folder to create.
+        spec: the names and shapes of your model.
+        dtype: the dtype of the tensors in the folder. None: that of the checkpoint.
+        tokenizer: a tokenizer.json, or a folder whose tokenizer files to copy. None: those stored in the checkpoint.
+        shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own. If there are
+            several files, an index is written.
+
+    Returns:
+        The folder.
 
     Raises:
-        ValueError: if the checkpoint is damaged, no architecture expresses the model (the bias of a router included),
-            `tokenizer` has no such file, or `folder` exists and is not empty. OSError if it can't be written. Nothing
-            partial is left.
+        ValueError: if the checkpoint is damaged, no architecture expresses the model (for example a nonzero router
+            bias), `tokenizer` has no such file, or `folder` exists and is not empty.
+        OSError: if the folder can't be written. No partial folder is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path, spec=spec)
@@ -192,10 +207,17 @@ def export_hf(
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[Manifest, Files, Any]:
-    """Open one of our checkpoints: its manifest, its files and the configuration of the model in it.
+    """Open a checkpoint of mpcore.
+
+    Args:
+        path: the checkpoint.
+        spec: the names and shapes of your model.
+
+    Returns:
+        The manifest, the files, and the configuration of the model in the checkpoint.
 
     Raises:
-        ValueError: if it is no checkpoint, is incomplete, or holds another model.
+        ValueError: if `path` is no checkpoint, is incomplete, or its configuration doesn't fit `spec`.
     """
     refuse_other_formats(resolve(path))
     manifest = read_complete(resolve(path))
@@ -209,7 +231,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[M
 def _pieces(
     path: str | os.PathLike[str], manifest: Manifest, parts: Mapping[str, tuple[tuple[int, ...], list[Part]]]
 ) -> dict[str, tuple[str, Entry, Part]]:
-    """Each of their tensors: our name, where ours lies, and its box."""
+    """Return, for each Hugging Face tensor, the mpcore tensor that holds it (name and entry) and its box there."""
     pieces = {}
     for name, (shape, found) in parts.items():
         entry = manifest.tensors.get(f"model/{name}")
@@ -223,7 +245,7 @@ def _pieces(
 
 
 def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
-    """Refuse damage, and biases of routers that their files have no place for, unless they are 0."""
+    """Check all bytes, and refuse a nonzero router bias that the Hugging Face architecture has no tensor for."""
     for name, entry in manifest.tensors.items():
         if not name.startswith("model/"):
             continue
@@ -238,5 +260,8 @@ def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
 
 
 def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a file; a router's bias stays as it is, because it moves by steps that half precision loses."""
+    """Return the dtype in which a tensor is written.
+
+    A router's bias keeps its dtype: it changes by steps that are too small for 16 bits.
+    """
     return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype

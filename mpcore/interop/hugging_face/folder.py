@@ -1,4 +1,4 @@
-"""Open a folder of Hugging Face as if it were one of our checkpoints, and check it before use."""
+"""Open a Hugging Face folder as if it were a checkpoint of mpcore, and check it before use."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER
 from mpcore.interop.hugging_face.config import ModelSpec, architecture_of, read_config, read_json
 
 INDEX = "model.safetensors.index.json"
-_TABLES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no parameters: old files hold them
-# Parameters of our routers besides the weight. Only DeepSeek-V3 has the bias: elsewhere it must be 0.
+_TABLES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that old files hold
+# Parameters of mpcore's routers besides the weight. Only DeepSeek-V3 has the bias: for other models it must be 0.
 ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of their tensors, as a box of one of ours.
+    """One Hugging Face tensor, as a box of an mpcore tensor.
 
     Attributes:
-        key: its name.
-        start, shape: where it lies in ours.
-        transposed: whether rows and columns are exchanged in their file.
+        key: the name of the Hugging Face tensor.
+        start, shape: the box in the mpcore tensor.
+        transposed: whether the Hugging Face tensor is the transpose of the box.
     """
 
     key: str
@@ -41,11 +41,11 @@ class Part:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape in their file, where each expert has its own matrices."""
+        """The shape in the Hugging Face file, where each expert has its own matrices."""
         return self.shape[::-1] if self.transposed else self.shape[-2:]
 
     def box(self, tensor: Tensor) -> Tensor:
-        """View their tensor as the box of ours."""
+        """Return a view of the Hugging Face tensor that has the shape of the box."""
         if self.transposed:
             return rearrange(tensor, "inputs outputs -> outputs inputs")
         return tensor.view(self.shape)
@@ -54,15 +54,18 @@ class Part:
 def parts_of(
     config: Any, *, spec: ModelSpec, first: str | None = None
 ) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
-    """Map each of our tensors to its logical shape and to the parts of it that their tensors are, first rows first.
+    """Return, for each mpcore tensor, its logical shape and the Hugging Face tensors that it consists of.
 
-    A router's parameters besides its weight have no parts, except the bias in DeepSeek-V3.
+    The Hugging Face tensors are in the order of the mpcore tensor's rows. A router's bias and statistics have none,
+    except that DeepSeek-V3 has the bias.
 
     Args:
-        config, spec, first: as of `architecture_of`.
+        config: the configuration.
+        spec: the names and shapes of your model.
+        first: the `model_type` to try first. None: no preference.
 
     Raises:
-        ValueError: if no architecture is such a model, or a parameter has no counterpart there.
+        ValueError: if no architecture expresses the model, or a parameter has no counterpart in the architecture.
     """
     kind = architecture_of(config, spec=spec, first=first)
     architecture, ours = ARCHITECTURES[kind], spec.describe(config)
@@ -90,12 +93,12 @@ def parts_of(
 
 
 def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, transposed: bool) -> Iterator[Part]:
-    """Split the rows of a tensor [(experts,) rows(, columns)] into `sizes`, or evenly, one part for each key."""
+    """Yield one part per key: the rows of a tensor [(experts,) rows(, columns)] split into `sizes`, or evenly."""
     experts = shape[:-2]
     rows, *columns = shape[len(experts) :]
     sizes = sizes or [rows // len(keys)] * len(keys)
     starts = [0, *itertools.accumulate(sizes[:-1])]
-    for expert in itertools.product(*map(range, experts)):  # one empty index where there are no experts
+    for expert in itertools.product(*map(range, experts)):  # without experts: one empty index
         for key, start, size in zip(keys, starts, sizes, strict=True):
             corner, box = (*expert, start, *(0 for _ in columns)), (*(1 for _ in expert), size, *columns)
             yield Part(key.format(*expert), corner, box, transposed)
@@ -103,13 +106,15 @@ def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, tran
 
 @dataclass
 class Source:
-    """An open folder of Hugging Face, as `open_hf` returns it.
+    """An open Hugging Face folder, as `open_hf` returns it.
 
     Attributes:
+        folder: the folder.
         config: the configuration of your model.
         values: the content of config.json.
-        entries: where each box of each of our tensors lies, by our name.
-        files, parts: the open files by name, and the box that each of their tensors is, by its key.
+        entries: by mpcore name, each mpcore tensor and the files and boxes that it consists of.
+        files: the open files, by name.
+        parts: the Hugging Face tensors, by name.
     """
 
     folder: Path
@@ -120,19 +125,24 @@ class Source:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
-        """View one of their tensors as a box of ours. Nothing is read until it is used."""
+        """Return a Hugging Face tensor as a view with the shape of its box. Its bytes are read when they are used."""
         return self.parts[chunk.key].box(self.files[chunk.file].whole(chunk.key))
 
     def forget(self, chunk: Chunk) -> None:
-        """Free the memory that reading a tensor took."""
+        """Free the memory that reading a tensor used."""
         self.files[chunk.file].forget(chunk.key)
 
 
 def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
-    """Open a folder as `save_pretrained` writes it: config.json and safetensors files. No tensor is read.
+    """Open a folder that `save_pretrained` wrote: config.json and safetensors files. No tensor is read.
+
+    Args:
+        folder: the folder.
+        spec: the names and shapes of your model.
 
     Raises:
-        ValueError: if the weights are pickles, or a file, tensor or field is missing, unknown, damaged or misshapen.
+        ValueError: if the weights are pickles, or if a file, tensor or field is missing, unknown or damaged, or a
+            tensor has another shape than config.json says.
     """
     folder = Path(folder)
     refuse_other_formats(folder)
@@ -140,7 +150,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     files, where = open_files(folder)
     parts = parts_of(config, spec=spec, first=values["model_type"])
     prefix = ARCHITECTURES[values["model_type"]].prefix
-    bare = not any(key.startswith(prefix) for key in where)  # as the base model is saved, without a head
+    bare = not any(key.startswith(prefix) for key in where)  # saved from the base model, without a head
     source = Source(folder, config, values, {}, files)
     for name, (shape, found) in parts.items():
         keys = {part.key.removeprefix(prefix) if bare else part.key: part for part in found}
@@ -163,7 +173,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
 
 
 def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
-    """Return a tensor's dtype; refuse one that is missing or has another shape."""
+    """Return a tensor's dtype. Raise ValueError if it is missing, has another shape, or isn't floating point."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
     path, header = source.folder / where[key], source.files[where[key]].header[key]
@@ -175,7 +185,7 @@ def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, n
 
 
 def _check_tie(source: Source, file: str) -> None:
-    """Refuse a head that is not the embedding, where config.json ties them."""
+    """Raise ValueError if the folder has a head that differs from the embedding, although config.json ties them."""
     (chunk,) = source.entries["embedding.weight"].chunks
     head, table = source.files[file].whole("lm_head.weight"), source.files[chunk.file].whole(chunk.key)
     if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):
@@ -185,7 +195,14 @@ def _check_tie(source: Source, file: str) -> None:
 
 
 def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """Open a folder's safetensors files, and return which one holds each tensor; ValueError as `open_hf`."""
+    """Open a folder's safetensors files.
+
+    Returns:
+        The open files by name, and the file name of each tensor.
+
+    Raises:
+        ValueError: if the weights are pickles, a file is missing or damaged, or the index doesn't fit the files.
+    """
     names = ["model.safetensors"]
     index: dict[str, str] = {}
     if (folder / INDEX).is_file():
@@ -194,7 +211,7 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
             raise ValueError(f"{folder / INDEX} has no weight_map of file names")
         names = sorted(set(index.values()))
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):  # never a way out of the folder
+        if Path(name).name != name or not name.endswith(".safetensors"):  # a name must not lead out of the folder
             raise ValueError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder")
     if not (folder / names[0]).is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -213,10 +230,9 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
 
 
 def refuse_other_formats(folder: Path) -> None:
-    """Refuse checkpoints of Megatron-Core, torch and DeepSpeed, which hold tensors in pickles.
+    """Raise ValueError for a checkpoint of Megatron, torch.distributed.checkpoint or DeepSpeed: they hold pickles.
 
-    Raises:
-        ValueError: with the way out.
+    The message says how to convert the checkpoint.
     """
     for pattern, (kind, way) in _OTHER_FORMATS.items():
         found = next(iter(sorted(folder.glob(pattern))), None)

@@ -1,4 +1,4 @@
-"""Load models of transformers straight into shards, with one whole tensor in memory at a time."""
+"""Load models of transformers directly into shards, with one full tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def from_pretrained(
 ) -> Any:
     """Load a Hugging Face model from a local folder, sharded over `mesh.tp`. Call it on every rank.
 
-    Each rank creates the model on the meta device and calls `parallelize`. Then it reads one tensor at a time, or a
-    group that transformers converts together, and keeps its shard: no rank holds the whole model. The result equals
-    `parallelize` of the model that transformers' `from_pretrained` returns.
+    Each rank creates the model on the meta device and calls `parallelize`. Then it reads one tensor at a time, or one
+    group of tensors that transformers converts together, and keeps its shard. No rank ever holds the full model. The
+    result equals `parallelize` of the model that transformers' `from_pretrained` returns.
 
     Args:
         folder: a local folder with config.json and safetensors files.
-        mesh: the mesh; the model is sharded over `mesh.tp` and lies on `mesh.device`.
-        plan: see `parallelize`.
+        mesh: the mesh. The model is sharded over `mesh.tp`, on `mesh.device`.
+        plan: the tensor-parallel plan (see `parallelize`).
         dtype: the dtype of the parameters, except those that transformers keeps in float32. None: the dtype in
-            config.json, or float32 if it names none.
-        model_class: a class of transformers; None: the first of config.json's `architectures`.
-        options: `check`, `example`, `skip` and `strict` of `parallelize`.
+            config.json, or float32 if there is none.
+        model_class: a class of transformers. None: the first class in `architectures` of config.json.
+        options: the arguments `check`, `example`, `skip` and `strict` of `parallelize`.
 
     Returns:
-        The model, in evaluation mode as transformers returns it: call `train()` before you train it.
+        The model, in evaluation mode, as transformers returns it. Call `train()` before you train it.
 
     Raises:
-        ValueError: on every rank, if the folder is not there (names on the Hub aren't accepted), transformers lacks the
-            architecture, the weights are pickles or quantized, a tensor is missing or has another shape, or for any
-            error of `parallelize`.
+        ValueError: on every rank, if the folder doesn't exist (names on the Hub aren't accepted), transformers lacks
+            the architecture, the weights are pickles or quantized, a tensor is missing or has another shape, or
+            `parallelize` raises.
 
     Note:
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
-        - Call `shard_data_parallel` or `prepare(initialize=False)` afterwards, which keeps the loaded weights.
+        - Afterwards call `shard_data_parallel`, or `prepare(initialize=False)`, which keeps the loaded weights.
 
     Example:
         >>> import tempfile
@@ -88,7 +88,7 @@ def from_pretrained(
 
 
 def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[str, TensorFile], dict[str, str]]:
-    """The model with its parameters on the meta device, and the files."""
+    """Return the model with its parameters on the meta device, the open files, and the file name of each tensor."""
     if not path.is_dir():
         raise ValueError(
             f"{path} is no folder: download the model first, such as with huggingface_hub.snapshot_download"
@@ -114,7 +114,7 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
 
 
 def _widen(model: Any, dtype: torch.dtype) -> None:
-    """Keep in float32 the parameters for which transformers doesn't allow 16 bits."""
+    """Cast to float32 the parameters that transformers never keeps in 16 bits."""
     strict, half = (getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("_strict", ""))
     kept = {torch.float16: [*strict, *half], torch.bfloat16: strict}.get(dtype, ())
     for name, p in model.named_parameters():
@@ -124,7 +124,7 @@ def _widen(model: Any, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Have modules hold each new parameter on the meta device, and their buffers as they are."""
+    """Within this block, modules create their parameters on the meta device. Buffers are created as usual."""
     register, before = nn.Module.register_parameter, torch.get_default_dtype()
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -144,7 +144,10 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dict[str, str]:
-    """The names in these files of a group's tensors: a base model's files lack the prefix, or have it."""
+    """Return the names that a group's tensors have in these files.
+
+    The files of a base model may lack the model's prefix, or have one more.
+    """
     prefix, keys = f"{dense.base_model_prefix}.", {}
     for key in group.files:
         names = [name for name in (key, key.removeprefix(prefix), prefix + key) if name in where]
@@ -167,7 +170,7 @@ def _read(
     made: dict[int, nn.Parameter],
     device: torch.device,
 ) -> None:
-    """Read the tensors of one group, and keep this rank's part."""
+    """Read the tensors of one group, and keep this rank's shards."""
     found = {key: files[name].whole(name) for key, name in keys.items()}
     for key, like in group.files.items():
         if found[key].shape != like.shape:
@@ -192,7 +195,7 @@ def _read(
 
 
 def _copy_part(value: Tensor, whole: Tensor, sharding: Sharding) -> None:
-    """Copy this rank's part of a logical tensor, run by run, without a copy in between."""
+    """Copy this rank's part of a logical tensor into `value`, one index range at a time, without a temporary copy."""
     split = [shard for shard in sharding.shards if shard.axis.size > 1]
     if len(split) != 1:
         value.copy_(sharding.take(whole))
@@ -204,7 +207,11 @@ def _copy_part(value: Tensor, whole: Tensor, sharding: Sharding) -> None:
 
 
 def _joined(dense: Any, group: Group, found: dict[str, Tensor], held: Held) -> dict[str, Tensor]:
-    """The model's tensors from those of the files: their views are written to, or else their elements by number."""
+    """Return the model's tensors, made from the tensors of the files.
+
+    If the file tensors are views of the model's tensors, the views are filled. Otherwise each element's position is
+    computed with a tensor of indices.
+    """
     dtype = next(iter(found.values())).dtype
     shapes = {name: held[name][1].shape for name in group.sources}
     whole = {name: host_memory(shape, dtype) for name, shape in shapes.items()}
@@ -224,7 +231,7 @@ def _joined(dense: Any, group: Group, found: dict[str, Tensor], held: Held) -> d
 
 
 def _put(model: nn.Module, made: dict[int, nn.Parameter], device: torch.device) -> None:
-    """Put the parameters in place of those on the meta device, and move the buffers."""
+    """Replace the parameters on the meta device, and move the buffers to the device."""
     for module in model.modules():
         for leaf, p in module._parameters.items():
             if p is not None and p.is_meta:

@@ -1,4 +1,4 @@
-"""Save parallel models of transformers as its `save_pretrained` does, with one whole tensor in memory at a time."""
+"""Save sharded models of transformers as its `save_pretrained` does, with one full tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import is_dtensor, reshard
 from mpcore.sharding.state_dict import all_names, check_present
 
-PIECE = 2**20  # bytes that the ranks gather at a time
+PIECE = 2**20  # bytes that the ranks gather in one collective
 
 Held = dict[str, tuple[Tensor, Sharding]]
 Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
@@ -33,31 +33,32 @@ Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
 def save_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh(), *, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the folder that transformers' `save_pretrained` writes of the unsharded model: a collective on all ranks.
+    """Write the folder that transformers' `save_pretrained` writes for the unsharded model. A collective on all ranks.
 
-    The folder has config.json, generation_config.json where the model generates, the weights as safetensors under the
-    names of the family, experts and fused projections included, and an index where there are several files. Rank 0
-    writes: it holds its shard and one whole tensor at a time. The experts of a layer may be one tensor. The other
-    ranks hold their shards. All gather in pieces, which take some 20 MB.
+    The folder has config.json, generation_config.json if the model can generate, and the weights as safetensors with
+    the architecture's names, experts and fused projections included. If there are several files, it has an index. Rank
+    0 writes: it needs memory for its shard and for one full tensor, which may be all experts of a layer. The ranks
+    gather the tensors in pieces, which need about 20 MB on each rank.
 
     Args:
-        model: a model of transformers that `parallelize` sharded over tp, and `shard_data_parallel` over data or not.
-        folder: the folder to make; missing or empty.
-        mesh: the mesh that the model lies on.
-        shard_bytes: largest size of a file, unless one tensor is larger.
+        model: a model of transformers that `parallelize` sharded over tp. It may also be sharded over data by
+            `shard_data_parallel`.
+        folder: the folder to create. It must not exist, or be empty.
+        mesh: the mesh that the model is on.
+        shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: on every rank and with nothing written, if the model is none of transformers, is one stage of a
-            pipeline, has other tensors than its config says, or the folder isn't empty. On every rank, with nothing
-            left, if the folder can't be written.
+        ValueError: on every rank and before anything is written, if the model is not one of transformers, is one stage
+            of a pipeline, has other tensors than its config says, or the folder isn't empty. Also on every rank if the
+            folder can't be written; no partial folder is left.
 
     Note:
         - Adapters of `add_lora` are merged into the weights that are written; the model keeps them. `save_lora` writes
-          them by themselves.
-        - The tokenizer is not the model's: call `tokenizer.save_pretrained(folder)` afterwards, on one rank.
+          only the adapters.
+        - The tokenizer is not part of the model. Call `tokenizer.save_pretrained(folder)` afterwards, on one rank.
         - Needs transformers 5.
 
     Example:
@@ -86,7 +87,7 @@ def save_pretrained(
 
 
 def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
-    """The tensors of the state dict, under all their names, and where they lie."""
+    """Return the tensors of the state dict with their declarations, under all their names."""
     held: Held = {}
     for name, parameter, sharding in declarations(model):
         check_present(name, parameter)
@@ -101,7 +102,11 @@ def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
 
 
 def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
-    """The state dict to save, on the meta device; refuse a model that its config doesn't describe."""
+    """Return the state dict to save, on the meta device.
+
+    Raises:
+        ValueError: if the model has other tensors than its config says.
+    """
     names, state = stored_names(dense), {}
     for name, x in dense.state_dict().items():
         if name not in held or held[name][1].shape != tuple(x.shape):
@@ -119,7 +124,7 @@ def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
 def _write(
     folder: Path, model: Any, dense: Any, groups: list[Group], gathered: Gathered, mesh: Mesh, shard_bytes: int
 ) -> None:
-    """Write on rank 0 what all ranks gather."""
+    """Write on rank 0 the tensors that all ranks gather."""
     if mesh.world.rank:
         for _ in gathered:
             pass
@@ -139,7 +144,7 @@ def _write(
             likes = {key: like for group in groups for key, like in group.files.items()}
             write_weights(new, likes, read, shard_bytes)
     finally:
-        for _ in gathered:  # after an error: the other ranks wait for this one's part
+        for _ in gathered:  # after an error too: the other ranks wait for this rank in the gathers
             pass
 
 
@@ -156,7 +161,7 @@ def _gather(held: Held, groups: list[Group], adapters: Mapping[str, LoRALayer], 
 
 
 def _merged_on_host(where: tuple[Tensor, Sharding], adapter: LoRALayer | None, keep: bool) -> Tensor:
-    """The logical tensor as of `_whole_on_host`, with the product of an adapter's factors."""
+    """Return the logical tensor (`_whole_on_host`), with the adapter's product added if there is an adapter."""
     whole = _whole_on_host(*where, keep)
     if adapter is None:
         return whole
@@ -166,13 +171,13 @@ def _merged_on_host(where: tuple[Tensor, Sharding], adapter: LoRALayer | None, k
 
 @torch.no_grad()
 def _whole_on_host(x: Tensor, sharding: Sharding, keep: bool) -> Tensor:
-    """The logical tensor in the host's memory, gathered in pieces; where it isn't kept, an empty tensor."""
+    """Gather the logical tensor into host memory, in pieces. With `keep=False` return an empty tensor."""
     local = (x.full_tensor() if is_dtensor(x) else x).detach()
     split = {shard.dim for shard in sharding.shards if shard.axis.size > 1}
     if not split:
         return local.cpu() if keep else local.new_empty(0)
     full = host_memory(sharding.shape, local.dtype) if keep else local.new_empty(0)
-    # A dimension that lies whole on each rank, to take the tensor apart; a vector has none.
+    # The tensor is divided into pieces along a dimension that isn't sharded. A sharded vector has no such dimension.
     dim = max(set(range(local.dim())) - split, key=lambda d: local.shape[d], default=min(split))
     length = sharding.shape[dim]
     step = length if dim in split else max(1, PIECE * length // (math.prod(sharding.shape) * local.itemsize))

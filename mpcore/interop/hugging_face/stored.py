@@ -1,7 +1,7 @@
-"""How a model of transformers lies in its files: which tensors of the model make which tensors of the files.
+"""Find out how a model of transformers is stored in its files: which model tensors make which file tensors.
 
-transformers tells it as operations on tensors. They run here on the meta device, to learn what depends on what; then
-on one group of tensors at a time.
+transformers defines the conversion as operations on tensors. This module runs them on the meta device to find the
+dependencies, and then on one group of tensors at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpcore._torch.pytree import leaves
 
 @dataclass
 class Group:
-    """Tensors of the files that are made of the same tensors of the model.
+    """File tensors that are made from the same model tensors.
 
     Attributes:
-        sources: names in the model.
-        files: names in the files, and the tensors on the meta device.
-        renamed: whether it is one tensor under another name.
+        sources: the names in the model.
+        files: the tensors on the meta device, by their names in the files.
+        renamed: whether the group is one tensor that only has another name.
     """
 
     sources: list[str]
@@ -36,12 +36,12 @@ class Group:
 
 
 def dense_shape(model: nn.Module) -> Any:
-    """Make the unsharded model of a model's class and config on the meta device.
+    """Create the unsharded model of a model's class and config, on the meta device.
 
     Raises:
-        ValueError: if it is no model of transformers, or one that this module can't save.
+        ValueError: if it is not a model of transformers, is quantized, or holds adapters of PEFT.
     """
-    kind: Any = type(model).__bases__[-1] if model in fsdp.units(model) else type(model)  # fully_shard puts one before
+    kind: Any = type(model).__bases__[-1] if model in fsdp.units(model) else type(model)  # fully_shard adds a subclass
     config: Any = getattr(model, "config", None)
     if config is None or getattr(kind, "save_pretrained", None) is None:
         raise ValueError(
@@ -51,23 +51,23 @@ def dense_shape(model: nn.Module) -> Any:
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"{kind.__name__} is quantized or holds adapters: only plain weights are saved here")
     config = copy.deepcopy(config)
-    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)  # a save makes it text
+    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)  # saving makes it text
     with torch.device("meta"):
         dense = kind(config)
-    if "_weight_conversions" in vars(model):  # how from_pretrained read it
+    if "_weight_conversions" in vars(model):  # the conversion that from_pretrained used
         vars(dense)["_weight_conversions"] = vars(model)["_weight_conversions"]
     return dense
 
 
 def stored_names(dense: Any) -> list[str]:
-    """The names of the state dict that are saved: of tied weights one."""
+    """Return the names of the state dict that are saved. Tied weights have one name."""
     ignored = getattr(dense, "_keys_to_ignore_on_save", None) or ()
     state = {name: x for name, x in dense.state_dict().items() if name not in ignored}
     return list(transformers_module("modeling_utils").remove_tied_weights_from_state_dict(state, dense))
 
 
 def stored_groups(dense: Any, state: Mapping[str, Tensor]) -> list[Group]:
-    """Split a state dict on the meta device into groups, in the order of their files' names."""
+    """Split a state dict on the meta device into groups, in the order of their names in the files."""
     source_of = {id(x): {name} for name, x in state.items()}
     with _Trace(source_of):
         files = _revert(dense, dict(state))
@@ -89,7 +89,7 @@ def stored_groups(dense: Any, state: Mapping[str, Tensor]) -> list[Group]:
 
 
 def stored_tensors(dense: Any, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the files from those of the model, in no new memory where a view is enough."""
+    """Return the file tensors made from the model tensors of a group. They are views if a view is enough."""
     if group.renamed:
         return dict(zip(group.files, tensors.values(), strict=True))
     with _Views():
@@ -104,7 +104,11 @@ def _revert(dense: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def transformers_module(name: str = "") -> Any:
-    """Import a module of transformers 5, which this library doesn't require."""
+    """Import a module of transformers 5, which is an optional dependency.
+
+    Raises:
+        ValueError: if it isn't installed.
+    """
     try:
         return import_module(f"transformers.{name}".rstrip("."))
     except ModuleNotFoundError as error:
@@ -112,14 +116,14 @@ def transformers_module(name: str = "") -> Any:
 
 
 class _Views(TorchFunctionMode):
-    """Have `contiguous` return its tensor as it lies."""
+    """Make `contiguous` return its tensor unchanged, so that results stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 class _Trace(_Views):
-    """Note by the id of each new tensor which named ones it is made of."""
+    """Record, by the id of each new tensor, which named tensors it is made from."""
 
     def __init__(self, source_of: dict[int, set[str]]) -> None:
         super().__init__()

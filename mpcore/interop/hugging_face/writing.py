@@ -1,4 +1,4 @@
-"""Write a folder of safetensors files with one tensor in memory at a time."""
+"""Write a folder of safetensors files, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mpcore.checkpoint.format import FileRecord, write_synced
 from mpcore.checkpoint.tensor_file import write_tensors
 from mpcore.interop.hugging_face.folder import INDEX
 
-SHARD_BYTES = 5 * 10**9  # of a file
+SHARD_BYTES = 5 * 10**9  # the default size limit of a file
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that has something in it."""
+    """Raise ValueError if a folder exists and isn't empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists: it is not overwritten")
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `path` when the block ends; after an error nothing is left of it."""
+    """Yield a temporary folder that is renamed to `path` when the block ends. After an error it is removed."""
     prepare(path)
     try:
         yield temporary(path)
@@ -37,13 +37,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_weights(folder: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor], limit: int) -> None:
-    """Write the safetensors files of a Hugging Face folder, and their index where there are several.
+    """Write the safetensors files of a Hugging Face folder, and an index if there are several.
 
     Args:
-        folder: where.
+        folder: the folder.
         likes: the tensors by key, on the meta device.
-        read: gives the tensor of a key; it is called in the order of `likes`.
-        limit: largest bytes of a file, unless one tensor is larger.
+        read: returns the tensor of a key. It is called in the order of `likes`.
+        limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
     """
     written, where = write_files(
         folder, likes, read, limit,
@@ -62,7 +62,18 @@ def write_files(
     limit: int,
     name: Callable[[int, int], str],
 ) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
-    """Write tensors to files of a limited size; return the files' records, and each tensor's file and checksum."""
+    """Write tensors to files of a limited size.
+
+    Args:
+        folder: the folder.
+        likes: the tensors by key, on the meta device.
+        read: returns the tensor of a key. It is called in the order of `likes`.
+        limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
+        name: returns the name of a file from its index and the number of files.
+
+    Returns:
+        The record of each file by name, and the file and checksum of each tensor by key.
+    """
     shards: list[list[str]] = [[]]
     total = 0
     for key, like in likes.items():
