@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA) on the linear layers of a model, sharded as these are, with files in PEFT's format.
+"""Low-rank adapters (LoRA) on the linear layers of a model, sharded like the layers, with files in PEFT's format.
 
-Stands on `layers` and `checkpoint`. Open `layers.py` first: it has the products and where each factor is sharded.
+The package uses `layers` and `checkpoint`. Read `layers.py` first: it says how each factor is sharded.
 """
 
 from mpcore.interop.lora.adapters import add_lora, merge_lora, merged_state_dict

@@ -32,36 +32,39 @@ def add_lora(
     *,
     seed: int = 0,
 ) -> nn.Module:
-    """Freeze a model, and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
+    """Freeze a model and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
 
-    A is drawn as in PEFT, and B is zero, so the outputs of the model don't change. The values depend on (seed, the
-    layer's full name) alone. Factors are sharded as the layer's weight is, and the merged weight is that of the
-    unsharded model.
+    A is initialized as in PEFT, and B is zero, so the model's outputs don't change at first. The initial values depend
+    only on the seed and the layer's full name. The factors are sharded like the layer's weight, and the merged weight
+    is the same for every layout.
 
     Args:
-        model: the model, changed in place. It may have mpcore's layers, be a result of `parallelize`, or be plain
-            torch; in a pipeline this rank's stage. Parameters keep their names; the adapter's are `lora_A.weight`
-            [rank, in_features] and `lora_B.weight` [out_features, rank] beside the layer's.
-        rank: the features between A and B.
+        model: the model, changed in place. It may consist of mpcore's layers, of the layers that `parallelize` puts in,
+            or of plain torch layers. With a pipeline it is this rank's stage. Its parameters keep their names. The
+            adapter's parameters are `lora_A.weight` [rank, in_features] and `lora_B.weight` [out_features, rank] inside
+            each layer.
+        rank: the number of features between A and B.
         alpha: the adapter's output is scaled by alpha / rank.
-        targets: names of linear layers, whole or their last parts, as PEFT's `target_modules`: `("q_proj", "v_proj")`.
-            "all-linear": all but the head, of a model that says which its head is, as Hugging Face's do.
-        dropout: probability of zero, in [0, 1), of the adapter's input in training. The mask is drawn from torch's
-            generator: seed all ranks of tp alike, and ranks that see other data differently.
-        seed: of A's values.
+        targets: names of linear layers, complete or their last parts, as `target_modules` of PEFT: `("q_proj",
+            "v_proj")`. "all-linear": all linear layers except the head. The model must then have
+            `get_output_embeddings`, as Hugging Face models do.
+        dropout: the probability, in [0, 1), with which an element of the adapter's input is zero in training. The mask
+            comes from torch's random generator: use the same seed on all ranks of tp, and different seeds on ranks with
+            different data.
+        seed: the seed of A's initial values.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: before anything is changed, if an argument is out of range, a target matches no linear layer, or one
-            that can't have an adapter, or the model is sharded over data or has adapters already.
+        ValueError: before anything changes, if an argument is out of range, a target matches no linear layer, a matched
+            layer can't have an adapter, or the model is sharded over data or has adapters already.
 
     Note:
         - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
-        - The factors of a bfloat16 or float16 weight are in float32, as PEFT's; else in the weight's dtype.
-        - Experts in one parameter (`GroupedLinear`) get no adapter. Nor does a head whose weight is read past the
-          layer, as by `linear_cross_entropy`.
+        - The factors of a bfloat16 or float16 weight are float32, as in PEFT. Other factors have the weight's dtype.
+        - Experts in one parameter (`GroupedLinear`) get no adapter. A head whose weight is used outside of the layer,
+          as by `linear_cross_entropy`, must not get one.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1.
 
@@ -77,7 +80,7 @@ def add_lora(
 def adapt(
     model: nn.Module, chosen: Mapping[str, nn.Module], rank: int, alpha: float, dropout: float, seed: int = 0
 ) -> nn.Module:
-    """Freeze a model, and add adapters to layers of it, by name: what `add_lora` does once it has found them."""
+    """Freeze a model and add adapters to the layers in `chosen`, by full name. `add_lora` calls it."""
     if type(rank) is not int or rank < 1:
         raise ValueError(f"rank is {rank!r}: give a whole number of at least 1, such as 8")
     if not (alpha > 0 and math.isfinite(alpha)):
@@ -97,7 +100,7 @@ def adapt(
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers with an adapter, by full name.
+    """Return the layers that have an adapter, by full name.
 
     Raises:
         ValueError: if there are none.
@@ -112,15 +115,17 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 def merge_lora(model: nn.Module) -> nn.Module:
     """Add each adapter's product to its layer's weight, and remove the adapters. No communication.
 
-    The merged model computes the same as the model with adapters, to rounding. The layers get their class from before
-    `add_lora`. The parameters stay frozen.
+    The outputs stay the same to rounding. The layers get their old classes back. The parameters stay frozen.
+
+    Args:
+        model: the model, changed in place.
 
     Returns:
-        The model, changed in place.
+        The model.
 
     Raises:
-        ValueError: before anything is changed, if there are no adapters, or parameters are sharded over data:
-            `merged_state_dict` gives the merged weights of such a model.
+        ValueError: before anything changes, if there are no adapters, or parameters are sharded over data. For such a
+            model `merged_state_dict` returns the merged weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
@@ -145,15 +150,18 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the state dict of the unsharded model with merged adapters: a collective on all ranks that hold it.
+    """Gather the state dict of the unsharded model with the adapters merged. All ranks of the model must call it.
 
-    The model keeps its adapters. It may be sharded over data, as in training.
+    The model keeps its adapters. It may be sharded over data.
+
+    Args:
+        model: the model, or this rank's pipeline stage of it.
 
     Returns:
-        Whole tensors by the names that the model had before `add_lora`, as of `full_state_dict`.
+        The full tensors, by the names that the model had before `add_lora` (see `full_state_dict`).
 
     Raises:
-        ValueError: as `full_state_dict`, and if there are no adapters.
+        ValueError: if there are no adapters, or a parameter is offloaded.
 
     Example:
         >>> model = mpcore.add_lora(nn.Sequential(mpcore.ColumnParallelLinear(4, 8)), targets="0")
@@ -171,13 +179,13 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def factor_names(model: nn.Module) -> set[str]:
-    """Name the adapters' parameters, under all names of their layers."""
+    """Return the names of the adapters' parameters, under all names of their layers."""
     held = model.named_modules(remove_duplicate=False)
     return {f"{plain_name(name)}.weight" for name, module in held if isinstance(module, Factor)}
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers with an adapter by the full names of their weights, all of them."""
+    """Return the layers that have an adapter, by all full names of their weights."""
     held = model.named_modules(remove_duplicate=False)
     return {f"{plain_name(name)}.weight".lstrip("."): layer for name, layer in held if isinstance(layer, LoRALayer)}
 
@@ -193,7 +201,7 @@ def merged_weight(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Ten
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give each linear layer of mpcore, torch and transformers' Conv1D, with its full name."""
+    """Yield name and module of each linear layer: mpcore's, torch's, and Conv1D of transformers."""
     for name, module in named_modules(model):
         weight = module._parameters.get("weight")
         conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
@@ -232,17 +240,17 @@ def _last_parts(layers: dict[str, nn.Module]) -> str:
 
 
 def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse layers that can't have an adapter.
+    """Check that each of these layers can have an adapter.
 
     Raises:
-        ValueError: naming the first one, and why.
+        ValueError: if a layer can't. The message names the first one, and says why.
     """
     for name, why in _refused(model, layers).items():
         raise ValueError(f"{name} {why}")
 
 
 def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Say of each layer that can't have an adapter why."""
+    """Return, for each layer that can't have an adapter, the reason."""
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     refused = {}
     for name, layer in layers.items():
@@ -260,7 +268,7 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
 
 
 def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer:
-    """Give one layer its factors, and the class that adds their product."""
+    """Add the factors of an adapter to one layer, and change its class to one that computes their product."""
     weight = layer.get_parameter("weight")
     lies, flipped = sharding_of(layer, "weight", weight), is_transposed(layer)
     n_in, n_out = sizes_of(layer)
@@ -269,9 +277,9 @@ def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer
     )
     over_a = over_b = ()
     if isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel:
-        over_a = (layer.tp,)  # A meets this rank's part of the sequence
+        over_a = (layer.tp,)  # A's input is this rank's part of the sequence
     if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
-        over_b = (layer.tp,)  # B meets this rank's term of the product with A
+        over_b = (layer.tp,)  # B's input is this rank's term of the product with A
     dtype = torch.float32 if weight.dtype in _SIXTEEN else weight.dtype
     shard_a = None if of_in is None else type(of_in)(of_in.axis, 1, of_in.runs)
     shard_b = None if of_out is None else type(of_out)(of_out.axis, 0, of_out.runs)

@@ -22,28 +22,29 @@ from mpcore.sharding.local import reshard
 from mpcore.sharding.state_dict import check_present, copy_part, full_tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_UNSUPPORTED = (  # fields of the configuration that change what an adapter computes, and no name in the file
+_UNSUPPORTED = (  # fields of the configuration that change what an adapter computes, but no name in the file
     "use_dora", "lora_bias", "alpha_pattern", "rank_pattern", "layer_replication", "modules_to_save",
     "target_parameters", "trainable_token_indices",
 )  # fmt: skip
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path:
-    """Write a model's adapters in PEFT's format: a collective on all ranks of the mesh.
+    """Write a model's adapters in PEFT's format. A collective on all ranks of the mesh.
 
-    `peft.PeftModel.from_pretrained(dense_model, folder)` opens it, and `load_lora` on any layout. The file doesn't
-    depend on the layout.
+    `peft.PeftModel.from_pretrained(dense_model, folder)` can open the folder, and `load_lora` can on any layout. The
+    files don't depend on the layout.
 
     Args:
         model: the model, or this rank's stage of it, sharded over data or not.
-        folder: made if it is missing; an adapter in it is replaced. Rank 0 of the job writes.
-        mesh: the mesh that the model lies on.
+        folder: the folder. It is created if it doesn't exist; an adapter in it is replaced. Rank 0 of the job writes
+            the final files.
+        mesh: the mesh that the model is on.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters, or they can't be written.
+        ValueError: on every rank, if the model has no adapters or they can't be written.
 
     Example:
         >>> import tempfile
@@ -66,7 +67,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     def write_stage() -> None:
         if mesh.tp.rank == mesh.data.rank == mesh.workers.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            parts[mesh.pp.rank].unlink(missing_ok=True)  # of a save that was killed
+            parts[mesh.pp.rank].unlink(missing_ok=True)  # a killed save may have left it
             write_tensors(parts[mesh.pp.rank], mine)
 
     def join() -> None:
@@ -88,22 +89,22 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 
 def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh()) -> nn.Module:
-    """Read adapters in PEFT's format into a model: a collective on all ranks of the mesh.
+    """Load adapters in PEFT's format into a model. A collective on all ranks of the mesh.
 
-    A model without adapters is frozen and gets them, as by `add_lora`. One that has adapters, sharded over data or not,
-    gets the values; the rank, alpha and layers must be the same.
+    A model without adapters is frozen and gets the adapters, as by `add_lora`. In a model that has adapters, sharded
+    over data or not, only their values are replaced; then rank, alpha and layers must be the same as in the file.
 
     Args:
         model: the model, or this rank's stage of it, changed in place.
-        folder: what `save_lora`, or PEFT's `save_pretrained`, wrote.
-        mesh: the mesh that the model lies on.
+        folder: a folder that `save_lora` or PEFT's `save_pretrained` wrote.
+        mesh: the mesh that the model is on.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: on every rank and before anything is changed, if the files are missing, damaged, need what isn't
-            supported (DoRA, biases, ranks that differ), or don't fit the model.
+        ValueError: on every rank and before anything changes, if the files are missing or damaged, need an unsupported
+            feature (DoRA, biases, a rank per layer), or don't fit the model.
 
     Example:
         >>> import tempfile
@@ -152,7 +153,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 
 def _present(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers with an adapter, whose factors have memory here."""
+    """Return the layers that have an adapter, after a check that their factors have memory on the device."""
     layers = lora_layers(model)
     for name, layer in layers.items():
         for leaf, factor in factors(layer):
@@ -161,14 +162,17 @@ def _present(model: nn.Module) -> dict[str, LoRALayer]:
 
 
 def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:
-    """Name the layers as PEFT finds them: by their last parts, where no other linear layer ends alike."""
+    """Return the layers' names for PEFT's `target_modules`.
+
+    It is the last part of the name, or the full name if a layer without an adapter ends in the same part.
+    """
     ends = {name.rpartition(".")[2] for name in layers}
     others = {name.rpartition(".")[2] for name, _ in linear_layers(model) if name not in layers}
     return (ends - others) | {name for name in layers if name.rpartition(".")[2] in others}
 
 
 def _config(model: nn.Module, layers: Mapping[str, LoRALayer], targets: set[str]) -> dict[str, Any]:
-    """Describe the adapters as PEFT does."""
+    """Return the adapters' configuration as PEFT writes it."""
     layer = next(iter(layers.values()))
     flipped = any(is_transposed(layer) for layer in layers.values())
     about = {"r": layer.rank, "lora_alpha": layer.alpha, "lora_dropout": layer.dropout}
@@ -179,10 +183,10 @@ def _config(model: nn.Module, layers: Mapping[str, LoRALayer], targets: set[str]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read what `load_lora` needs of a configuration.
+    """Read rank, alpha and dropout from a configuration.
 
     Raises:
-        ValueError: if it is missing, damaged, or says what isn't supported.
+        ValueError: if the file is missing or damaged, or asks for an unsupported feature.
     """
     try:
         said = json.loads(path.read_text())
@@ -201,7 +205,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _keys(file: TensorFile) -> dict[str, dict[str, str]]:
-    """The keys of each layer's factors, by the layer's name and `lora_A` or `lora_B`."""
+    """Return the keys of each layer's factors, by the layer's name and then by `lora_A` or `lora_B`."""
     found: dict[str, dict[str, str]] = {}
     for key in file.header:
         match = re.fullmatch(r"base_model\.model\.(.+)\.(lora_[AB])(\.default)?\.weight", key)
@@ -215,7 +219,7 @@ def _keys(file: TensorFile) -> dict[str, dict[str, str]]:
 
 
 def _check(name: str, layer: nn.Module, file: TensorFile, keys: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Refuse factors that don't fit their layer, or the adapter that it has."""
+    """Raise ValueError if the factors in the file don't fit the layer, or the adapter that the layer has."""
     n_in, n_out = sizes_of(layer)
     for leaf, want in (("lora_A", [config["r"], n_in]), ("lora_B", [n_out, config["r"]])):
         found = file.header[keys[leaf]]["shape"]

@@ -1,14 +1,14 @@
-"""Linear layers with a low-rank adapter: `y = x W^T + scaling x A^T B^T`, of which A and B are trained.
+"""Linear layers with a low-rank adapter: `y = x W^T + scaling x A^T B^T`. Only A and B are trained.
 
 | layer | A [rank, in_features] | B [out_features, rank] |
 |---|---|---|
-| column-parallel | replicated; with sequence parallel each rank's gradient is one term | sharded as the rows of W |
-| row-parallel | sharded as the columns of W | replicated; each rank's gradient is one term |
-| whole | replicated | replicated |
+| column-parallel | replicated; with sequence parallel its gradient is partial | sharded like the rows of W |
+| row-parallel | sharded like the columns of W | replicated; its gradient is partial |
+| unsharded | replicated | replicated |
 
-A row-parallel layer sends nothing more than without its adapter. A column-parallel one sums [.., rank] over tp in
-backward; with sequence parallel it gathers [.., rank] in forward and reduce-scatters it in backward.
-`mpcore.reduce_gradients` sums the terms, once a step.
+In a row-parallel layer the adapter adds no communication. In a column-parallel layer it adds an all-reduce of
+[.., rank] over tp in backward; with sequence parallel instead an all-gather of [.., rank] in forward and a
+reduce-scatter of it in backward. `mpcore.reduce_gradients` all-reduces the partial gradients, once per step.
 
 Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1; names of parameters as in PEFT.
 """
@@ -34,7 +34,7 @@ _ALONE = Axis()
 
 
 class Factor(ParallelModule):
-    """One factor of an adapter: this rank's shard of the matrix, declared and without values."""
+    """One factor of an adapter: this rank's shard of the matrix, with its declaration, on the meta device at first."""
 
     weight: Tensor
 
@@ -45,19 +45,19 @@ class Factor(ParallelModule):
         self.declare("weight", shape, init, shard=shard, partial=partial)
 
     def extra_repr(self) -> str:
-        """The logical shape."""
+        """Return the logical shape as text."""
         return " x ".join(map(str, self.shardings["weight"].shape))
 
 
 class LoRALayer(nn.Module):
-    """Adds the output of a low-rank adapter to the output of a linear layer.
+    """Mixin for a linear layer: it adds the adapter's output to the layer's output.
 
     Attributes:
         kind: the layer's class without the adapter.
         lora_A, lora_B: the factors.
-        rank: the features between them.
+        rank: the number of features between the factors.
         alpha, scaling: the adapter's output is multiplied by scaling = alpha / rank.
-        dropout: probability with which an element of the adapter's input is zero in training.
+        dropout: the probability with which an element of the adapter's input is zero in training.
     """
 
     kind: type[nn.Module]
@@ -69,7 +69,10 @@ class LoRALayer(nn.Module):
     dropout: float
 
     def low_rank(self, x: Tensor, split: bool = False) -> Tensor:
-        """Scale the product of the input and A: [.., in_features] -> [.., rank], a term of it if A is sharded."""
+        """Return the input times A^T, scaled: [.., in_features] -> [.., rank].
+
+        If A is sharded, the result is partial: this rank's term of the sum over tp.
+        """
         if self.training and self.dropout:
             x = x * self.dropout_mask(x)
         if autocast_dtype(x) is None:
@@ -77,28 +80,34 @@ class LoRALayer(nn.Module):
         return copy_linear(x, self.lora_A.weight, None, _ALONE, split) * self.scaling
 
     def low_rank_output(self, x: Tensor, split: bool = False) -> Tensor:
-        """Return the adapter's output, a term of it if A is sharded."""
+        """Return the adapter's output: [.., in_features] -> [.., out_features].
+
+        If A is sharded, it is partial over tp.
+        """
         return copy_linear(self.low_rank(x, split), self.lora_B.weight, None, _ALONE, split)
 
     def dropout_mask(self, x: Tensor) -> Tensor:
-        """0, or 1 / (1 - dropout), for each element of the input: those of the whole layer under the same seed."""
+        """Return the dropout mask of this rank's input: each element is 0 or 1 / (1 - dropout).
+
+        With the same random seed, it is this rank's part of the mask of the unsharded layer.
+        """
         return F.dropout(torch.ones_like(x), self.dropout)
 
 
 class LoRAWhole(LoRALayer):
-    """Stands before a layer that every rank holds whole: `nn.Linear`, or Conv1D of transformers."""
+    """The adapter of a layer that isn't sharded: `nn.Linear`, or Conv1D of transformers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As of the layer."""
+        """Return the layer's output plus the adapter's."""
         y = super().forward(input)
         return y + self.low_rank_output(input).to(y.dtype)
 
 
 class LoRAColumn(LoRALayer, ColumnParallelLinear):
-    """Stands before a `ColumnParallelLinear`."""
+    """The adapter of a `ColumnParallelLinear`."""
 
     def project(self, x: Tensor) -> Tensor:
-        """Compute this rank's output features."""
+        """Return this rank's output features."""
         y, split = super().project(x), self.mode.split_backward
         low, held = self.low_rank(x, split), (self.lora_B.weight, None, self.tp)
         if self.sequence_parallel:
@@ -106,7 +115,7 @@ class LoRAColumn(LoRALayer, ColumnParallelLinear):
         return y + copy_linear(low, *held, split).to(y.dtype)
 
     def dropout_mask(self, x: Tensor) -> Tensor:
-        """With sequence parallel, this rank's shard of the whole sequence's mask."""
+        """Return the mask of this rank's input. With sequence parallel it is a shard of the full sequence's mask."""
         if not self.sequence_parallel:
             return super().dropout_mask(x)
         dim, length = self.sequence_dim, x.shape[self.sequence_dim]
@@ -115,15 +124,18 @@ class LoRAColumn(LoRALayer, ColumnParallelLinear):
 
 
 class LoRARow(LoRALayer, RowParallelLinear):
-    """Stands before a `RowParallelLinear`: the sum over ranks is of both products together."""
+    """The adapter of a `RowParallelLinear`.
+
+    One reduction over tp sums the layer's and the adapter's products together.
+    """
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute this rank's term of the output."""
+        """Return this rank's term of the output."""
         y = super().project(x, bias)
         return y + self.low_rank_output(x, self.mode.split_backward).to(y.dtype)
 
     def dropout_mask(self, x: Tensor) -> Tensor:
-        """This rank's features of the mask of all."""
+        """Return this rank's features of the mask of the full input."""
         whole = super().dropout_mask(x.new_empty(*x.shape[:-1], self.in_features))
         ((start, end),) = self.lora_A.shardings["weight"].shards[0].mine if self.tp.size > 1 else ((0, x.shape[-1]),)
         return whole[..., start:end]
@@ -131,7 +143,7 @@ class LoRARow(LoRALayer, RowParallelLinear):
 
 @cache
 def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
-    """Return the class of a linear layer with an adapter."""
+    """Return the class of a linear layer of class `kind` with an adapter."""
     column, row = (issubclass(kind, parallel) for parallel in (ColumnParallelLinear, RowParallelLinear))
     before = LoRAColumn if column else LoRARow if row else LoRAWhole
     made: Any = type(f"LoRA{kind.__name__}", (before, kind), {"kind": kind})
@@ -139,12 +151,12 @@ def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer stores its weight as [in_features, out_features], as Conv1D does."""
+    """Return whether a linear layer stores its weight as [in_features, out_features], as Conv1D does."""
     return isinstance(layer, TransposedLinear) or not isinstance(layer, ParallelLinear | nn.Linear)
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
-    """Return the logical input and output features of a linear layer."""
+    """Return the logical numbers of input and output features of a linear layer."""
     return (layer.in_features, layer.out_features) if isinstance(layer, ParallelLinear) else linear_sizes(layer)
 
 

@@ -1,6 +1,6 @@
-"""Swap the layers of any model for parallel ones, as a plan says.
+"""Replace the layers of any model by tensor-parallel ones, as a plan says.
 
-Stands on `layers`. Open `plan.py` first: it has the language of plans. `prove.py` tries a plan before it is used.
+The package uses `layers`. Read `plan.py` first: it defines plans. `prove.py` tests a plan before it is used.
 """
 
 from mpcore.interop.parallelize.model import parallelize

@@ -1,4 +1,4 @@
-"""Check a model against its plan before anything changes."""
+"""Check a plan and a model before anything changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
 def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
-    """Hashes of what must be the same on all ranks. Reads each weight once."""
+    """Return hashes of what must be the same on all ranks: the plan, the shapes, the weights.
+
+    Reads each weight once.
+    """
     named = dict(model.named_parameters())
     held = [p.detach() for p in named.values() if not p.is_meta and not is_dtensor(p)]
     sums = [x.cpu() for p in held if not is_fake(x := p.sum(dtype=torch.float64))]
@@ -40,13 +43,17 @@ def head_dim_of(parent: nn.Module) -> int | None:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear layer or Conv1D."""
+    """Return the numbers of input and output features of a linear layer or Conv1D."""
     rows, columns = module.get_parameter("weight").shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
 
 
 def unit_of(name: str, parent: nn.Module, style: Colwise, blocks: tuple[int, ...], tp: Axis) -> int:
-    """The output features that stay together; refuses heads that tp doesn't divide."""
+    """Return the number of consecutive output features of a layer that must stay on one rank.
+
+    Raises:
+        ValueError: if the output features are not a multiple of it, or tp doesn't divide the number of heads.
+    """
     head_dim = head_dim_of(parent)
     if style.gather_output or (head_dim is None and style.unit is None):
         return 1
@@ -73,7 +80,7 @@ def _owner(name: str) -> str:
 
 
 def owner_of(model: nn.Module, name: str) -> str:
-    """The module whose forward calls a layer, by name: the nearest one that is no list of modules."""
+    """Return the name of the module whose forward calls a layer: the nearest parent that is no list of modules."""
     name = _owner(name)
     while name and isinstance(model.get_submodule(name), nn.Sequential | nn.ModuleList | nn.ModuleDict):
         name = _owner(name)
@@ -81,14 +88,24 @@ def owner_of(model: nn.Module, name: str) -> str:
 
 
 def _sharded(styles: list[Target]) -> Iterator[tuple[str, nn.Module, Colwise]]:
-    """The layers of a plan whose output stays sharded, and which a module holds."""
+    """Yield the layers of a plan whose output stays sharded."""
     for name, module, style in styles:
         if isinstance(style, Colwise) and not style.gather_output and name:
             yield name, module, style
 
 
 def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = False) -> None:
-    """Refuse a plan by what its words and the model's sizes tell; `own`: the plan is the one that the model carries."""
+    """Check a plan against the model's sizes and attributes.
+
+    Args:
+        model: the model.
+        styles: the plan, resolved.
+        tp: the tensor-parallel axis.
+        own: whether the plan is the one that the model carries. Then fewer checks are made.
+
+    Raises:
+        ValueError: if the plan can't be right.
+    """
     check_local_sizes(styles, tp)
     if tp.size > 1:
         check_shared_parameters(model, styles)
@@ -98,18 +115,18 @@ def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = Fal
 
 
 def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
-    """Refuse a plan that shards a module's features or heads, and doesn't name its parameters that meet all of them."""
+    """Raise ValueError if sharded heads or features meet a replicated parameter that the plan doesn't name."""
     named = {id(target) for _, target, _ in styles}
     for name, _, _ in _sharded(styles):
         attention = _owner(name)
         parent = model.get_submodule(attention)
         head_dim = head_dim_of(parent)
         for inner, owner in parent.named_modules():
-            beside = attention or not inner or ("." not in inner and not any(owner.children()))  # of a whole model
+            beside = attention or not inner or ("." not in inner and not any(owner.children()))  # root: its leaves
             if id(owner) in named or not beside:
                 continue
             for p in owner.parameters(recurse=False):
-                head = p.shape[-1:] == (head_dim,)  # a norm's, or a product's with each head
+                head = p.shape[-1:] == (head_dim,)  # such as a norm of each head
                 if not head and p.numel() != 1:
                     continue
                 where = ".".join(filter(None, (attention, inner))) or "the model itself"
@@ -121,7 +138,7 @@ def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
 
 
 def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
-    """Refuse to shard heads that their module counts in an attribute, which the plan leaves as it is."""
+    """Raise ValueError if the plan shards heads, and an attribute that counts heads is not in a `LocalSizes`."""
     told = {id(target): style.names + style.kept for _, target, style in styles if isinstance(style, LocalSizes)}
     for name, _, _ in _sharded(styles):
         attention = owner_of(model, name)
@@ -136,7 +153,10 @@ def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
 
 
 def check_fused(styles: list[Target]) -> None:
-    """Refuse to shard fused projections as one: the first ranks would get all of the first, the last ranks none."""
+    """Raise ValueError if a plan shards a fused projection as one block.
+
+    The first ranks would get only features of the first projection, the last ranks none of them.
+    """
     by_owner: dict[str, tuple[list[Target], list[Target]]] = {}
     for target in styles:
         if isinstance(target[2], Colwise | Rowwise) and not isinstance(target[1], nn.Embedding):
@@ -167,7 +187,7 @@ def check_local_sizes(styles: list[Target], tp: Axis) -> None:
 
 
 def check_plain(name: str, module: nn.Module, style: Style) -> None:
-    """Refuse a module of which a swap would lose something, or that has nothing to shard."""
+    """Raise ValueError for a module that can't be replaced without losing something, or that a style can't shard."""
     kind = type(module).__name__
     if isinstance(module, ParallelModule | VocabShard):
         raise ValueError(f"{name} is a {kind} already: parallelize a model once, by one plan")

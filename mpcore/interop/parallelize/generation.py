@@ -1,4 +1,4 @@
-"""Guard transformers' `generate` on a sharded model: every rank runs it, and all must choose the same tokens."""
+"""Guard transformers' `generate` on a sharded model: every rank runs it, and all ranks must choose the same tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpcore.mesh.axis import Axis
 
 
 def guard_generate(model: nn.Module, tp: Axis) -> None:
-    """Make every `generate` of a sharded model raise, on all ranks, if the ranks would choose different tokens.
+    """Make `generate` of a sharded model raise on all ranks if the ranks could choose different tokens.
 
-    The call raises ValueError if its logits are sharded, if ranks get different prompts or draw from different random
-    states, or if the clock ends it (`max_time`).
+    `generate` then raises ValueError if the logits are sharded, if the ranks of tp get different prompts or have
+    different random states, or if `max_time` is set.
     """
     for module in model.modules():
         own: Any = vars(module)  # transformers' models that can generate have a configuration of it
@@ -60,7 +60,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _digest(*values: Any) -> str:
-    """A short hash of all tensors in `values`."""
+    """Return a short hash of all tensors in `values`."""
     found = hashlib.sha256()
     for x in (x for x in leaves(values) if isinstance(x, Tensor)):
         found.update(repr((tuple(x.shape), x.dtype)).encode())

@@ -1,4 +1,4 @@
-"""Parallel forms of what only other libraries have: fused linears, GPT-2's Conv1D, subclasses of an embedding."""
+"""Parallel forms of layers that mpcore itself doesn't have: fused linears, GPT-2's Conv1D, subclasses of embeddings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from mpcore.mesh.axis import Axis
 
 
 class FusedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of one input in one product; each rank's output is [its part of block 0 | of block 1 | ...].
+    """A column-parallel layer for several projections of one input that are fused in one weight.
+
+    A rank's output is [its part of block 0 | its part of block 1 | ...].
 
     Args:
-        blocks: lengths of the blocks, whose sum is `out_features`.
-        others: as of `ColumnParallelLinear`.
+        blocks: the lengths of the blocks. Their sum is `out_features`.
+        others: see `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -30,12 +32,12 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, out_features, bias, **others)
 
     def output_blocks(self) -> tuple[int, ...]:
-        """Return the blocks as given."""
+        """Return the lengths of the blocks."""
         return self.blocks
 
 
 class TransposedLinear(ParallelModule):
-    """Stands before a parallel linear layer, whose weight it stores as [in_features, out_features]."""
+    """Mixin for a parallel linear layer whose weight is stored as [in_features, out_features]."""
 
     weight: Tensor
 
@@ -46,7 +48,7 @@ class TransposedLinear(ParallelModule):
         self.shardings["weight"] = replace(old, shape=old.shape[::-1], shards=shards, block_dim=1 - old.block_dim)
 
     def matrix(self) -> Tensor:
-        """Return the weight as linear layers store it."""
+        """Return the weight as [out_features, in_features]."""
         return self.weight.t()
 
 
@@ -59,7 +61,7 @@ class RowParallelConv1D(TransposedLinear, RowParallelLinear):
 
 
 class ExpertsShard(nn.Module):
-    """Stands before a module of experts, whose own forward then computes this rank's part of the hidden features."""
+    """Mixin for a module that holds all experts: its own forward computes with this rank's hidden features."""
 
     tp: Axis
     replicated: tuple[str, ...]
@@ -69,7 +71,7 @@ class ExpertsShard(nn.Module):
             lambda x: collectives.copy(x, self.tp) if x.is_floating_point() else x, (args, kwargs)
         )
         parts = {leaf: self.get_parameter(leaf) / self.tp.size for leaf in self.replicated}
-        vars(self).update(parts)  # read in place of the parameters: the sum over ranks has each of them once
+        vars(self).update(parts)  # used instead of the parameters: the sum over tp adds each once
         try:
             return collectives.reduce(super().forward(*args, **kwargs), self.tp)
         finally:
@@ -78,7 +80,7 @@ class ExpertsShard(nn.Module):
 
 
 class VocabShard(nn.Embedding):
-    """Stands before a subclass of `nn.Embedding`, whose own forward then looks up this rank's rows."""
+    """Mixin for a subclass of `nn.Embedding`: its own forward looks up the rows of this rank."""
 
     tp: Axis
     start: int

@@ -1,4 +1,4 @@
-"""Run all ranks of an axis in one process, as threads that meet at each collective. torch.distributed isn't needed."""
+"""Run all ranks of an axis as threads of one process that meet at each collective, without torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ops = torch.ops._c10d_functional
 
 
 class CommunicatesError(RuntimeError):
-    """A model communicates over other groups, or in other ways, than the layers that `parallelize` puts in."""
+    """The model uses other groups or collectives than the layers that `parallelize` puts in."""
 
 
 class UnequalError(ValueError):
-    """The ranks make different collectives, or one has ended while another goes on."""
+    """The ranks call different collectives, or one rank ended before another."""
 
 
 class _Group:
-    """Stands for a process group: the place where the threads meet. One thread computes at a time."""
+    """Replaces a process group: the threads meet here. Only one thread computes at a time."""
 
     group_name = "lockstep"
 
@@ -37,7 +37,11 @@ class _Group:
         return self.ranks
 
     def exchange(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order; refuses ranks that make different collectives."""
+        """Return every rank's tensor, in rank order.
+
+        Raises:
+            UnequalError: if the ranks call different collectives.
+        """
         self.slots[rank] = what, x
         self._meet()
         found = list(self.slots)
@@ -56,7 +60,7 @@ class _Group:
 
 
 class _Collectives(TorchDispatchMode):
-    """Answer a rank's collectives from what the other threads bring, and refuse those of other groups."""
+    """Compute a rank's collectives from the other threads' tensors, and refuse collectives of other groups."""
 
     def __init__(self, group: _Group, rank: int) -> None:
         super().__init__()
@@ -81,14 +85,14 @@ class _Collectives(TorchDispatchMode):
 
 
 def lockstep(size: int, work: Callable[[Axis], T]) -> list[T]:
-    """Call `work(axis)` for each rank of an axis, and return the results in rank order. Tensors are on the CPU.
+    """Call `work(axis)` for each rank of an axis, and return the results in rank order. Tensors must be on the CPU.
 
     Args:
-        size: number of ranks.
-        work: what a rank does; of collectives it may use all-reduce, all-gather and reduce-scatter, over `axis`.
+        size: the number of ranks.
+        work: the function that each rank runs. It may use all-reduce, all-gather and reduce-scatter over `axis`.
 
     Raises:
-        Exception: what `work` raised, on the lowest rank that raised.
+        Exception: the exception of the lowest rank whose `work` raised.
 
     Example:
         >>> from mpcore.interop.parallelize.lockstep import lockstep

@@ -6,7 +6,7 @@
 
 The parameters keep their names and logical shapes: `full_state_dict` of the result is the state dict of the original.
 
-Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3, for the cuts.
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3, for how layers are sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PL
 """The plan of Hugging Face's `GPT2LMHeadModel`. With "lm_head": "colwise" the logits stay sharded."""
 
 
-FLOOR = 0.5  # of the parameters' bytes: a plan that shards less leaves most of the model on every rank
+FLOOR = 0.5  # warn if a plan shards less than this part of the parameters' bytes
 
 
 def parallelize(
@@ -51,48 +51,49 @@ def parallelize(
     skip: tuple[str, ...] = (),
     strict: bool = False,
 ) -> nn.Module:
-    """Make an existing model tensor parallel: swap its linear layers and embeddings in place, with their weights.
+    """Make an existing model tensor parallel: replace its linear layers and embeddings by sharded ones, in place.
 
-    Every rank holds the whole model on entry, with the same weights, and keeps its shard. Create the optimizer
+    On entry every rank must hold the full model with the same weights. Each rank keeps its shard. Create the optimizer
     afterwards: sharding replaces parameters. After each backward call `mpcore.reduce_gradients`. A model with dropout
-    needs the same random seed on all ranks of tp, and sizes that tp divides.
+    needs the same random seed on all ranks of tp. tp must divide the sharded sizes.
 
-    Before any weight is sharded, the plan is checked: rank 0 of tp runs a small copy of the model (on its CPU, in
+    Before any weight is sharded, the plan is tested: rank 0 of tp runs a small copy of the model (on its CPU, in
     float64, with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must agree to
     rounding.
 
     Args:
-        module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be swapped.
+        module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be sharded.
         plan: a style for each pattern of module or parameter names. A style is a string, such as "colwise", or an
             object, such as `Colwise(...)`; the page docs/parallelize.md lists both. `*` matches within one component
             ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with fewer stars wins. "auto" or
             None: the plan that a Hugging Face model carries.
         tp: the tensor-parallel axis, `mesh.tp`. Call `parallelize` on each of its ranks. Size 1 shards nothing.
-        check: check the plan as above. False: trust it.
-        example: arguments of a forward for the check: a tensor, a tuple of arguments, or a dict of them by name. None:
-            guess them from the model's forward; if that fails, the first forward checks the plan on its arguments.
-        skip: patterns of modules that stay replicated, though the plan names them.
+        check: whether to test the plan as described above. False: the plan is not tested.
+        example: arguments of a forward for the test: a tensor, a tuple of arguments, or a dict of arguments by name.
+            None: guess them from the model's forward; if that fails, the first forward tests the plan with its
+                arguments.
+        skip: patterns of modules that stay replicated although the plan names them.
         strict: raise instead of warning, if less than half of the parameters' bytes is sharded or the plan can't be
-            checked.
+            tested.
 
     Returns:
         The model itself. If the model is one layer, which the pattern "" names, the new layer.
 
     Raises:
-        ValueError: on every rank of tp and before anything is changed, if a pattern matches nothing, a style is unknown
-            or unsupported or doesn't fit its module, sizes don't fit tp, a module stores a number of heads that the
-            plan shards and no `LocalSizes` divides, the ranks hold different models, or the sharded copy differs from
-            the unsharded one: the message names the first module that differs. If the first forward checks the plan,
-            it raises then.
+        ValueError: on every rank of tp and before anything changes, if a pattern matches nothing, a style is unknown or
+            unsupported or doesn't fit its module, tp doesn't divide a size, the plan shards heads that a module counts
+            in an attribute and no `LocalSizes` divides it, the ranks hold different models, or the sharded copy differs
+            from the unsharded one. The message names the first module that differs. If the first forward tests the
+            plan, that forward raises.
 
     Note:
-        - dtype, device, requires_grad and training mode stay; tied weights stay tied. Where the plan names one end of
-          a tied weight, the other end is sharded too, and its outputs are gathered on every rank.
+        - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
+          layers, the other is sharded too, and its outputs are gathered on every rank.
         - On an axis of size 1 the parameters stay the same objects.
-        - A last layer that is "colwise" makes the model return this rank's shard of the logits: compute the loss with
-          `mpcore.vocab_parallel_cross_entropy`. Write "colwise_gather_output" for all logits.
-        - Don't wrap it in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it gives all of
-          them rank 0's shards. The forward then raises. Over ranks of dp alone it is right.
+        - If the last layer is "colwise", the model returns this rank's shard of the logits: compute the loss with
+          `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
+        - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
+          copy rank 0's shards to all of them, and the forward raises. Wrapping over ranks of dp alone is right.
         - Call transformers' `generate` on every rank of tp. It raises if ranks could choose different tokens.
 
     Example:
@@ -145,7 +146,7 @@ def _check_owner(module: nn.Module) -> None:
 
 
 def _refuse_ddp(tp: Axis, *_: Any) -> None:
-    """Raise inside of a `DistributedDataParallel` that copied one rank's shards to others of tp: a hook of forwards."""
+    """Raise if `DistributedDataParallel` has copied one rank's shards to other ranks of tp. A forward pre-hook."""
     if torch.compiler.is_compiling() or tp.group is None:
         return
     ranks = ranks_of_running_ddp()
@@ -158,13 +159,13 @@ def _refuse_ddp(tp: Axis, *_: Any) -> None:
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
-    """Return the targets of the plan, without the modules that `skip` names."""
+    """Return the targets of the plan without the modules that `skip` names."""
     left_out = {id(module) for _, module, _ in resolve(model, dict.fromkeys(skip, "replicate"))} if skip else set()
     return [target for target in styles if id(target[1]) not in left_out]
 
 
 def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target], tp: Axis, strict: bool) -> None:
-    """Warn of, or refuse, a plan that leaves most of the model on every rank."""
+    """Warn if a plan leaves most of the model replicated; with `strict` raise ValueError."""
     nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     cut = sharded_parameters(swaps, styles, tp)
     whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
@@ -181,14 +182,14 @@ def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target],
 
 
 class _Trial:
-    """A plan to be tried, at once or with the arguments of the first forward."""
+    """A test of a plan, run at once or with the arguments of the first forward."""
 
     def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis) -> None:
         self.shapes, self.tp, self.done = shapes, tp, False
         self.styles: dict[str, Style] = {name: style for name, _, style in styles}
 
     def run(self, example: Arguments | None) -> str | None:
-        """Try the plan on rank 0, and raise its verdict on every rank. Returns why it can't be tried."""
+        """Test the plan on rank 0, and raise on every rank if it is wrong. Return why it can't be tested, or None."""
         wrong = unknown = None
         if self.tp.rank == 0 or self.tp.group is None:
             try:
@@ -197,7 +198,7 @@ class _Trial:
                 unknown = str(error)
             except ValueError as error:
                 wrong = str(error)
-            except Exception as error:  # the other ranks wait for a verdict
+            except Exception as error:  # catch all: the other ranks wait for the result
                 unknown = f"{type(error).__name__}: {error}"
         wrong, unknown = gather_objects((wrong, unknown), self.tp.group)[0]
         if wrong is not None:
@@ -205,7 +206,7 @@ class _Trial:
         return unknown
 
     def watch(self, model: nn.Module) -> None:
-        """Have the first forward try the plan, on its own arguments."""
+        """Make the first forward of `model` test the plan with its arguments."""
 
         def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -231,7 +232,7 @@ def _cannot_try(why: str, strict: bool = False) -> None:
 
 
 def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, example: Any, strict: bool) -> _Trial | None:
-    """Try the plan now. Returns what the first forward has to try, where no arguments are known yet."""
+    """Test the plan now. If no arguments are known yet, return the test that the first forward must run."""
     try:
         trial = _Trial(shapes_of(model), styles, tp)
     except CannotCheckError as error:

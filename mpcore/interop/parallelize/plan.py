@@ -1,4 +1,4 @@
-"""The language of plans: which module becomes which parallel layer."""
+"""Plans: which module becomes which parallel layer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class Colwise:
-    """Shard the output features of a linear layer, or the columns of an embedding, as of a table [buckets, heads].
+    """Shard the output features of a linear layer, or the columns of an embedding, such as a table [buckets, heads].
 
     Args:
         blocks: the number of equal blocks of output features (3 for a fused [Q|K|V]), or a tuple of their lengths. Each
-            block is sharded by itself.
-        gather_output: gather the output, so that every rank has all features.
-        unit: the number of consecutive output features that stay on one rank, such as a head's. None: for a linear
-            layer the `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`) of the module that holds
-            it, and 1 where there is none.
+            block is sharded separately.
+        gather_output: whether to all-gather the output, so that every rank has all features.
+        unit: the number of consecutive output features that stay on one rank, such as the size of a head. None: for a
+            linear layer the `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`) of its parent
+            module, or 1 if the parent has none.
 
     Example:
         >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64
@@ -34,10 +34,11 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Shard the input features of a linear layer. On an embedding: `Vocab`.
+    """Shard the input features of a linear layer. For an embedding it is the same as `Vocab`.
 
     Args:
-        split_input: the input is whole; the layer takes this rank's shard of it.
+        split_input: True: the input has all features, and the layer takes this rank's shard of them. False: the input
+            is sharded already.
     """
 
     split_input: bool = False
@@ -53,8 +54,8 @@ class Replicate:
     """Replicate a module's own parameters, or one parameter.
 
     Args:
-        partial_gradient: each rank uses the parameter on its own heads only, such as the norm of a head. The gradient
-            is a sum over tp, which `mpcore.reduce_gradients` finishes.
+        partial_gradient: True: each rank uses the parameter only with its own heads, for example in a norm of each
+            head. The gradient is then partial, and `mpcore.reduce_gradients` all-reduces it over tp.
 
     Example:
         >>> plan = {"h.*.attn.q_norm": mpcore.Replicate(partial_gradient=True)}  # a norm over each head's features
@@ -65,11 +66,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Divide attributes of a module by tp, such as a number of heads.
+    """Divide integer attributes of a module by the size of tp, such as a number of heads.
 
     Args:
-        names: the attributes, integers that tp divides.
-        kept: attributes that stay, though their names are those of a number of heads.
+        names: the attributes to divide. tp must divide them.
+        kept: attributes that stay, although their names look like a number of heads.
 
     Example:
         >>> plan = {"h.*.attn": mpcore.LocalSizes(("n_head",)), "h.*.attn.q": "colwise"}
@@ -81,12 +82,12 @@ class LocalSizes:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Describe the dimension of the hidden features in a parameter that holds all experts.
+    """Say which dimension of a parameter that holds all experts has the hidden features.
 
     Args:
-        dim: the dimension, from the end: -1 or -2.
-        blocks: the number of equal blocks in it, such as 2 for [gate | up]. Each block is sharded.
-        unit: consecutive features that stay on one rank, such as 2 where gate and up alternate.
+        dim: the dimension, counted from the end: -1 or -2.
+        blocks: the number of equal blocks in the dimension, such as 2 for [gate | up]. Each is sharded separately.
+        unit: the number of consecutive features that stay on one rank, such as 2 if gate and up alternate.
 
     Example:
         >>> mpcore.Hidden(-1, unit=2)  # of [E, D, 2F], gate and up alternating
@@ -100,11 +101,12 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Experts:
-    """Shard the hidden features of all experts that one module holds as parameters, and sum its output over tp.
+    """Shard the hidden features of all experts that one module holds in its parameters, and sum its output over tp.
 
     Args:
-        hidden: by parameter name. {}: as Hugging Face's experts say of themselves. Other parameters, such as biases
-            of the output, are replicated, and each rank adds its part of them.
+        hidden: the dimension of the hidden features, by parameter name. {}: read it from the attributes of Hugging
+            Face's experts modules. Other parameters, such as output biases, are replicated; each rank adds 1 / tp of
+            them.
 
     Example:
         >>> gated = mpcore.Experts({"w_in": mpcore.Hidden(-2, blocks=2), "w_out": mpcore.Hidden(-1)})
@@ -153,12 +155,15 @@ _LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_wit
 
 
 def model_plan(model: nn.Module) -> dict[str, str | Style]:
-    """Return the plan that a Hugging Face model carries, by full names.
+    """Return the plan that a Hugging Face model carries, by full name patterns.
 
-    It is its config's `base_model_tp_plan`, or the one of `BASE_PLANS`, and then the model's own `_tp_plan`.
+    It is the config's `base_model_tp_plan`, or the entry of `BASE_PLANS`, updated with the model's own `_tp_plan`.
+
+    Args:
+        model: the model.
 
     Raises:
-        ValueError: if it carries none.
+        ValueError: if the model carries no plan.
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
@@ -173,14 +178,22 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
 
 
 def is_own(plan: Plan | str | None) -> bool:
-    """Whether the plan is the one that the model carries."""
+    """Return whether `plan` means the plan that the model carries.
+
+    Raises:
+        ValueError: if the plan is another string than "auto".
+    """
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan {plan!r} is neither 'auto' nor a mapping from name patterns to styles")
     return plan is None or plan == "auto"
 
 
 def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
-    """Name, module and style of everything that the plan names, each module once."""
+    """Return name, module and style of every module that the plan names. Each module appears once.
+
+    Raises:
+        ValueError: if a pattern matches nothing, a style is unknown, or two patterns disagree.
+    """
     own = is_own(plan)
     rules: Plan = model_plan(model) if plan is None or isinstance(plan, str) else plan
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
@@ -196,7 +209,7 @@ def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
             continue
         owner = rules.get(pattern.rpartition(".")[0])
         if hits and not modules.keys() & hits and (owner == "moe_tp_experts" or isinstance(owner, Experts)):
-            continue  # what the module's own style says of its parameters
+            continue  # a pattern of parameters: the style of their module covers them
         style = _style(pattern, rules[pattern])
         if not hits:
             raise ValueError(f"plan pattern {pattern!r} matches no module of {kind}{_near(pattern, names)}")
@@ -218,7 +231,7 @@ def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """The names of a model that a pattern without a match may mean."""
+    """Return text that suggests names for a pattern without a match."""
     general = {name: re.sub(r"\b\d+\b", "*", name) for name in names if name}
     same = [name for name, each in general.items() if each == re.sub(r"\b\d+\b", "*", pattern)]
     near = difflib.get_close_matches(pattern, sorted(set(general.values())), 3, 0.4)

@@ -1,7 +1,7 @@
-"""Try a plan before it is used: a small random twin of the model, sharded, must compute what it computes whole.
+"""Test a plan before it is used: a small random twin of the model must compute the same sharded as unsharded.
 
-The twin's ranks are threads of one process (`lockstep`), so that the proof needs neither the model's weights nor
-torch.distributed. It compares outputs, and gradients of all parameters and inputs.
+The twin's ranks are threads of one process (`lockstep`), so the test needs neither the model's weights nor
+torch.distributed. It compares outputs, and the gradients of all parameters and inputs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Sharding
 
-# Of the largest value: float32 inside of a model's forward differs by some 1e-6, a wrong plan by 1e-2 and more.
+# Relative to the largest value. float32 inside a forward causes differences of about 1e-6, a wrong plan 1e-2 or more.
 TOLERANCE = 1e-4
 Cut = Callable[[nn.Module, list[Target], Axis], nn.Module]
 
 
 class CannotCheckError(Exception):
-    """Nothing is known of the plan: no twin could be made, or it took none of the arguments."""
+    """The plan can't be tested: no twin could be made, or its forward accepted none of the arguments."""
 
 
 @dataclass
@@ -52,10 +52,12 @@ class Run:
 
     Attributes:
         outputs: the tensors that the model returned.
-        calls: in the order in which modules ended, each one's name and the tensors that it returned.
-        gradients: by parameter name; None where there is none. Those of inputs are by "input 0" and so on.
-        shardings: where each parameter's gradient lies in the logical one.
-        error: what the forward or the backward raised, and the innermost module that it was raised in.
+        calls: the name of each module and the tensors that it returned, in the order in which the modules ended.
+        gradients: the gradients by parameter name; None for a parameter without one. The gradients of inputs have the
+            names "input 0" and so on.
+        shardings: the declaration of each parameter.
+        error: the exception of the forward or backward. None: it succeeded.
+        where: the innermost module in which `error` was raised.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -67,7 +69,13 @@ class Run:
 
 
 class Departure(NamedTuple):
-    """A tensor that isn't what it is in the whole model: whose it is, and by how much of its largest value."""
+    """A tensor that differs from the unsharded model's.
+
+    Attributes:
+        name: the module or parameter.
+        what: what differs.
+        error: the largest difference, relative to the largest value.
+    """
 
     name: str
     what: str
@@ -75,7 +83,7 @@ class Departure(NamedTuple):
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
-    """Copy a model before it is parallelized, for a `Prover`: its modules, without the memory of its parameters.
+    """Copy a model before it is parallelized, for a `Prover`. The copy's parameters have no memory.
 
     Raises:
         CannotCheckError: if the model can't be copied.
@@ -88,12 +96,12 @@ def shapes_of(model: nn.Module) -> nn.Module:
 
 
 class Prover:
-    """A twin of a model, and what it computes whole. Makes both when the first plan is tried.
+    """Tests plans on a twin of a model. The twin, and its unsharded results, are made when the first plan is tested.
 
     Args:
-        shapes: `shapes_of` the model.
-        example: arguments of a forward; None: they are guessed.
-        tolerance: largest difference, as a part of the largest value.
+        shapes: the result of `shapes_of`.
+        example: arguments of a forward. None: guess them.
+        tolerance: the largest difference that is accepted, relative to the largest value.
     """
 
     def __init__(self, shapes: nn.Module, example: Arguments | None = None, tolerance: float = TOLERANCE) -> None:
@@ -101,7 +109,7 @@ class Prover:
 
     @cached_property
     def whole(self) -> tuple[Twin, Arguments, Run]:
-        """The twin, arguments that it takes, and what it gives for them.
+        """The twin, arguments that its forward accepts, and the results of its unsharded run.
 
         Raises:
             CannotCheckError: if no twin can be made or run.
@@ -110,18 +118,18 @@ class Prover:
             return _whole_run(self.shapes, self.example)
 
     def verdict(self, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
-        """Compare the twin, sharded by a plan, with the twin whole.
+        """Compare the twin sharded by a plan with the unsharded twin.
 
         Args:
-            styles: what the plan says, by module name.
-            size: number of ranks.
-            cut: shards a model in place for one rank, as `parallelize` will.
+            styles: the plan: a style by module name.
+            size: the number of ranks.
+            cut: the function that shards a model in place for one rank, as `parallelize` will.
 
         Returns:
-            What is wrong, in words that name the first module that departs; None: nothing.
+            What is wrong, as text that names the first module that differs. None: nothing is wrong.
 
         Raises:
-            ValueError: as of `cut`.
+            ValueError: if `cut` raises one.
             CannotCheckError: if no twin can be made or run.
         """
         twin, arguments, whole = self.whole
@@ -137,7 +145,7 @@ class Prover:
                 runs[axis.rank] = run(cut(part, mine, axis), arguments)
 
             try:
-                with contextlib.suppress(UnequalError):  # where one rank failed alone, its run has the error
+                with contextlib.suppress(UnequalError):  # if only one rank failed, its run has the error
                     lockstep(size, rank_run)
             except CommunicatesError as error:
                 raise CannotCheckError(str(error)) from error
@@ -145,7 +153,7 @@ class Prover:
 
 
 def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Arguments, Run]:
-    """The first twin and arguments that run, the fewest layers first."""
+    """Return the first twin and arguments that run, twins with few layers first."""
     said = []
     for few in (False,) if size_of(shapes) <= SMALL else (True, False):
         twin = None
@@ -155,7 +163,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Argu
             finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
             if found.error is None and finite:
                 twin.model.zero_grad()
-                for held in map(vars, twin.model.modules()):  # such as the weight that weight_norm's hook made
+                for held in map(vars, twin.model.modules()):  # such as a weight that a hook of weight_norm computed
                     held.update({k: x.detach() for k, x in held.items() if isinstance(x, Tensor) and not x.is_leaf})
                 return twin, arguments, found
             said.append(_first_line(found.error) if found.error else "its output has no finite floats")
@@ -171,7 +179,7 @@ def _twin(shapes: nn.Module, few_layers: bool) -> Twin:
 
 
 def run(model: nn.Module, arguments: Arguments) -> Run:
-    """One forward and backward, from a loss that is the same for whole outputs and for the shards of one."""
+    """Run one forward and backward. The loss has the same gradients for a full output and for its shards."""
     found, stack = Run(), [""]
     handles = []
     for name, module in model.named_modules():
@@ -218,7 +226,7 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 
 
 def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float) -> str | None:
-    """What is wrong with the sharded runs, in words that name the module; None: nothing."""
+    """Return what is wrong with the sharded runs, as text that names the module. None: nothing is wrong."""
     errors = [found for found in runs if found.error is not None]
     if errors:
         failed = min(errors, key=lambda found: isinstance(found.error, UnequalError | threading.BrokenBarrierError))
@@ -274,7 +282,7 @@ def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
 
 
 def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Departure]:
-    """Modules whose output has the whole model's shape and other values, in the order in which they ended."""
+    """Yield the modules whose output has the right shape but other values, in the order in which they ended."""
     if any([name for name, _ in found.calls] != [name for name, _ in whole.calls] for found in runs):
         return
     for at, (name, want) in enumerate(whole.calls):
@@ -302,14 +310,14 @@ def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Itera
 
 
 def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], scale: float) -> Iterator[float]:
-    """Of each rank's gradient, from that part of the whole which it should be."""
+    """Yield, for each rank's gradient, its difference from the right part of the logical gradient."""
     for x, sharding in zip(got, cuts, strict=True):
         part = want if sharding is None else sharding.take(want)
         yield _error(x, part, scale) if x.shape == part.shape else 1.0
 
 
 def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
-    """The departure closest to the output, where a wrong gradient begins."""
+    """Return the departure of the module closest to the output: a wrong gradient starts there."""
     place = {name: at for at, (name, _) in enumerate(whole.calls)}
     return max(gradients, key=lambda found: place.get(found.name.rpartition(".")[0], -1))
 
@@ -318,7 +326,7 @@ def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
 
 
 def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: bool) -> str:
-    """What to write, as far as the place of a failure tells."""
+    """Return advice on how to change the plan, as far as the failing module tells."""
     if name not in twin.names:
         return ""
     module, styles = twin.model.get_submodule(name), {name: style for name, _, style in targets}

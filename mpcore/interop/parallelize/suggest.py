@@ -1,4 +1,4 @@
-"""Find a plan for a model: see which linear layer feeds which in one forward, and try what may follow from it."""
+"""Find a plan for a model: trace which linear layer feeds which in one forward, and test plans that may follow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
 
-LARGE = 0.005  # part of the model's parameters, for which a layer is sharded by itself
-_WHOLE = ""  # the source of what every rank must have whole
+LARGE = 0.005  # a layer with more than this part of the model's parameters is sharded separately
+_WHOLE = ""  # marks tensors that every rank must have unsharded
 Styles = dict[str, "str | Style"]
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ class Suggestion:
     """What `suggest_plan` returns.
 
     Attributes:
-        plan: for `parallelize`.
-        share: the part of the model's bytes that it shards.
-        proven: whether a small random copy of the model, sharded by this plan, computed what it computes whole.
-        left: by module pattern, why it stays whole.
+        plan: the plan, for `parallelize`.
+        share: the part of the model's bytes that the plan shards, in [0, 1].
+        proven: whether a small random copy of the model computed the same sharded by this plan as unsharded.
+        left: the reason why a module stays unsharded, by module pattern.
     """
 
     plan: Styles
@@ -51,7 +51,7 @@ class Suggestion:
 
 @dataclass
 class _Region:
-    """Linear layers whose outputs may be sharded, the layers that take them, and norms of heads between them."""
+    """Linear layers whose outputs may be sharded, the linear layers that use them, and norms of heads in between."""
 
     columns: dict[str, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
@@ -59,19 +59,22 @@ class _Region:
 
 
 def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Suggestion:
-    """Derive a plan from one traced forward, part by part, and keep the parts that are proven.
+    """Derive a plan from one traced forward, part by part, and keep the parts that pass the test.
 
-    A linear layer whose input comes from other linear layers alone, past no norm over all features, becomes "rowwise",
-    and those "colwise". Packings of fused projections and `LocalSizes` are found by trying. The trials run on a small
-    random copy of the model on the CPU, as those of `parallelize` do.
+    A linear layer becomes "rowwise" if its input comes only from other linear layers, with no norm over all features in
+    between. Those layers become "colwise". Fused projections and `LocalSizes` are found by testing the possible plans.
+    Each test runs on a small random copy of the model on the CPU, as in `parallelize`.
 
     Args:
-        model: on any device, also meta.
-        tp: number of ranks to try.
-        example: arguments of a forward, as of `parallelize`.
+        model: the model, on any device, also meta.
+        tp: the number of ranks to test with.
+        example: arguments of a forward, as for `parallelize`. None: guess them.
+
+    Returns:
+        The plan, and how it was found. `print` it to see both.
 
     Raises:
-        ValueError: if the model can't be copied, or takes none of the arguments tried.
+        ValueError: if the model can't be copied, or its forward accepts none of the arguments tried.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -110,7 +113,7 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
 
 
 def share_of(model: nn.Module, plan: Plan | str | None, tp: int) -> float:
-    """The part of a model's bytes that a plan shards."""
+    """Return the part of a model's bytes that a plan shards, in [0, 1]."""
     axis, targets = Axis(tp, name="tp"), resolve(model, plan) if plan else []
     cut = sharded_parameters(swaps_of(model, targets, axis), targets, axis)
     sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
@@ -133,7 +136,7 @@ def _verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
 
 
 class _Sources(TorchDispatchMode):
-    """For each tensor the linear layers that it was made from, without others between."""
+    """Record for each tensor the linear layers whose outputs it was computed from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,15 +144,15 @@ class _Sources(TorchDispatchMode):
         self.alive: list[Tensor] = []
 
     def of(self, tree: Any) -> frozenset[str]:
-        """The sources of all tensors in nested containers."""
+        """Return the sources of all tensors in nested containers."""
         return frozenset().union(*(self.found.get(id(x), ()) for x in leaves(tree)))
 
     def set(self, tree: Any, sources: frozenset[str]) -> None:
-        """Say where tensors come from."""
+        """Set the sources of all tensors in nested containers."""
         for x in leaves(tree):
             if isinstance(x, Tensor):
                 self.found[id(x)] = sources
-                self.alive.append(x)  # or another tensor would get its id
+                self.alive.append(x)  # keep it alive: another tensor could get its id
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -159,11 +162,16 @@ class _Sources(TorchDispatchMode):
 
 @dataclass
 class _Flow:
-    """For each linear layer, the layers whose outputs reach its input, and the norms that they pass.
+    """Which layers feed which.
 
     Attributes:
-        patterns: by module name in the twin. Where modules of several kinds match a pattern, each kind has a label.
-        labelled: by such a label the names of its modules in the whole model.
+        inputs: for each linear layer, the layers whose outputs reach its input.
+        norms: for each norm, the layers whose outputs it normalizes.
+        tables: the embeddings.
+        output: the layers whose outputs reach the model's output.
+        patterns: the pattern of each module, by its name in the twin. If modules of several classes match one pattern,
+            each class has a label instead.
+        labelled: for each label, the names of its modules in the model.
     """
 
     inputs: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -174,12 +182,12 @@ class _Flow:
     labelled: dict[str, list[str]] = field(default_factory=dict)
 
     def spelled(self, said: dict[str, T]) -> dict[str, T]:
-        """Write names in place of labels."""
+        """Replace labels by the names of their modules."""
         return {name: what for pattern, what in said.items() for name in self.labelled.get(pattern, [pattern])}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `Colwise` and `Rowwise` can shard a module: an `nn.Linear` or a Conv1D, not parametrized."""
+    """Return whether `Colwise` and `Rowwise` can shard a module: an `nn.Linear` or a Conv1D that isn't parametrized."""
     kind = isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int)
     return kind and module._parameters.get("weight") is not None
 
@@ -207,7 +215,7 @@ def _flow(twin: Twin, prover: Prover) -> _Flow:
         elif came and all(next(m.parameters(), None) is None for m in module.children()):
             widths = {p.shape[-1] for p in module.parameters(recurse=False) if p.dim()}
             if widths & {sizes[one] for one in came if one in sizes}:
-                sources.set(out, came | {_WHOLE})  # it normalizes over all features
+                sources.set(out, came | {_WHOLE})  # a norm over all features
             elif widths:
                 found.norms[name] = found.norms.get(name, frozenset()) | came
 
@@ -229,7 +237,7 @@ def _flow(twin: Twin, prover: Prover) -> _Flow:
 
 
 def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The pattern or the label of each module, and the modules of each label."""
+    """Return the pattern or label of each module, and the modules of each label."""
     alike: dict[str, dict[tuple[type, type], list[str]]] = {}
     for name, module in model.named_modules():
         kind = type(model.get_submodule(name.rpartition(".")[0])), type(module)
@@ -244,7 +252,7 @@ def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 
 def _pattern(model: nn.Module, name: str) -> str:
-    """A module's name with `*` for its places in lists of layers."""
+    """Return a module's name with `*` for its index in a `ModuleList`."""
     said, owner = [], model
     for part in filter(None, name.split(".")):
         said.append("*" if isinstance(owner, nn.ModuleList) else part)
@@ -253,7 +261,7 @@ def _pattern(model: nn.Module, name: str) -> str:
 
 
 def _regions(flow: _Flow) -> list[_Region]:
-    """Parts of the model that can be sharded by themselves, those of equal layers joined to one."""
+    """Return the parts of the model that can be sharded separately. Equal parts of several layers are joined."""
     rows: dict[str, frozenset[str]] = {}
     for name, came in flow.inputs.items():  # in the order of the forward
         if came and _WHOLE not in came and not came & rows.keys():
@@ -274,7 +282,7 @@ def _regions(flow: _Flow) -> list[_Region]:
 
 
 def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles]:
-    """Plans of a region, the likelier ones first."""
+    """Yield plans for a region, the most likely first."""
     parts = (region.columns, region.rows, region.norms)
     columns, rows, norms = ({flow.patterns[name]: None for name in names} for names in parts)
     column, row = next(iter(region.columns)), next(iter(region.rows))
@@ -284,22 +292,22 @@ def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles
     base: Styles = {**dict.fromkeys(rows, "rowwise"), **dict.fromkeys(norms, "replicated_with_grad_allreduce")}
     for table in (flow.patterns[name] for name in flow.tables):
         if table.rpartition(".")[0] == where:
-            base[table] = "colwise"  # such as a bias of each head by distance
+            base[table] = "colwise"  # such as a relative position bias for each head
     for sizes, style in itertools.product(_sizes(owner, n_out, n_in, tp), _packings(twin, owner, n_out, n_in, columns)):
         yield ({where: sizes} if sizes is not None else {}) | dict.fromkeys(columns, style) | base
     gathered: Styles = dict.fromkeys(columns, "colwise_gather_output")
-    yield gathered | dict.fromkeys(rows, "rowwise_split_input")  # between them each rank does the same
+    yield gathered | dict.fromkeys(rows, "rowwise_split_input")  # replicated computation between the layers
 
 
 def _counts(owner: nn.Module, n_out: int, n_in: int) -> dict[str, int]:
-    """Attributes that may be a number of heads or groups; first those whose names say so."""
+    """Return the attributes that may count heads or groups. Attributes with such a name come first."""
     held = {name: value for name, value in vars(owner).items() if type(value) is int and name not in HEAD_DIMS}
     found = {name: value for name, value in held.items() if HEADS.fullmatch(name)}
     return found | {n: v for n, v in held.items() if v > 1 and (n_in % v == 0 or n_out % v == 0) and v < n_in}
 
 
 def _sizes(owner: nn.Module, n_out: int, n_in: int, tp: int) -> Iterator[LocalSizes | None]:
-    """Attributes that may count what is sharded: none, heads, heads and widths, and then any that divide the widths."""
+    """Yield the attributes to divide by tp: none, then heads, heads and widths, and other divisors of the widths."""
     heads = tuple(name for name in vars(owner) if HEADS.fullmatch(name) and type(vars(owner)[name]) is int)
 
     def divided(names: Iterable[str]) -> LocalSizes:
@@ -315,7 +323,7 @@ def _sizes(owner: nn.Module, n_out: int, n_in: int, tp: int) -> Iterator[LocalSi
 
 
 def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Collection[str]) -> Iterator[str | Style]:
-    """How a projection may pack heads, or several projections."""
+    """Yield the ways in which a projection may pack heads or several projections."""
     if n_out <= n_in or len(columns) > 1:
         yield "colwise"
         return
@@ -330,18 +338,18 @@ def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Coll
             yield Colwise(blocks=(n_in, kv, kv), unit=unit)
             groups = kv // unit
             if groups and n_out % groups == 0:
-                yield Colwise(unit=n_out // groups)  # of each KV head its query heads, itself and its values
+                yield Colwise(unit=n_out // groups)  # grouped by KV head: its queries, key and value
     for count in (n for n in counts if n_out % n == 0):
         yield Colwise(unit=n_out // count)
         yield Colwise(blocks=n_out // count, unit=1)  # heads innermost
     if n_out % n_in == 0:
         yield Colwise(blocks=n_out // n_in, unit=1)
-        yield Colwise(unit=n_out // n_in)  # such as gate and up in turns
+        yield Colwise(unit=n_out // n_in)  # such as gate and up, interleaved
     yield "colwise"
 
 
 def _experts(twin: Twin, flow: _Flow) -> Iterator[Styles]:
-    """Modules that hold all experts of a layer, each with the ways in which their parameters may lie."""
+    """Yield a plan for each module that holds all experts of a layer and each possible layout of its parameters."""
     held = {flow.patterns[n]: module for n, module in twin.model.named_modules() if n in flow.patterns}
     for pattern, module in held.items():
         for style in itertools.islice(_expert_styles(module), 24):
@@ -363,7 +371,7 @@ def _expert_styles(module: nn.Module) -> Iterator[str | Experts]:
 
 
 def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
-    """Where `size` hidden features, or those of gate and up, may lie."""
+    """Yield the dimensions that may hold `size` hidden features, or those of gate and up."""
     for dim in range(-1, -len(shape), -1):
         if shape[dim] == size:
             yield Hidden(dim)
@@ -372,7 +380,7 @@ def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
 
 
 def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
-    """The table of token ids, and the layer that makes logits."""
+    """Yield plans for the token embedding, and for the layer that computes the logits."""
     sizes = {name: twin.model.get_parameter(f"{name}.weight").shape for name in flow.tables}
     rows = max((shape[0] for shape in sizes.values()), default=0)
     for name, shape in sizes.items():
@@ -383,7 +391,7 @@ def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
 
 
 def _large(twin: Twin, flow: _Flow) -> Iterator[Styles]:
-    """Linear layers of some size, each by itself: such as those before a norm over all features."""
+    """Yield plans that shard large linear layers separately, such as layers before a norm over all features."""
     sizes: Counter[str] = Counter()
     for name in flow.inputs:
         sizes[flow.patterns[name]] += twin.model.get_parameter(f"{name}.weight").numel()

@@ -1,4 +1,4 @@
-"""Say what became of each module of a model that `parallelize` changed."""
+"""List how each parameter of a parallelized model is sharded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpcore.sharding.declare import Sharding
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """The parameters of one name and shape in all layers.
+    """All parameters that have the same name pattern and are sharded in the same way.
 
     Attributes:
         pattern: their name, with `*` for each number in it.
-        fate: what became of them, in words.
-        count: how many there are.
-        before, after: bytes of all of them, on a rank before and after.
+        fate: how they are sharded, in words.
+        count: the number of parameters.
+        before, after: the bytes of all of them, unsharded and on this rank.
     """
 
     pattern: str
@@ -35,8 +35,8 @@ class Summary:
     """What `parallelize_summary` returns. `str` of it is a table.
 
     Attributes:
-        rows: in the model's order.
-        share: the part of all bytes that is sharded.
+        rows: the rows, in the model's order.
+        share: the part of all bytes that is sharded, in [0, 1].
     """
 
     rows: tuple[SummaryRow, ...]
@@ -53,10 +53,13 @@ class Summary:
 
 
 def parallelize_summary(model: nn.Module) -> Summary:
-    """List what became of each parameter of a parallelized model, and how many bytes this rank holds.
+    """List how each parameter of a parallelized model is sharded, and how many bytes this rank holds.
 
     Args:
         model: what `parallelize` returned.
+
+    Returns:
+        The summary. `print` it to see a table.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -1,4 +1,4 @@
-"""Make the parallel layers, and put them in the place of the model's."""
+"""Create the parallel layers, and replace the model's layers by them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ Place = tuple[str, nn.Module, str]
 
 
 def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
-    """For each module to swap, by id: the module and its replacement, on the meta device."""
+    """Return, by id of each module to replace, the module and its replacement on the meta device.
+
+    Raises:
+        ValueError: if a style doesn't fit its module, or tied weights would be sharded differently.
+    """
     swaps: dict[int, Swap] = {}
 
     def build(name: str, module: nn.Module, style: Style) -> None:
@@ -76,7 +80,7 @@ def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap
 
 
 def _tied(model: nn.Module) -> Iterator[list[Place]]:
-    """The places of each parameter that has several: module name, module and the parameter's name there."""
+    """Yield, for each parameter that several modules hold, its places: module name, module and leaf name."""
     places: dict[int, list[Place]] = {}
     for name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -85,7 +89,7 @@ def _tied(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _check_tie(ends: list[Place], swaps: dict[int, Swap]) -> None:
-    """Refuse a tied weight that the plan cuts in two ways. A bias that its owner doesn't add itself follows."""
+    """Raise ValueError if a tied weight would be sharded in two ways."""
     ends = [end for end in ends if id(end[1]) in swaps or isinstance(end[1], nn.Linear | nn.Embedding)]
     held = [(swaps.get(id(module), (module, module))[1], leaf, getattr(module, leaf)) for _, module, leaf in ends]
     cuts = [sharding_of(*place).shards for place in held]
@@ -133,7 +137,7 @@ def _parallel_linear(name: str, parent: nn.Module, module: nn.Module, style: Sty
 
 
 def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int, Swap] | None = None) -> nn.Module:
-    """Shard a model in place for this rank."""
+    """Shard a model in place for this rank, and return it."""
     swaps = swaps_of(model, styles, tp) if swaps is None else swaps
     for _, target, style in styles:
         if isinstance(style, LocalSizes):
@@ -148,10 +152,10 @@ def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int,
 
 
 def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:
-    """Where this rank's part of each parameter of experts lies.
+    """Return the declaration of each parameter of an experts module.
 
     Raises:
-        ValueError: if the module lacks a parameter, or doesn't say how its parameters lie.
+        ValueError: if the module lacks a parameter, or nothing says how its parameters are arranged.
     """
     found = {}
     for leaf, hidden in (style.hidden or _hidden_of(module)).items():
@@ -171,7 +175,7 @@ def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, 
 
 
 def sharded_parameters(swaps: dict[int, Swap], styles: list[Target], tp: Axis) -> set[int]:
-    """The ids of the parameters that a plan shards."""
+    """Return the ids of the parameters that a plan shards."""
     held = ((new, leaf, p) for old, new in swaps.values() for leaf, p in old.named_parameters(recurse=False))
     found = {id(p) for new, leaf, p in held if sharding_of(new, leaf, p).shards}
     experts = [(module, style) for _, module, style in styles if isinstance(style, Experts)]
@@ -179,7 +183,10 @@ def sharded_parameters(swaps: dict[int, Swap], styles: list[Target], tp: Axis) -
 
 
 def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
-    """What Hugging Face's experts say of themselves: up (and gate) [E, F, D] and down [E, D, F], or transposed."""
+    """Return the dimensions of the hidden features, from the attributes of a Hugging Face experts module.
+
+    Its parameters are up (and gate) [E, F, D] and down [E, D, F], or transposed.
+    """
     transposed, together = (getattr(module, f"is_{name}", None) for name in ("transposed", "concatenated"))
     gated = "gate_up_proj" in module._parameters
     if transposed is None or together is None:
@@ -193,7 +200,7 @@ def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
 
 
 def _shard_experts(module: nn.Module, style: Experts, tp: Axis) -> None:
-    """Keep a module's own forward, on this rank's part of the hidden features."""
+    """Shard the parameters of an experts module. Its own forward then computes with this rank's hidden features."""
     if tp.size == 1:
         return
     kind, shardings = type(module), experts_shardings(module, style, tp)
@@ -209,14 +216,14 @@ def _shard_experts(module: nn.Module, style: Experts, tp: Axis) -> None:
 
 @torch.no_grad()
 def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
-    """Shard the parameters, each once, and put the parallel layers in place."""
+    """Shard the parameters, each once, and replace the layers."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name and id(module) in swaps:
             parent, _, child = name.rpartition(".")
             places.setdefault(id(module), []).append((model.get_submodule(parent), child))
     shards: dict[int, nn.Parameter] = {}
-    cuts: dict[int, tuple[Sharding, nn.Parameter]] = {}  # each parameter is held, or a new one could get its id
+    cuts: dict[int, tuple[Sharding, nn.Parameter]] = {}  # keeps each parameter alive: a new one could get its id
     for key, (module, layer) in swaps.items():
         for leaf, full in module.named_parameters(recurse=False):
             shard = shards.setdefault(id(full), _shard(full, layer.shardings[leaf]))  # type: ignore[index]
@@ -230,7 +237,7 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
             parent.add_module(child, layer)
         if module is model:
             return layer
-    for module in model.modules():  # other names of a shard, such as BERT's second one for the bias of its head
+    for module in model.modules():  # other names of a parameter, such as the second name of BERT's head bias
         for leaf, full in module.named_parameters(recurse=False):
             if id(full) in cuts:
                 module.register_parameter(leaf, shards[id(full)])
@@ -240,7 +247,7 @@ def apply_swaps(model: nn.Module, swaps: dict[int, Swap]) -> nn.Module:
 
 
 def call_layers(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Have torch's encoders call these layers of theirs in evaluation, instead of reading the weights past them."""
+    """Make torch's transformer encoders call these layers in evaluation, instead of reading their weights directly."""
     changed = {id(layer) for layer in layers}
     for module in model.modules():
         if any(id(layer) in changed for layer in module.modules()):
@@ -254,12 +261,12 @@ def _shard(full: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     if not sharding.shards:
         return full
     shard = nn.Parameter(sharding.take(full.detach()), requires_grad=full.requires_grad)
-    vars(shard).update(vars(full))  # what users set on a parameter, such as no_weight_decay
+    vars(shard).update(vars(full))  # attributes that users set on a parameter, such as no_weight_decay
     return shard
 
 
 def _shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
-    """Keep an embedding's own forward, such as one that scales the rows, and have it look up this rank's rows."""
+    """Shard an embedding that has its own forward: the forward then looks up this rank's rows."""
     kind = type(module)
     module.__class__ = type(f"VocabParallel{kind.__name__}", (VocabShard, kind), {})
     module.register_parameter("weight", layer.weight)  # type: ignore[arg-type]

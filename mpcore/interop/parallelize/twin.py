@@ -1,4 +1,4 @@
-"""A copy of a model to try a plan on: on the CPU, in float64, with random weights and few of many equal layers."""
+"""Make a small copy of a model to test a plan on: on the CPU, in float64, with random weights and few layers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import map_tensors
 from mpcore.sharding.local import is_dtensor
 
-SMALL = 2**22  # elements up to which a model is copied with all of its layers
-MOST = 2**31  # elements, 16 GiB in float64, beyond which none is made
+SMALL = 2**22  # a model of at most this number of elements is copied with all its layers
+MOST = 2**31  # no copy of more elements is made: they would need 16 GiB in float64
 TOKENS = 7
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Twin(NamedTuple):
-    """The copy, and by each module's name in it the name of the module in the model."""
+    """The copy, and for each module's name in the copy its name in the model."""
 
     model: nn.Module
     names: dict[str, str]
@@ -45,7 +45,7 @@ def shape_copy(model: nn.Module) -> nn.Module:
 
 
 def drop_layers(model: nn.Module) -> None:
-    """Leave two layers of each kind in every `nn.ModuleList`; layers of one kind have the same classes and shapes."""
+    """Keep two layers of each kind in every `nn.ModuleList`. Layers of one kind have the same classes and shapes."""
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         seen: dict[object, int] = {}
         kept: list[nn.Module] = []
@@ -63,12 +63,12 @@ def drop_layers(model: nn.Module) -> None:
 
 
 def size_of(model: nn.Module) -> int:
-    """Count the elements of a model's parameters."""
+    """Return the number of elements of a model's parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
-    """Make the twin of a `shape_copy`, whose parameters get random values that any plan's mistake shows in."""
+    """Make the twin of a `shape_copy`. Its parameters get random values, so that every mistake in a plan shows."""
     model = copy.deepcopy(shapes)
     names = {id(module): name for name, module in model.named_modules()}
     if few_layers:
@@ -88,7 +88,7 @@ def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
 
 
 def _choose_plain_kernels(model: nn.Module) -> None:
-    """Have a Hugging Face model call no kernel that lacks float64 on a CPU."""
+    """Make a Hugging Face model use kernels that support float64 on a CPU."""
     for part, plain in (("experts", "eager"), ("attn", "sdpa"), ("attn", "eager")):
         choose: Any = getattr(model, f"set_{part}_implementation", None)
         config: Any = getattr(model, "config", None)
@@ -99,7 +99,11 @@ def _choose_plain_kernels(model: nn.Module) -> None:
 
 
 def _random(p: Tensor, generator: torch.Generator) -> nn.Parameter:
-    """Of a matrix so that its products have the size of their inputs; of a vector, as of norms, 0.5 to 1.5."""
+    """Return a random parameter.
+
+    A matrix is scaled so that its outputs have the size of its inputs. A vector, such as a norm's weight, is in
+    [0.5, 1.5).
+    """
     if not p.is_floating_point():
         return nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False)
     if p.dim() < 2:
@@ -109,14 +113,17 @@ def _random(p: Tensor, generator: torch.Generator) -> nn.Parameter:
 
 
 def as_arguments(example: Any) -> Arguments:
-    """An example's arguments: of a mapping by name, of a tuple by place, and otherwise it is the only one."""
+    """Return an example as (args, kwargs).
+
+    A dict gives kwargs, a tuple gives args, another value is the only argument.
+    """
     if isinstance(example, dict):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def plain_arguments(arguments: Arguments) -> Arguments:
-    """The same arguments on the CPU, in float64 where they are floats."""
+    """Return the same arguments on the CPU, with floating-point tensors in float64."""
 
     def plain(x: Tensor) -> Tensor:
         x = x.detach().cpu()
@@ -126,7 +133,7 @@ def plain_arguments(arguments: Arguments) -> Arguments:
 
 
 def guesses(model: nn.Module) -> Iterator[Arguments]:
-    """Arguments that a model may take: as its forward names them, or token ids, or features."""
+    """Yield arguments that a model's forward may accept: by the names in its signature, or token ids, or features."""
     generator = torch.Generator().manual_seed(6)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -144,7 +151,7 @@ def guesses(model: nn.Module) -> Iterator[Arguments]:
 
 
 def _named(model: nn.Module, config: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Any]:
-    """Arguments by the names that Hugging Face's models have for them."""
+    """Return arguments by the names that Hugging Face models use."""
     wanted = inspect.signature(model.forward).parameters
     named: dict[str, Any] = {}
     if config is None:
