@@ -1,7 +1,7 @@
-"""Run N ranks in one process, to debug them: breakpoints, marked prints, one traceback, deadlocks explained.
+"""Run N ranks in one process to debug them: breakpoints, output marked by rank, one traceback, deadlocks explained.
 
-`simulate` runs a function as every rank of a mesh, each in a thread, one thread at a time. It stands on the mesh and on
-`fault_tolerance`, whose explainer says why ranks wait. docs/debugging.md shows how to use it.
+`simulate` runs a function as every rank of a mesh. Each rank is a thread, and one thread runs at a time. The package
+uses `mesh`, and `fault_tolerance` to explain why ranks wait. docs/debugging.md shows how to use it.
 """
 
 from mpcore.simulation.ranks import DeadlockError, simulate

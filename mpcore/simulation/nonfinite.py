@@ -1,4 +1,4 @@
-"""Find the first operator whose output isn't finite, with its module and its micro-batch."""
+"""Find the first operator whose output isn't finite, with its module and micro-batch."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _COLLECTIVES = ("_c10d_functional", "c10d")
 _EXECUTOR = os.path.join("pipeline", "executor.py")
 _MODULE = "mpcore.module"  # in the metadata of autograd's nodes
-_KEPT = 4096  # excuses before those of freed memory are forgotten
+_KEPT = 4096  # number of excuses from which those of freed memory are dropped
 
 
 class NonFiniteError(BaseException):
-    """An operator made NaN or infinity. The text says which one, where.
+    """An operator computed NaN or infinity. The message names the operator and where it ran.
 
-    Not an `Exception`: a pipeline would keep it and go on to the end of the step.
+    It is not an `Exception`: a pipeline would catch that and continue to the end of the step.
     """
 
 
 def _metadata(node: Any) -> dict[str, str]:
-    return node.metadata  # torch's stubs take it for a method
+    return node.metadata  # torch's stubs declare it as a method
 
 
 class FiniteCheck(TorchDispatchMode):
     """Raise `NonFiniteError` at the first operator in this context whose output isn't finite.
 
-    Forward and backward are watched, and the optimizer. Infinity that code asks for, such as the -inf of a mask, is no
-    error, nor is what is computed from it, until that is NaN. Memory that nobody wrote yet is not looked at.
+    Forward, backward and the optimizer are checked. An infinity that the program writes on purpose, such as the -inf of
+    a mask, is allowed, and so are infinities computed from it; NaN is not. Uninitialized memory is not checked.
 
     Args:
-        stages: the model, or the stages of this rank: their modules' names say where an operator is.
-        doing: begins the message, such as "step 7"; may be set again.
+        stages: the model, or the stages of this rank. Their modules' names say where an operator ran.
+        doing: the beginning of the message, such as "step 7". You may set the attribute again at each step.
 
     Note:
         - The host waits for each operator.
-        - Not seen: what runs inside a compiled graph or one Triton kernel, and operators on DTensors.
+        - Operators inside a compiled graph or inside one Triton kernel, and operators on DTensors, are not checked.
     """
 
     def __init__(self, stages: Sequence[nn.Module], doing: str = "") -> None:
@@ -77,7 +77,7 @@ class FiniteCheck(TorchDispatchMode):
             self._path.pop()
             given = {x.grad_fn for x in _tensors(inputs)}
             todo = [x.grad_fn for x in _tensors([output]) if x.grad_fn is not None]
-            while todo:  # the nodes that this module made, and no module within it
+            while todo:  # the nodes that this module made itself, not its submodules
                 node = todo.pop()
                 if node in given or _MODULE in _metadata(node):
                     continue
@@ -100,7 +100,7 @@ class FiniteCheck(TorchDispatchMode):
     def _judge(
         self, func: OpOverload, given: list, written: list, spoiled: list, bad: list[Tensor], output: Any
     ) -> None:
-        """Excuse what isn't finite, or raise."""
+        """Allow a value that isn't finite, or raise."""
         name, own = func.overloadpacket.__name__, {id(x) for x in written}
         inputs = [x for x in _tensors(given) if id(x) not in own]
         wrong = [x for x in inputs if not _is_finite(x)] + spoiled
@@ -111,7 +111,7 @@ class FiniteCheck(TorchDispatchMode):
         elif not nan and (not inputs or any(not math.isfinite(number) for number in _numbers(given))):
             excuse = "inf"
         elif not nan and "attention" in name and bad[0] is not output[0]:
-            excuse = "inf"  # the logarithm of the sum of a row that sees no key
+            excuse = "inf"  # the log-sum-exp of a row that attends to no key
         elif not nan and (excuses == {"inf"} or (name == "wait_tensor" and None not in excuses)):
             excuse = "inf"
         else:
@@ -154,7 +154,7 @@ def _caller() -> Any:
 
 
 def _micro_batch() -> int | None:
-    """The micro-batch of the pipeline's action that is running."""
+    """Return the micro-batch of the pipeline action that is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(_EXECUTOR) and "m" in frame.f_locals:

@@ -28,12 +28,12 @@ from mpcore.mesh.layout import mesh_shape
 from mpcore.simulation.turns import RankError, StoppedError, Turns, process_state, restore
 
 _HERE = os.path.dirname(__file__) + os.sep
-_KEPT = 512  # collectives of a rank, for the explanation of a deadlock
-_alone = threading.Lock()  # one simulation at a time: torch's world is one for the process
+_KEPT = 512  # collectives kept per rank, to explain a deadlock
+_alone = threading.Lock()  # one simulation at a time: a process has one torch.distributed world
 
 
 class DeadlockError(RuntimeError):
-    """No simulated rank can continue. The message says which ranks wait, in which call, at which line."""
+    """No simulated rank can continue. The message says which ranks wait, in which call and at which line."""
 
 
 def simulate(
@@ -49,27 +49,29 @@ def simulate(
 ) -> list[Any]:
     """Run a function as every rank of a mesh, in this process and on one device.
 
-    Each rank is a thread, and one thread runs at a time, until it waits for another rank. So a run is deterministic, a
-    breakpoint stops one rank, and every line that is printed begins with its rank.
+    Each rank is a thread. One thread runs at a time, until it waits for another rank. So a run is deterministic, a
+    breakpoint stops one rank, and every printed line begins with its rank.
 
     Args:
-        function: called as `function(mesh, *args)` on each rank; with `ranks`, as `function(*args)`.
-        args: the same objects on each rank. Build models in the function, so that each rank has its own.
-        tp, cp, pp, ep, dp: sizes of the mesh, which is made on the CPU; dp is 1 by default, or what ep needs.
-        ranks: number of ranks, for a function that calls `build_mesh` itself.
-        mesh: more arguments of `build_mesh`, such as `{"etp": 1, "device_type": "cuda"}`.
+        function: called as `function(mesh, *args)` on each rank, or as `function(*args)` if `ranks` is given.
+        args: the arguments; every rank gets the same objects. Build models inside the function, so that each rank has
+            its own.
+        tp, cp, pp, ep: the sizes of the mesh's axes. The mesh is on the CPU.
+        dp: the size of the data-parallel axis. None: 1, or the smallest size that ep needs.
+        ranks: the number of ranks, for a function that calls `build_mesh` itself.
+        mesh: further arguments of `build_mesh`, such as `{"etp": 1, "device_type": "cuda"}`.
 
     Returns:
         What the function returned on each rank, in rank order.
 
     Raises:
-        ValueError: if sizes don't fit each other, or simulate is called within simulate.
-        RankError: if a rank raised an error, which is its `__cause__`. The other ranks are stopped.
-        DeadlockError: if no rank can continue: one returned early, or ranks are in different collectives.
+        ValueError: if the sizes don't fit each other, or `simulate` is called inside `simulate`.
+        RankError: if a rank raised an exception, which is the `__cause__`. The other ranks are stopped.
+        DeadlockError: if no rank can continue, because a rank returned early or the ranks are in different collectives.
 
     Note:
         - All ranks share the process: modules, their global variables, environment variables, files.
-        - Each rank has its own process groups, torch, numpy and Python random state, and default dtype.
+        - Each rank has its own process groups, random states of torch, NumPy and Python, and default dtype.
         - `run.save(background=True)` writes at once.
 
     Example:
@@ -93,7 +95,7 @@ def simulate(
         dp = experts // math.gcd(inside, experts) if min(inside, experts) > 0 else 1
     size = max(tp * cp * pp * dp, 1) * more.get("workers", 1)
     etp = more.get("etp")
-    mesh_shape(max(tp * cp * pp * dp, 1), **sizes, dp=dp, etp=etp)  # refuses what doesn't fit
+    mesh_shape(max(tp * cp * pp * dp, 1), **sizes, dp=dp, etp=etp)  # raises if the sizes don't fit
     job = _Job(size)
 
     def work(rank: int) -> Any:
@@ -104,7 +106,7 @@ def simulate(
 
 
 class _Job:
-    """The ranks of one simulation: what their groups and their store ask for, and their logs."""
+    """The ranks of one simulation: the functions that their groups and store call, and their logs."""
 
     def __init__(self, size: int) -> None:
         self.size, self.turns = size, Turns(size, self._stuck)
@@ -119,11 +121,11 @@ class _Job:
         self.waits_in: list[object] = [None] * size  # the entry of `calls`, or the text, that a rank waits in
         self.results: list[Any] = [None] * size
 
-    # --- what the groups and the store ask -------------------------------------------------------------------------
+    # --- called by the groups and the store ------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[], bool], polls: bool = False, inside: object = None) -> None:
         rank = simulated_rank()
-        if rank is None:  # a thread that a rank started
+        if rank is None:  # a thread started by a rank
             while not ready() and not polls and self.turns.failure is None:
                 time.sleep(1e-3)
             return
@@ -184,7 +186,7 @@ class _Job:
         try:
             if self.turns.failure is None:
                 become_rank(self, rank, self.size, store)
-                if trace is not None and sys.gettrace() is None:  # a debugger's, for its breakpoints
+                if trace is not None and sys.gettrace() is None:  # a debugger's trace function, for its breakpoints
                     sys.settrace(trace)
                 self.results[rank] = work(rank)
         except StoppedError:
@@ -201,7 +203,7 @@ class _Job:
         where = ", ".join(f"{name} {axis.rank}" for name, axis in places.items() if axis.size > 1)
         return f"rank {rank} of {self.size}{where and f' ({where})'}"
 
-    # --- why no rank can go on -------------------------------------------------------------------------------------
+    # --- why no rank can continue ----------------------------------------------------------------------------------
 
     def _stuck(self) -> DeadlockError:
         logs = [self._log(rank) for rank in range(self.size)]
@@ -227,7 +229,7 @@ class _Job:
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that isn't of the simulation itself."""
+    """Return the innermost frame that isn't in the simulation's own files."""
     while frame is not None and (
         frame.f_code.co_filename.startswith(_HERE) or frame.f_code.co_filename == threading.__file__
     ):
@@ -236,7 +238,7 @@ def _outside(frame: FrameType | None) -> FrameType | None:
 
 
 def _running_modules(frame: FrameType | None) -> list[nn.Module]:
-    """The modules whose methods are running, the innermost first."""
+    """Return the modules whose methods are running, the innermost first."""
     found = []
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
@@ -247,12 +249,12 @@ def _running_modules(frame: FrameType | None) -> list[nn.Module]:
 
 
 def _module_names(modules: Sequence[nn.Module]) -> dict[int, str]:
-    """The names of all modules within the outermost of some running ones."""
+    """Return the names of all modules inside the outermost running module, by id."""
     return {id(m): name for name, m in modules[-1].named_modules()} if modules else {}
 
 
 def _name_of(modules: Sequence[nn.Module]) -> str:
-    """Where a call is: the innermost module with a name in the outermost one."""
+    """Return text that names the innermost running module that has a name in the outermost one."""
     names = _module_names(modules)
     return next((f", in {names[id(m)]}" for m in modules if names.get(id(m))), "")
 
@@ -274,10 +276,10 @@ def _marked_output() -> Iterator[None]:
 
 
 class _Marked:
-    """A stream that begins each line of a rank with its number."""
+    """A stream that begins each line of a rank with the rank's number."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._open = stream, None  # the rank whose line isn't ended
+        self._stream, self._open = stream, None  # the rank that wrote the current, unfinished line
         self._at_start = True
 
     def write(self, text: str) -> int:

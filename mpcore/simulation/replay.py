@@ -1,7 +1,7 @@
-"""Play a step of a run again as all of its ranks in this process, and name the first operator that isn't finite.
+"""Replay steps of a run as all of its ranks in this process, and name the first operator whose output isn't finite.
 
-A run that diverged, or met NaN: which rank, which layer, which micro-batch? A program's `replay(run, step)` says how
-many ranks the run has and returns the function that each rank calls; `examples.gpt.replay:replay` is one.
+Use it after a run diverged or met NaN, to find the rank, layer and micro-batch. A program's `replay(run, step)` returns
+the number of ranks and the function that each rank calls. `examples.gpt.replay:replay` is an example.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Program = Callable[[Path, int], "tuple[int, Callable[[Watch], object]]"]
 
 
 def replay(program: Program, run: Path, step: int) -> tuple[int, str | None]:
-    """Play the steps of a run up to one of them.
+    """Replay the steps of a run up to `step`.
 
     Args:
-        program: `program(run, step)` returns the number of ranks and a function that each rank calls with `watch`; it
-            does each step inside of `watch(stages, "step 7")`.
+        program: a function. `program(run, step)` returns the number of ranks, and a function that each rank calls with
+            the argument `watch`. That function must run each step within `with watch(stages, "step 7")`.
         run: the run's folder.
-        step: the last step to play, as in metrics.jsonl.
+        step: the last step to replay, as in metrics.jsonl.
 
     Returns:
-        The number of ranks, and where the first non-finite output was made; None where all is finite.
+        The number of ranks, and a description of the first non-finite output, or None if all outputs are finite.
 
     Raises:
         ValueError: if the run can't be replayed.
@@ -48,7 +48,11 @@ def replay(program: Program, run: Path, step: int) -> tuple[int, str | None]:
 
 @reports_errors("mpcore replay", RankError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0 if all is finite, 1 if something isn't, 2 if the run can't be replayed."""
+    """Run the command.
+
+    Returns:
+        The exit status. 0: all outputs are finite. 1: one is not. 2: the run can't be replayed.
+    """
     parser = Parser(
         prog="mpcore replay", description=(__doc__ or "").partition("\n\n")[0],
         examples=["mpcore replay runs/gpt --step 120", "mpcore replay runs/mine --step 7 --program mine.replay:replay"],

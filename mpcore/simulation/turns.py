@@ -1,4 +1,4 @@
-"""Threads that take turns: one runs at a time, until it waits for another. A deadlock is seen at once."""
+"""Run threads one at a time: each runs until it waits for another. A deadlock is detected at once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import torch
 
 from mpcore._torch.compile import set_stance, stance
 
-PATIENCE_S = 3.0  # that all threads may look, again and again, for what isn't there
-_LOOKS = 3  # of each thread, which a busy machine may stretch over more than that time
-_AWAY_S, _WORK_S = 1.5, 0.01  # a thread that looks again after more time, or processor time, did something else
+PATIENCE_S = 3.0  # seconds in which all threads may poll in vain before it counts as a deadlock
+_LOOKS = 3  # polls of each thread at least, which may take longer than that on a busy machine
+_AWAY_S, _WORK_S = 1.5, 0.01  # more wall time or CPU time between two polls of a thread: it did other work
 
 
 class RankError(RuntimeError):
-    """Some ranks failed; the message has the error of each of them."""
+    """Some ranks failed. The message has the error of each of them."""
 
 
 class StoppedError(BaseException):
-    """Raised in a thread that waits when another one has failed. Not an `Exception`: no thread may live on."""
+    """Raised in a waiting thread after another thread has failed. Not an `Exception`, so that no thread catches it."""
 
 
 def process_state() -> list[tuple[Callable[[Any], object], Any]]:
-    """Return what a process has one of, and each rank its own: random states, default dtype, the compiler's stance.
+    """Return the state that a process has once and each rank needs for itself.
+
+    This is the random states, the default dtype and the compiler's stance.
 
     Returns:
-        Pairs (function, value): the calls `function(value)` put the state back.
+        Pairs (function, value). Calling `function(value)` restores the state.
     """
     state: list[tuple[Callable[[Any], object], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
@@ -47,17 +49,17 @@ def process_state() -> list[tuple[Callable[[Any], object], Any]]:
 
 
 def restore(state: list[tuple[Callable[[Any], object], Any]]) -> None:
-    """Put back what `process_state` returned."""
+    """Restore the state that `process_state` returned."""
     for put, value in state:
         put(value)
 
 
 class Turns:
-    """Give the turn to one of N threads at a time, in a fixed order.
+    """Run one of N threads at a time, in a fixed order.
 
     Args:
-        size: number of threads.
-        stuck: explains why no thread can go on; it is called in the thread that has the turn.
+        size: the number of threads.
+        stuck: returns the error that explains why no thread can continue. It is called in the running thread.
     """
 
     def __init__(self, size: int, stuck: Callable[[], BaseException]) -> None:
@@ -67,31 +69,32 @@ class Turns:
         self.over = threading.Event()
         self._locks = [threading.Semaphore(0) for _ in range(size)]
         self._states = [process_state()] * size
-        self._waits: list[tuple[Callable[[], bool], bool] | None] = [None] * size  # None: it can go on
-        self._looks: int | None = None  # the thread that was chosen to look again
-        self._vain: Counter[int] = Counter()  # looks of each thread since anything changed
+        self._waits: list[tuple[Callable[[], bool], bool] | None] = [None] * size  # None: it can continue
+        self._looks: int | None = None  # the thread that was chosen to poll again
+        self._vain: Counter[int] = Counter()  # polls of each thread since the last change
         self._since = self._looked = self._worked = 0.0
 
     def begin(self) -> None:
-        """Give the first turn to thread 0."""
+        """Start with thread 0."""
         self._locks[0].release()
 
     def take(self, rank: int) -> None:
-        """Wait, in the thread of this rank, for its turn."""
+        """Wait, in the thread of this rank, until it is this thread's turn to run."""
         self._locks[rank].acquire()
         restore(self._states[rank])
 
     def changed(self) -> None:
-        """Note that what a thread waits for may be there now."""
+        """Note that a waiting thread may be able to continue now."""
         self._vain.clear()
 
     def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:
-        """Let others run until `ready()`.
+        """Let other threads run until `ready()` is true.
 
         Args:
-            rank: of this thread, which has the turn.
-            ready: tells whether it can go on; called in other threads too.
-            polls: return also, with `ready()` false, where no thread can go on: this one has a clock of its own.
+            rank: the rank of this thread, which is running.
+            ready: returns whether this thread can continue. It is called in other threads too.
+            polls: whether this thread polls with a time limit of its own. Then return also if no thread can continue,
+                although `ready()` is false.
 
         Raises:
             StoppedError: if any thread has failed.
@@ -123,7 +126,7 @@ class Turns:
             raise StoppedError
 
     def finish(self, rank: int) -> None:
-        """End the thread of a rank, which has the turn."""
+        """End the thread of a rank, which is running."""
         self.alive.discard(rank)
         self.changed()
         if not self.alive:
@@ -138,14 +141,15 @@ class Turns:
         self._locks[other].release()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Keep the first error. From now on every thread that waits is stopped."""
+        """Keep the first error. After it every waiting thread is stopped."""
         if self.failure is None:
             self.failure = rank, error
 
     def _next_look(self, rank: int) -> int | None:
-        """Return the thread that looks again: one with the fewest looks in vain, this rank the first of all.
+        """Return the thread that polls again, or None for a deadlock.
 
-        A thread may look just once and then go on, so all look before anyone looks twice.
+        It is the thread with the fewest polls in vain, this rank first. All threads poll once before one polls twice,
+        because a thread may poll only once and then continue.
         """
         polls = [thread for thread in self.alive if (self._waits[thread] or (0, False))[1]]
         in_vain = all(self._vain[thread] >= _LOOKS for thread in polls)
@@ -158,6 +162,6 @@ class Turns:
         return self.failure is not None or waits is None or waits[0]()
 
     def _first(self, rank: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the first living thread behind this rank that fits, this rank the last of all."""
+        """Return the first living thread after this rank that fits, this rank last."""
         order = ((rank + step) % self.size for step in range(1, self.size + 1))
         return next((thread for thread in order if thread in self.alive and fits(thread)), None)
