@@ -1,16 +1,21 @@
-"""Floor 4: is a parallel model still the same model? Any model made with mpcore, against itself on one process.
+"""Check that a parallel model is still the same model: compare any model made with mpcore with itself on one process.
 
     mpcore verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
 
-Beside `build(mesh)` the module has `batch()`, which returns a dict with "x" and "target", and if needed
-`loss(output, target, mesh)` or `loss(output, target)`, a sum. Each rank imports that module anew. For pp `build(mesh)`
-returns the stage of `mesh.pp.rank`, each parameter under its name in the whole model, a tied one under its first; for
-sp `build` takes `sequence_parallel`.
+The module `package.module` must have:
 
-The model runs dense in float64, then under each layout on local processes. Compared are the first values, all tensors
-that the model returns ([B, ...]), the loss, every gradient and their norm, parameters and persistent buffers after one
-step of SGD, and what the model returns of the same batch in eval() then. The first that departs is named, with what it
-looks like. A buffer that rightly is each rank's own has `persistent=False`.
+- `build(mesh)`, which returns the model. For pp it returns the stage of `mesh.pp.rank`. Each parameter has its name in
+  the unsharded model, a tied parameter its first name. For sp, `build` needs an argument `sequence_parallel`.
+- `batch()`, which returns a dict with "x" and "target".
+- If needed, `loss(output, target, mesh)` or `loss(output, target)`. It returns a sum, not a mean.
+
+Each rank imports the module in a process of its own.
+
+The model runs dense (on one process) in float64, then under each layout on local processes. These are compared: the
+initial values, all tensors that the model returns ([B, ...]), the loss, every gradient and the gradient norm, the
+parameters and persistent buffers after one step of SGD, and the output for the same batch in eval() after the step. The
+result names the first tensor that differs and a likely cause. A buffer that each rank may fill differently needs
+`persistent=False`.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
 from mpcore.verify.run import Seen, Task, run_step
 
-SAMPLES = 5  # of the dense model's rounding error: of one alone, that of a small tensor is at times near 0 by luck
+SAMPLES = 5  # runs that measure the dense model's rounding error: in one run a small tensor's may be 0 by chance
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
@@ -52,35 +57,36 @@ def verify(
     report: Callable[[Verdict], None] | None = None,
     virtual: int = 0,
 ) -> list[Verdict]:
-    """Compare a model under each layout with itself on one process.
+    """Compare a model under each layout with the same model on one process.
 
     Args:
-        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or the stage of `mesh.pp`, with any
-            modules; importable from other processes. A model on the meta device is materialized. It returns
-            [B, ...], rows first; tensors without rows are compared if the layout doesn't cut the batch or the
-            sequence. Compiled modules run without compilation.
-        batch: "x", the model's input, [B, ...]; "target", what the loss takes (missing: x); other tensors [B, ...] are
-            passed to every stage by name, such as the `samples` that dropout needs. With cp, tensors [B, T, ...] like x
-            are sharded by the `context` of the model's attention.
-        layouts: such as "tp2sp", "pp2", "dp2zero3" or "cp2": see `parse_layout`.
-        loss: `loss(output, target, mesh)`, or without `mesh`: the *sum* over its tokens; None: half the sum of squares,
-            for outputs that every rank holds whole.
-        dtype: of the layouts' runs. Less than float64 is judged by the dense model's own rounding error in it, the
-            largest of five runs whose parameters are half a rounding apart: twice that is allowed. Where float64
-            differs by roundings of float32, and the dense model casts to it, both run again without these casts.
-        seed: of the first values.
-        timeout: seconds that a run under one layout may take; after them its verdict says where each rank stood.
-        pool: the processes; None: start as many as are needed, and stop them at the end.
-        report: called with each verdict as soon as it is there.
-        virtual: the virtual degree of `build_mesh`: each layout is compared with one process that holds all virtual
-            shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
+        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`. It returns the model, or the stage of `mesh.pp`;
+            any modules are allowed. It must be importable from other processes. A model on the meta device is
+            materialized. The model returns tensors [B, ...], rows first. Tensors without rows are compared only if the
+            layout splits neither batch nor sequence. Compiled functions run uncompiled.
+        batch: "x": the model's input, [B, ...]. "target": the loss's second argument; if missing, x. Other tensors [B,
+            ...] are passed to every stage by name, such as the `samples` that dropout needs. With cp, tensors [B, T,
+            ...] with the same T as x are sharded along T as the `context` of the model's attention says.
+        layouts: the layouts, such as "tp2sp", "pp2", "dp2zero3" or "cp2" (see `parse_layout`).
+        loss: `loss(output, target, mesh)` or `loss(output, target)`. It returns the *sum* over its tokens. None: half
+            the sum of squares, for outputs that every rank has in full.
+        dtype: the dtype of the layouts' runs. For a dtype below float64 the tolerance is twice the dense model's own
+            rounding error in that dtype: the largest of five runs whose parameters differ by half a rounding. If a
+            float64 run differs only by float32 roundings because the model casts to float32, both runs are repeated
+            without these casts.
+        seed: the seed of the initial values.
+        timeout: the seconds that one layout's run may take. After them the verdict says where each rank is.
+        pool: the processes to use. None: start as many as needed, and end them afterwards.
+        report: called with each verdict as soon as it is known. None: not called.
+        virtual: the virtual degree for `build_mesh`. Each layout is then compared with one process that holds all
+            virtual shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
 
     Returns:
-        A verdict for each layout.
+        One verdict per layout.
 
     Raises:
-        ValueError: if a layout's name is invalid, timeout is not above 0, the batch is no mapping of tensors with "x",
-            build or loss are none of a module's functions, or the dense model doesn't run.
+        ValueError: if a layout's name is invalid, `timeout` is not above 0, the batch is no mapping of tensors with
+            "x", `build` or `loss` is no function of a module, or the dense model's run fails.
     """
     if not timeout > 0:
         raise ValueError(f"timeout {timeout} must be seconds above 0")
@@ -144,22 +150,30 @@ def _run(task: Task, layout: Layout) -> Seen:
 
 
 def _widened(pool: Pool, task: Task, layout: Layout, timeout: float, found: Verdict) -> Verdict:
-    """The verdict without the model's own casts to float32, which part equal numbers by a rounding of float32."""
+    """Return the verdict of runs without the model's own casts to float32.
+
+    Such a cast can turn a float64 rounding difference into a float32 one.
+    """
     task = replace(task, wide=True)
     try:
         (truth,) = pool(1, _run, task, parse_layout("tp1"), timeout=timeout)
         return Judge(truth)(layout, pool(layout.size, _run, task, layout, timeout=timeout)) if truth.casts else found
-    except RankError:  # such as a kernel that takes float32 alone
+    except RankError:  # such as a kernel that supports only float32
         return found
 
 
 def what_happened(text: str, timeout: float = 0.0) -> str:
-    """Return the cause in one line, of what the ranks that failed said; `timeout`: the seconds that they had, or 0."""
+    """Return the cause of a failure in one line, from the text of the ranks that failed.
+
+    Args:
+        text: the message of a `RankError`.
+        timeout: the seconds that the ranks had. 0: unknown.
+    """
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
-    killed = [line for line in errors if line.startswith(f"{DIED} (")]  # whose peers say that a connection broke
+    killed = [line for line in errors if line.startswith(f"{DIED} (")]  # the others only lost a connection
     if killed:
         return killed[0]
-    said = [line for line in errors if line not in (DIED, LATE)]  # of one rank, for which others wait
+    said = [line for line in errors if line not in (DIED, LATE)]  # the others wait for these ranks
     if said:
         return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)
     if LATE not in errors:
@@ -170,7 +184,7 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
 
 
 def _stands(stacks: str) -> str:
-    """Where a late rank is, by its stacks: in the model's own code, else in ours."""
+    """Return where a late rank is, from its stacks: the line in the model's own code, or else in mpcore."""
     stack = next((part for part in stacks.split("most recent call first") if " in _work\n" in part), stacks)
     calls = [(Path(file), f"{file}:{line}, {name}") for file, line, name in _FRAME.findall(stack)]
     verify, torchs = Path(__file__).parent, Path(torch.__file__).parent

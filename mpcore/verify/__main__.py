@@ -1,4 +1,4 @@
-"""`mpcore verify package.module:build --layouts tp2,pp2`: see `mpcore.verify`."""
+"""`mpcore verify package.module:build --layouts tp2,pp2` (see `mpcore.verify`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfl
 
 @reports_errors("mpcore verify", ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its result is 1 where a layout differs."""
+    """Run the command. Return 1 if a layout differs or fails, otherwise 0."""
     parser = Parser(
         prog="mpcore verify",
         description="Compare a model under each layout with itself on one process: what it returns in training and in "
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find(name: str) -> tuple:
-    """The builder, the batch and the loss of `package.module:build`.
+    """Return the builder, the batch and the loss for `package.module:build`. The loss may be None.
 
     Raises:
-        ValueError: if the module can't be imported, or one of them isn't there.
+        ValueError: if the module can't be imported, or has no such builder or no `batch`.
     """
     module_name, _, function = name.partition(":")
     build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
@@ -77,7 +77,7 @@ def find(name: str) -> tuple:
 
 
 def _hugging_face(path: str, changes: list[str]) -> tuple:
-    """The builder, the batch and the loss of a model of Hugging Face."""
+    """Return the builder, the batch and the loss of a Hugging Face model."""
     fields = {}
     for change in changes:
         name, _, value = change.partition("=")

@@ -1,4 +1,4 @@
-"""A model of Hugging Face for `verify`: a small one of its config, with random weights, sharded on any layout."""
+"""Make a small Hugging Face model for `verify`: from a config, with random weights, on any layout."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from mpcore.interop.parallelize import model_plan, parallelize, suggest_plan
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline.cut import pipeline_stages
 
-MOST = 2 * 10**7  # parameters: each process holds them in float64, with gradients
+MOST = 2 * 10**7  # parameters at most: each process holds them in float64, with gradients
 ROWS, TOKENS, LAYERS = 8, 16, 4
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """Builds a causal model of a folder or a config.json with `LAYERS` layers at most, for `verify`.
+    """Build a causal language model from a folder or a config.json, with at most `LAYERS` layers, for `verify`.
 
     Args:
         path: the folder or the file.
-        changes: fields of the config, such as ("hidden_size", 64).
+        changes: values of config fields, such as ("hidden_size", 64).
 
     Raises:
-        ValueError: if there is no config, or the model is too large to be tried.
+        ValueError: if there is no config, or the model is too large.
     """
 
     path: str
     changes: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> Any:
-        """The config, with fewer layers."""
+        """Return the config with fewer layers and without dropout."""
         auto = transformers_module("").AutoConfig
         if not Path(self.path).exists():
             raise ValueError(f"{self.path} is no folder and no config.json on this machine")
@@ -50,23 +50,23 @@ class HuggingFaceModel:
             fewer = {"num_hidden_layers": LAYERS} | ({"layer_types": types[:LAYERS]} if types else {})
             config = auto.from_pretrained(self.path, **{**fewer, **changes})
         dropped = [name for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)]
-        config.update({"use_cache": False, **dict.fromkeys(dropped, 0.0)})  # dropout is drawn by rank, not by sample
+        config.update({"use_cache": False, **dict.fromkeys(dropped, 0.0)})  # its masks would differ between layouts
         return config
 
     def __call__(self, mesh: Mesh) -> nn.Module:
-        """The model, or this rank's stage of it, sharded by its own plan or by `suggest_plan`'s."""
+        """Return the model, or this rank's stage of it, sharded by its own plan or by the plan of `suggest_plan`."""
         model = transformers_module("").AutoModelForCausalLM.from_config(self.config())
         if mesh.tp.size > 1:
             plan: Any = "auto"
             try:
                 model_plan(model)
-            except ValueError:  # it carries none
+            except ValueError:  # it has no plan
                 plan = suggest_plan(model, mesh.tp.size).plan
             parallelize(model, plan, mesh.tp)
         return pipeline_stages(model, mesh, micro_batches=mesh.pp.size).stages[0]
 
     def batch(self) -> dict[str, Tensor]:
-        """Random ids, and the targets after them.
+        """Return random token ids, and the next tokens as targets.
 
         Raises:
             ValueError: if the model is too large.
@@ -85,5 +85,5 @@ class HuggingFaceModel:
 
 
 def token_loss(output: Any, target: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of the cross-entropies of all tokens."""
+    """Return the sum of the cross-entropies of all tokens."""
     return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")

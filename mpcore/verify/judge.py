@@ -1,4 +1,4 @@
-"""Compares what ranks saw with what the dense model saw, and says why the first difference may be there."""
+"""Compare what the ranks recorded with the dense model's values, and explain the first difference."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpcore.verify.layout import Layout
 from mpcore.verify.run import Seen
 
 STAGES = ("first values", "forward", "loss", "gradient", "norm", "update", "buffers", "evaluation")
-TOLERANCE = 1e-10  # of float64: thousands of roundings
-OF_FLOAT32 = 2.0**33  # ULPs of float64: some roundings of float32, which are 2^28 each; less behind a sum or a mean
+TOLERANCE = 1e-10  # relative, for float64: thousands of roundings
+OF_FLOAT32 = 2.0**33  # float64 ULPs, about 30 roundings of float32 (2^28 each): below it, suspect casts to float32
 
 
 @dataclass(frozen=True)
 class Departure:
-    """The first tensor that differs from the dense model.
+    """The first tensor that differs from the dense model's.
 
     Attributes:
         stage: one of `STAGES`.
-        name: of the module (forward), the parameter or the buffer; "" for the loss and the norm.
-        ulps: how far, in units of the last place of the tensor's largest value.
+        name: the name of the module (for the forward), the parameter or the buffer. "" for the loss and the norm.
+        ulps: the difference, in units of the last place of the tensor's largest value.
         cause: the likely cause, in a sentence.
     """
 
@@ -41,14 +41,15 @@ class Departure:
 
 @dataclass
 class Verdict:
-    """The result under one layout.
+    """The result for one layout.
 
     Attributes:
-        layout: its name.
-        worst: for each stage the largest difference in ULPs; None where it wasn't reached.
-        gradients: by parameter the largest difference of its gradient in ULPs; infinite where there is none to compare.
-        departure: None: the model is the same.
-        error: why it didn't run at all, or "".
+        layout: the layout's name.
+        worst: the largest difference of each stage, in ULPs. A stage that wasn't reached is missing.
+        gradients: the largest difference of each parameter's gradient, in ULPs; infinite if there is no gradient to
+            compare.
+        departure: the first tensor that differs. None: the models are equal.
+        error: why the run failed. "": it didn't.
     """
 
     layout: str
@@ -59,18 +60,18 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether the model is still the same model."""
+        """Whether the model ran and is equal to the dense model."""
         return self.departure is None and not self.error
 
 
 class Judge:
-    """Holds the dense truth, and how far from it rounding alone may lead.
+    """Compares runs with the dense model, within a tolerance for rounding.
 
     Args:
-        truth: of the dense model in float64.
-        dtype: of the layouts' runs.
-        rounded: the dense model in that dtype, if it is not float64, some times: twice its largest error is allowed.
-        exact: allow no difference at all.
+        truth: the dense model's run in float64.
+        dtype: the dtype of the layouts' runs.
+        rounded: runs of the dense model in that dtype, if it isn't float64. Twice their largest error is allowed.
+        exact: if True, no difference is allowed.
     """
 
     def __init__(
@@ -100,20 +101,27 @@ class Judge:
         return verdict
 
     def _own(self, which: str, name: str | tuple[str, int]) -> float:
-        """How far rounding led the dense model's own."""
+        """Return the largest rounding error of the dense model's own tensor."""
         want, *near = (getattr(run, which).get(name) for run in (self.truth, *self.rounded))
         return max((_farthest(t, want) for t in near if t is not None and t.shape == want.shape), default=0.0)
 
     def _off(self, got: Tensor, want: Tensor, own: float, floor: float = 0.0) -> tuple[float, bool]:
-        """The difference in ULPs, and whether it is more than rounding, which led the dense model `own` astray."""
+        """Return the difference in ULPs, and whether it is more than rounding explains.
+
+        Args:
+            got: the layout's tensor.
+            want: the dense model's tensor.
+            own: the dense model's own rounding error.
+            floor: the least scale of the tolerance.
+        """
         exact = not want.is_floating_point()
-        if got.numel() == 0 or (exact and self.dtype != torch.float64):  # rounding may lead to another index
+        if got.numel() == 0 or (exact and self.dtype != torch.float64):  # rounding may change an index
             return 0.0, False
         scale = max(want.double().nan_to_num(0, 0, 0).abs().max().item(), floor) or 1.0
         error = _farthest(got, want)
         allowed = 2 * own + self.eps * scale if self.rounded else TOLERANCE * scale
         allowed = 0.0 if exact or self.exact else allowed
-        return error / (self.eps * scale), not error <= allowed  # a NaN is more
+        return error / (self.eps * scale), not error <= allowed  # also true for NaN
 
     # --- parameters and their gradients -------------------------------------------------------------------------------
 
@@ -153,7 +161,7 @@ class Judge:
                     far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]
                     first = Departure(stage, name, ulps, self._why(layout, stage, name, held, far, tensor))
         if which == "gradients":
-            zeros = layout.zero > 0  # are what a parameter that nobody used gets there
+            zeros = layout.zero > 0  # with ZeRO an unused parameter's gradient is zero, not None
             extra = sorted(
                 {name for seen in ranks for name, g in seen.gradients.items() if not zeros or g.any()} - want.keys()
             )
@@ -178,7 +186,7 @@ class Judge:
             return "its gradient was right: the optimizer steps on something else, or ranks hold unequal replicas"
         for axis, size in _axes(layout):
             terms = _one_each(held, [seen.gradients.get(name) for seen in held], axis)
-            all_terms = len(terms) > 1 and (axis == "pp" or len(terms) == size)  # of stages those that hold it
+            all_terms = len(terms) > 1 and (axis == "pp" or len(terms) == size)  # of pp only the stages that hold it
             if all_terms and not _same(terms) and _near(torch.stack(terms).sum(0), want):
                 if axis == "pp":
                     return (
@@ -220,10 +228,10 @@ class Judge:
     # --- the forward --------------------------------------------------------------------------------------------------
 
     def _output(self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str) -> tuple[float, Departure | None]:
-        """Each tensor of the model's output decides; where one is off, the first module whose own output is.
+        """Compare each tensor of the model's output. If one differs, find the first module whose own output differs.
 
-        What has no rows, such as a loss or a mean, is another number for another part of the batch, and isn't compared
-        where there are parts; the first floating tensor with any dimension always is.
+        A tensor without rows, such as a loss or a mean, depends on the part of the batch. So it is compared only if the
+        layout splits no batch. The first floating-point tensor with at least one dimension is always compared.
         """
         truth: Mapping[str, Tensor] = getattr(self.truth, which)
         main = next((name for name, t in truth.items() if t.is_floating_point() and t.dim()), None)
@@ -263,12 +271,12 @@ class Judge:
     def _off_rank(
         self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, own: float, runs: tuple
     ) -> tuple[float, bool]:
-        """Against the part of the dense tensor that this rank may hold: of those that fit, the nearest."""
+        """Compare with the parts of the dense tensor that this rank may hold: the smallest difference counts."""
         offs = (self._off(got, part, own) for part in _parts(layout, seen, want, got.shape, runs))
         return min(offs, default=(math.inf, True))
 
     def _locate(self, layout: Layout, ranks: Sequence[Seen], output: Departure) -> Departure:
-        """The first call of a module that departs, or the output itself."""
+        """Return the first module call whose output differs, or the output itself."""
         for (name, call), want in self.truth.outputs.items():
             own = self._own("outputs", (name, call))
             held = [seen for seen in ranks if (name, call) in seen.outputs]
@@ -278,7 +286,7 @@ class Judge:
             ]
             if any(bad and ulps < math.inf for ulps, bad in offs):
                 ulps = max(ulps for ulps, bad in offs if bad)
-                order = sorted(range(len(held)), key=lambda i: offs[i][::-1], reverse=True)  # the farthest off first
+                order = sorted(range(len(held)), key=lambda i: offs[i][::-1], reverse=True)  # largest difference first
                 cause = self._why_forward(layout, name, call, [held[i] for i in order], want)
                 again = f" (call {call + 1} of it)" if call else ""
                 return Departure("forward", (name or "the model") + again, ulps, cause)
@@ -322,7 +330,7 @@ class Judge:
     # --- buffers ------------------------------------------------------------------------------------------------------
 
     def _buffers(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
-        """Each rank's are the dense model's, or its part over tp of them."""
+        """Compare each rank's buffers with the dense model's, or with this rank's shard over tp of them."""
         worst, first = 0.0, None
         for name, want in self.truth.buffers.items():
             own = self._own("buffers", name)
@@ -343,7 +351,7 @@ class Judge:
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
     def _number(self, name: str, ranks: Sequence[Seen]) -> tuple[float, bool]:
-        """How far a number of the step is off on the worst rank, and whether that is too far on any."""
+        """Return the difference of a number, such as the loss, on the worst rank, and whether any rank is too far off."""
 
         def number(seen: Seen) -> Tensor:
             return torch.tensor(getattr(seen, name), dtype=torch.float64)
@@ -386,8 +394,10 @@ class Judge:
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """The parts of a dense tensor that a rank may hold: its rows and tokens, their declared features, or a shard of one
-    dimension."""
+    """Yield the parts of a dense tensor that a rank may hold.
+
+    They are its rows and tokens, and of them the declared features, or a shard of one dimension.
+    """
     rows = want.chunk(layout.dp)[seen.dp] if want.dim() and layout.dp > 1 else want
     runs = tuple(runs)
     parts = []
@@ -430,7 +440,7 @@ def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
 
 
 def _one_each(held: Sequence[Seen], tensors: Sequence[Tensor | None], axis: str) -> list[Tensor]:
-    """The tensors of the ranks that differ from the first in their place on `axis` alone."""
+    """Return the tensors of the ranks that have the same coordinates as the first rank, except on `axis`."""
     others = [a for a in ("tp", "cp", "pp", "dp") if a != axis]
     return [
         t
@@ -448,19 +458,19 @@ def _same(tensors: Sequence[Tensor]) -> bool:
 
 
 def _near(got: Tensor, want: Tensor) -> bool:
-    """Equal but for some roundings."""
+    """Return whether two tensors are equal to rounding."""
     scale = want.double().abs().max().item() if want.numel() else 0.0
     eps = torch.finfo(got.dtype).eps if got.dtype != torch.float64 else TOLERANCE
     return bool(scale) and (got.double() - want.double()).abs().max().item() <= 64 * eps * scale
 
 
 def _farthest(got: Tensor, want: Tensor) -> float:
-    """The largest difference; infinite values may be equal."""
+    """Return the largest absolute difference. Equal infinities differ by 0."""
     return ((got.double() - want.double()).abs().masked_fill_(got == want, 0)).max().item()
 
 
 def _ratio(got: Tensor, want: Tensor) -> float:
-    """r where got = r want; NaN where there is none."""
+    """Return r if got = r want, otherwise NaN."""
     got, want = got.double(), want.double()
     square = want.square().sum().item()
     if not square or got.shape != want.shape:

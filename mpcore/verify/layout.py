@@ -1,4 +1,4 @@
-"""Names of layouts: `tp2sp`, `pp2`, `dp2zero3`, `cp2tp2`."""
+"""Parse the names of layouts: `tp2sp`, `pp2`, `dp2zero3`, `cp2tp2`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _TOKEN = re.compile(r"(tp|cp|pp|dp|ep|zero|mb)(\d+)|(sp)")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: the sizes of the mesh, and how the model is sharded.
+    """The number of processes that a model is sharded over, and how.
 
     Attributes:
-        name: as the user wrote it.
-        tp, cp, pp, dp, ep: sizes of the axes.
-        sequence_parallel: activations are sharded along the sequence between tensor-parallel regions.
-        zero: what is sharded over data, see `mpcore.parallel.data.shard_data_parallel`.
-        mb: micro-batches of the step; 0: as many as pipeline stages.
+        name: the name that the user wrote.
+        tp, cp, pp, dp, ep: the sizes of the axes.
+        sequence_parallel: whether activations are sharded along the sequence between tensor-parallel regions.
+        zero: the stage of ZeRO, 0 to 3 (`mpcore.parallel.data.shard_data_parallel`).
+        mb: the number of micro-batches per step. 0: the number of pipeline stages.
     """
 
     name: str
@@ -32,24 +32,29 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many processes it takes."""
+        """The number of processes."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def micro_batches(self) -> int:
-        """How many a step has."""
+        """The number of micro-batches per step."""
         return self.mb or self.pp
 
 
 def parse_layout(name: str) -> Layout:
-    """A layout by its name.
+    """Return the layout that a name describes.
 
     Args:
-        name: tp, cp, pp, dp and ep, each followed by its size, sp for sequence parallel, zero and
-            its stage, mb and a number of micro-batches, in any order.
+        name: any of tp, cp, pp, dp and ep, each followed by its size; sp for sequence parallel; zero followed by its
+            stage; mb followed by a number of micro-batches. The order is free.
 
     Raises:
-        ValueError: if a part of the name is none of these, is there twice, or they don't fit each other.
+        ValueError: if a part of the name is unknown or appears twice, or the parts don't fit each other.
+
+    Example:
+        >>> from mpcore.verify import parse_layout
+        >>> parse_layout("dp2tp2zero3").size
+        4
     """
     options: dict = {}
     position = 0

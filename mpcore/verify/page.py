@@ -1,4 +1,4 @@
-"""The result as a table for the terminal, and as an HTML page."""
+"""Show the verdicts as a table for the terminal, as an HTML page, and as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ td:first-child, th:first-child, td:last-child { text-align: left }
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """A line for each layout with the largest difference of each stage in ULPs, and what departs first."""
+    """Return one line per layout: the largest difference of each stage in ULPs, and the first tensor that differs."""
     width = max(8, *(len(v.layout) for v in verdicts))
     lines = [f"{'layout':<{width}}  " + "  ".join(f"{stage:>12}" for stage in STAGES) + "  result (largest ULPs)"]
     for v in verdicts:
@@ -31,7 +31,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def page(title: str, verdicts: Sequence[Verdict]) -> str:
-    """The table as a page of its own, without scripts."""
+    """Return the table as an HTML page without scripts."""
     head = "".join(f"<th>{name}</th>" for name in ("layout", *STAGES, "result"))
     rows = []
     for v in verdicts:
@@ -51,11 +51,13 @@ def page(title: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
-    """Draw layouts by parameters: how far each gradient is from the dense model's, in ULPs.
+    """Draw the difference of each gradient from the dense model's, in ULPs.
+
+    The picture has one column per layout and one row per parameter.
 
     Args:
-        verdicts: of `verify`.
-        path: the picture; its ending says which kind (.png, .svg, .pdf).
+        verdicts: the result of `verify`.
+        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
     """
     names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
     figure = matplotlib_part("figure").Figure(
@@ -85,7 +87,7 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
 
 
 def result(verdict: Verdict) -> str:
-    """`equal`, `DIFFERS` or `FAILED`."""
+    """Return `equal`, `DIFFERS` or `FAILED`."""
     return "equal" if verdict.equal else "FAILED" if verdict.error else "DIFFERS"
 
 

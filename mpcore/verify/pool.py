@@ -1,7 +1,7 @@
-"""A pool of local gloo ranks: started once, then a distributed call costs milliseconds instead of seconds.
+"""A pool of local gloo ranks that stay alive: a distributed call takes milliseconds instead of seconds.
 
-`pool(n, check, *args)` calls `check(*args)` in n processes that form a world of their own, and returns the n results.
-`check` must be importable: a function at the top level of a module.
+`pool(n, check, *args)` calls `check(*args)` in n processes that form a world, and returns the n results. `check` must
+be importable: a function at the top level of a module.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from mpcore.mesh.build import build_mesh
 from mpcore.simulation.turns import RankError
 
 GRACE_S = 5.0
-STACK_S = 0.5  # for the signal to come, as a process that hangs does nothing else
-START_S = 240.0  # on a machine that others use too, the first import of torch takes minutes
+STACK_S = 0.5  # seconds to wait for a process to write its stacks
+START_S = 240.0  # the first import of torch may take minutes on a busy machine
 DIED, LATE = "the process died", "still running when the time was over"
 
 
 class Pool:
-    """Worker processes, started when first needed and again after a hang or a crash.
+    """Worker processes. They start at the first call, and start again after a hang or a crash.
 
-    A call on one rank has a process of its own, so that the world of the others outlives it.
+    A call with one rank uses a separate process, so that the world of the other processes stays alive.
 
     Args:
-        most: ranks of the largest world; the first call waits until all have started.
-        prepare: called once in each; importable.
-        preload: modules that all of them start with, imported once.
-        start: as of `multiprocessing`: "forkserver", or "fork" from a process that computed nothing yet.
-        grace: seconds that ranks may still take after one failed or died.
+        most: the number of ranks of the largest world. The first call waits until all processes have started.
+        prepare: called once in each process. It must be importable. None: nothing is called.
+        preload: modules that are imported once, before the processes are forked.
+        start: the start method of `multiprocessing`: "forkserver", or "fork" if this process has computed nothing yet.
+        grace: the seconds that the other ranks get to finish after one failed or died.
     """
 
     def __init__(
@@ -65,12 +65,18 @@ class Pool:
         self.store: Any = None  # where the ranks of all worlds meet
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
-        """Call `check(*args, **kwargs)` on ranks 0 .. size-1, and return what each returned.
+        """Call `check(*args, **kwargs)` on ranks 0 .. size - 1, and return the results in rank order.
+
+        Args:
+            size: the number of ranks.
+            check: the function.
+            args, kwargs: its arguments.
+            timeout: the seconds that the call may take.
 
         Raises:
-            ValueError: if the pool has fewer ranks.
-            RankError: if a rank failed, died, or was not done after `timeout` seconds, with where it stood then; the
-                pool begins anew.
+            ValueError: if the pool has fewer ranks than `size`.
+            RankError: if a rank failed, died, or was not done after `timeout` seconds. The message has its traceback or
+                its stacks. The next call starts new processes.
         """
         if size > self.most:
             raise ValueError(f"{size} ranks of a pool of {self.most}: make it with most={size} or more")
@@ -106,9 +112,9 @@ class Pool:
                 errors |= {rank: f"{LATE}\n{self._stack(workers[rank][0])}" for rank in waiting.values()}
                 break
         if errors:
-            self.stop()  # an error may leave a group or a collective half done: begin anew
+            self.stop()  # after an error a collective may be half done: start new processes
             raise RankError("\n".join(f"--- rank {rank} of {size}\n{text}" for rank, text in sorted(errors.items())))
-        if gone:  # `check` ended its world, as programs do: the next call begins another
+        if gone:  # `check` destroyed its process group: the next call makes a new world
             self.worlds += 1
             self.size, self.lone = (0, self.lone) if size > 1 else (self.size, self.worlds)
         return results
@@ -125,7 +131,7 @@ class Pool:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
-        for _, connection in self.workers:  # all before any call, so that its time is its own
+        for _, connection in self.workers:  # before any call, so that no call's timeout includes the start
             try:
                 there = connection.poll(START_S) and connection.recv()
             except (EOFError, ConnectionResetError):
@@ -136,14 +142,14 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _stack(self, process: Any) -> str:
-        """The stacks of a worker's threads, indented as tracebacks are."""
+        """Return the stacks of a worker's threads, indented like tracebacks."""
         path = _stack_file(self.folder.name, process.pid)
         os.kill(process.pid, signal.SIGUSR2)
         process.join(STACK_S)
         return textwrap.indent(path.read_text(), "  ")
 
     def stop(self) -> None:
-        """End the workers."""
+        """End the processes."""
         for process, connection in self.workers:
             connection.close()
             process.kill()
@@ -188,14 +194,17 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
 
 @functools.cache
 def imported_caches() -> list[Any]:
-    """Return the caches of what this process has imported, which the garbage collector passes over from now on."""
+    """Return the caches of the modules that this process has imported.
+
+    The garbage collector skips them from then on.
+    """
     caches = mesh_caches()
     gc.freeze()
     return caches
 
 
 def _death(process: Any) -> str:
-    """How a worker ended, as far as its exit status tells."""
+    """Return how a worker ended, as far as its exit status says."""
     process.join(GRACE_S)
     status = process.exitcode or 0
     return f"{DIED} ({signal.Signals(-status).name})" if status < 0 else DIED
@@ -209,8 +218,11 @@ _meshes: dict = {}
 
 
 def mesh(**sizes: Any) -> Mesh:
-    """In a worker: the mesh of these sizes over the whole world, made once. As the models, it is on the CPU."""
-    if simulated_rank() is not None:  # each rank of this process has its own
+    """Return, in a worker, the mesh of these sizes over the whole world.
+
+    It is made once, on the CPU as the models are.
+    """
+    if simulated_rank() is not None:  # each simulated rank has its own
         return build_mesh(**{"device_type": "cpu", **sizes})
     key = tuple(sorted(sizes.items()))
     if key not in _meshes:

@@ -1,4 +1,4 @@
-"""Imported last by the process that ranks are forked from: it looks through all objects once, not each rank."""
+"""Imported last by the process that ranks are forked from, so that the search through all objects runs only once."""
 
 from mpcore.verify.pool import imported_caches
 

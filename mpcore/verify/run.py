@@ -28,8 +28,8 @@ from mpcore.verify.layout import Layout
 
 SHIFT = 1e-6  # of weights near 0.02: what the difference leaves out is 1e-8 of the gradient's norm
 SLOPE = 1e-6  # how far a slope may be from the gradient, as a part of the norm
-STEP = 0.1  # at most the length of the step: what is evaluated after it rounds as the forward before did
-Call = tuple[str, int]  # of a module, by its name, and of its calls in one forward which: 0, 1, ...
+STEP = 0.1  # largest norm of the step: small, so that evaluation after it has rounding errors as before
+Call = tuple[str, int]  # a module's name, and the number of its call within one forward: 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Task:
     """The model to verify, and how.
 
     Attributes:
-        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`: the model, or this rank's stage of it.
-        batch: "x", the model's input; "target", which the loss takes; other tensors are passed by name. All [B, ...].
-        loss: `loss(output, target)` or `loss(output, target, mesh)`: a sum over its tokens, never a mean; None: half
+        build: `build(mesh)` or `build(mesh, sequence_parallel=...)`. It returns the model, or this rank's stage of it.
+        batch: "x": the model's input; "target": the loss's second argument; other tensors are passed by name. All are
+            [B, ...].
+        loss: `loss(output, target)` or `loss(output, target, mesh)`: a sum over its tokens, never a mean. None: half
             the sum of squares.
-        dtype: of the parameters and of floating inputs.
-        seed: of the first values.
-        virtual: not 0: the virtual degree of the meshes, on which the run is bitwise the same.
-        shift: how far each trained parameter is moved along its `direction`, on one process.
-        nudge: not 0: the seed of half a rounding by which each parameter is moved.
-        wide: compute in float64 what the model casts to float32.
+        dtype: the dtype of the parameters and of floating-point inputs.
+        seed: the seed of the initial values.
+        nudge: the seed of a random change of each parameter by up to half a rounding. 0: no change.
+        virtual: the virtual degree of the meshes; runs are then bitwise equal. 0: none.
+        wide: whether to compute in float64 where the model casts to float32.
     """
 
     build: Callable[..., nn.Module]
@@ -65,20 +65,21 @@ class Seen:
     """The tensors that a rank recorded in the step.
 
     Attributes:
-        tp, cp, pp, dp: this rank's place on the axes.
-        length: T, of the whole sequence that cp cuts.
-        tokens: the places in it that this rank holds; None: all.
-        initial, gradients, updated: logical tensors by the parameter's name.
-        local: gradients of replicated parameters before anything finished them.
-        outputs: what each call of a module returned, in the order of the forward, on this rank.
-        features: by name of a module the runs of its last dimension that this rank holds.
-        output: the tensors that the last stage returned, by where they stand in it; None on other stages.
-        buffers: the persistent ones after the step, as this rank has them.
-        evaluated: as `output`, of the same batch in eval() after the step.
-        rows: B, of the whole batch.
-        loss: of the whole batch.
-        norm: of all gradients.
-        casts: how many tensors a wide run kept from becoming float32.
+        tp, cp, pp, dp: this rank's ranks on the axes.
+        length: T, the length of the full sequence that cp shards.
+        tokens: the indices of this rank's tokens in the sequence. None: all.
+        initial, gradients, updated: the initial values, gradients and updated values: logical tensors by parameter
+            name.
+        local: the gradients of replicated parameters before any reduction.
+        outputs: what each call of a module returned on this rank, in the order of the forward.
+        features: by module name, the index ranges of the last dimension that this rank holds.
+        output: the tensors that the last stage returned, by their position in its output. None on other stages.
+        buffers: this rank's persistent buffers after the step.
+        evaluated: like `output`, for the same batch in eval() after the step.
+        rows: B, the number of rows of the full batch.
+        loss: the loss of the full batch.
+        norm: the norm of all gradients.
+        casts: the number of tensors that a run with `wide` kept from being cast to float32.
     """
 
     tp: int
@@ -103,7 +104,11 @@ class Seen:
 
 
 def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
-    """The user's model on this mesh, with its first values, in the task's dtype."""
+    """Return the user's model on this mesh, with its initial values, in the task's dtype.
+
+    Raises:
+        ValueError: if the builder doesn't support the layout, or returns no module.
+    """
     options: dict[str, Any] = {}
     if "sequence_parallel" in inspect.signature(task.build).parameters:
         options["sequence_parallel"] = layout.sequence_parallel
@@ -121,7 +126,7 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
                 f"the builder must return the stage of mesh.pp.rank alone, with the names of the whole model"
             )
     if any(p.is_meta for p in model.parameters()):
-        # drawn in their own dtype, as the run does it, and only then made wide
+        # initialized in their own dtype, as in training, and cast afterwards
         materialize(model, task.seed)
     complex_dtype = torch.complex128 if task.dtype == torch.float64 else torch.complex64
 
@@ -172,10 +177,12 @@ def check_slope(gradients: Mapping[str, Tensor], norm: float, above: float, belo
 
 
 def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
-    """Build, forward, backward, one step of plain SGD, and a forward in eval().
+    """Build the model, and run forward, backward, one step of plain SGD and a forward in eval().
+
+    With a virtual degree, the optimizer is AdamW, and two steps are made.
 
     Raises:
-        ValueError: if the batch can't be dealt out.
+        ValueError: if the batch can't be divided over the layout.
     """
     model = build_model(task, mesh, layout)
     seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
@@ -213,7 +220,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         **(invariant if task.virtual else plain),
     )  # fmt: skip
     x = batch.pop("x")
-    with eagerly():  # or what listens to modules is compiled with them, anew for each call
+    with eagerly():  # otherwise the hooks are compiled with the modules, again for each call
         seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
     seen.output = joined(returned) if returned else None
     seen.outputs = joined(forwards)
@@ -225,14 +232,14 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     seen.norm = float(run.finish_gradients())
     seen.gradients = full_tensors({name: p.grad for name, p in parameters.items() if p.grad is not None}, declared)
     run.optimizer_step(lr=STEP / max(seen.norm, 1.0))
-    if task.virtual:  # once more: the optimizer's moments were 0, which hides how it averages
+    if task.virtual:  # a second step: in the first the optimizer's moments are 0, which hides errors in them
         with eagerly():
             run.forward_backward(x, target, tokens=1, **batch)
         run.optimizer_step(lr=STEP / max(seen.norm, 1.0))
     seen.updated = full_tensors(parameters, declared)
     seen.buffers = {name: _copied(buffer) for name, _, _, buffer in persistent_buffers(model)}
     with eagerly(), run.evaluating():
-        parts = run.pipeline.micro_batches if task.virtual else 1  # of the shapes of training
+        parts = run.pipeline.micro_batches if task.virtual else 1  # the same shapes as in training
         rest: dict[str, Any] = {name: t.chunk(parts) for name, t in batch.items()}
         evaluated = [_leaves(output) for output in run.pipeline.forward(x.chunk(parts), **rest)]
     seen.evaluated = joined(evaluated) if returned else None
@@ -240,7 +247,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
 
 
 def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: Seen) -> dict[str, Tensor]:
-    """This rank's tokens of all that is [B, T, ...], as the model's attention has them."""
+    """Return this rank's tokens of all tensors [B, T, ...], sharded as the model's attention needs."""
     kinds = {module.context for module in model.modules() if isinstance(getattr(module, "context", None), str)}
     if len(kinds) > 1:
         raise ValueError(f"the sequence can't be cut as {sorted(map(str, kinds))} at once: give all one context")
@@ -254,12 +261,12 @@ def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: 
 
 
 def full_tensors(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
-    """Gather this rank's shards to logical tensors: a collective."""
+    """Gather logical tensors from the ranks' shards. A collective."""
     return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
 
 
 def _leaves(output: Any, where: str = "") -> dict[str, Tensor]:
-    """Copies of all tensors of what a model returns, by where they stand: "" alone, "[1]" or "['logits']" within."""
+    """Return copies of all tensors in a model's output by position, such as "" (the output itself) or "['logits']"."""
     if isinstance(output, Tensor):
         return {where: _copied(output)}
     if isinstance(output, Mapping):
@@ -271,12 +278,15 @@ def _leaves(output: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """A copy; of complex numbers their real and imaginary parts, [...] -> [..., 2]."""
+    """Return a copy. A complex tensor [...] becomes its real and imaginary parts [..., 2]."""
     return torch.view_as_real(x.detach().resolve_conj()).clone() if x.is_complex() else x.detach().clone()
 
 
 def joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
-    """Tensors of micro-batches joined along dimension 0; those that have none, or differ in others, are left out."""
+    """Concatenate the tensors of micro-batches along dimension 0.
+
+    Tensors without dimensions, or whose other dimensions differ, are left out.
+    """
     if len(parts) < 2:
         return dict(*parts)
     found = {key: [part[key] for part in parts if key in part] for key in parts[0]}
@@ -285,9 +295,9 @@ def joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
 
 
 def listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
-    """Keep for each forward of the model the first tensor that each call of a module returns, from the inside out."""
+    """Record, for each forward of the model, the first tensor that each module call returns, inner modules first."""
     forwards: list[dict[Call, Tensor]] = []
-    inside = False  # not in what recomputation calls once more
+    inside = False  # False during recomputation, whose calls are not recorded
 
     def begin(module: nn.Module, args: Any) -> None:
         nonlocal inside
