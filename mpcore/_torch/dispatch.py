@@ -1,7 +1,7 @@
-"""See each operator that runs. Read in torch 2.11 and 2.13, which agree.
+"""Intercept each operator that runs. Checked with torch 2.11 and 2.13: no difference.
 
-`TorchDispatchMode` is a context whose `__torch_dispatch__(func, types, args, kwargs)` is called in place of each
-operator; `OpOverload` is the type of `func`.
+`TorchDispatchMode` is a context whose `__torch_dispatch__(func, types, args, kwargs)` is called instead of each
+operator. `OpOverload` is the type of `func`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["Float64", "OpOverload", "TorchDispatchMode", "overload_name", "writt
 
 
 class Float64(TorchDispatchMode):
-    """A context that computes in float64 what asks for float32.
+    """A context that computes in float64 where the code asks for float32.
 
     Attributes:
-        casts: how many tensors of float64 were to become float32.
+        casts: the number of float64 tensors that would have been cast to float32.
     """
 
     casts = 0
@@ -34,7 +34,7 @@ class Float64(TorchDispatchMode):
 
 
 def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """List those arguments of a call that the operator writes to."""
+    """Return the arguments of a call that the operator writes to."""
     schema = operator._schema
     if not schema.is_mutable:
         return []
@@ -44,5 +44,5 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def overload_name(operator: OpOverload) -> str:
-    """Return the overload's own name, such as "out"; "" for the default."""
+    """Return the overload's name, such as "out". "": the default overload."""
     return operator._schema.overload_name

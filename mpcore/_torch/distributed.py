@@ -1,4 +1,4 @@
-"""Stores, process groups and meshes, and the flight recorder. Read in torch 2.11 and 2.13, which agree."""
+"""Stores, process groups, meshes and the flight recorder. Checked with torch 2.11 and 2.13: no difference."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch.distributed as dist
 
 
 def default_store() -> Any:
-    """Return the store that the ranks of the job met at."""
+    """Return the store of the job's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
 def clone_store() -> Any:
-    """Open another connection to the store that the ranks of the job met at: a thread may wait in the first one."""
+    """Open another connection to the store of the job's rendezvous, because a thread may block the first one."""
     return default_store().clone()
 
 
 def replace_wait(wait: Callable[..., Any]) -> None:
-    """Replace `Work.wait`, which all but functional collectives end with."""
+    """Replace `Work.wait`, which all collectives except functional ones end with."""
     dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the process group that operators call by this name."""
+    """Return the process group with this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def as_group(x: object) -> dist.ProcessGroup | None:
-    """Return the process group that an operator's argument is, or None where it is something else."""
+    """Return an operator's argument as a process group, or None if it isn't one."""
     try:
         return dist.ProcessGroup.unbox(x)  # type: ignore[attr-defined]
     except (RuntimeError, TypeError, AttributeError):
@@ -40,32 +40,33 @@ def as_group(x: object) -> dist.ProcessGroup | None:
 
 
 def ranks_of_running_ddp() -> list[int]:
-    """Return the ranks over which a `DistributedDataParallel` copies its model, while its forward runs; else none."""
+    """Return the ranks over which the running forward of a `DistributedDataParallel` replicates its model, or []."""
     running: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     return [] if running is None else dist.get_process_group_ranks(running.process_group)
 
 
 def group_count() -> int:
-    """Return the number after which torch names the next process group: all ranks must have the same."""
+    """Return the number that torch puts into the name of the next process group. It must be the same on all ranks."""
     return dist.distributed_c10d._world.group_count
 
 
 def reserve_groups(count: int) -> int:
-    """Reserve names for so many process groups, which no other call returns: the first of their numbers."""
+    """Reserve `count` consecutive numbers for names of process groups, and return the first."""
     return 10**9 + default_store().add("mpcore/groups", count) - count
 
 
 def share_group(ranks: list[int], role: str, number: int | None = None) -> dist.ProcessGroup | None:
-    """Return the process group of these ranks for this role, made once in a process; None on other ranks.
+    """Return the process group of these ranks for a role, created once per process. Return None on other ranks.
 
     Args:
-        ranks: of the job, ascending.
-        role: groups of the same ranks for other roles have connections of their own.
-        number: of `reserve_groups`, where the ranks alone call this; None: all ranks of the job call it in one order.
+        ranks: the ranks in the job, ascending.
+        role: the purpose of the group. Groups of the same ranks for other roles have their own connections.
+        number: a number of `reserve_groups`, if only `ranks` call this function. None: all ranks of the job call it in
+            the same order.
     """
     world, group = dist.distributed_c10d._world, None
     before = world.group_count
-    world.group_count = before if number is None else number  # torch names the group after it
+    world.group_count = before if number is None else number  # part of the group's name
     if dist.get_rank() in ranks:
         known = (other for other in world.pg_names if other.group_desc == role)
         group = next((other for other in known if dist.get_process_group_ranks(other) == ranks), None)
@@ -75,18 +76,22 @@ def share_group(ranks: list[int], role: str, number: int | None = None) -> dist.
 
 
 def split_groups(groups: list[list[int]], role: str) -> dist.ProcessGroup | None:
-    """Return this rank's group of a partition, which nccl splits from the world's where that is bound to a device."""
+    """Return this rank's group of a partition of the world. nccl splits it from the world's communicator."""
     return dist.split_group(split_ranks=groups, group_desc=role)
 
 
 def is_bound() -> bool:
-    """Tell whether the world is bound to a device, so that its nccl communicator can be split."""
+    """Return whether the world is bound to a device, so that its nccl communicator can be split."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
 
 
 def use_group(group: dist.ProcessGroup, change: int) -> bool:
-    """Count who uses a process group, in the job's store; destroy it when nobody does. Tell whether it was."""
-    if group not in dist.distributed_c10d._world.pg_names:  # it has ended already
+    """Change the user count of a process group in the job's store, and destroy the group when the count is 0.
+
+    Returns:
+        Whether the group was destroyed.
+    """
+    if group not in dist.distributed_c10d._world.pg_names:  # destroyed already
         return False
     if default_store().add(f"mpcore/uses/{dist.get_rank()}/{group.group_name}", change):
         return False
@@ -95,21 +100,24 @@ def use_group(group: dist.ProcessGroup, change: int) -> bool:
 
 
 def flight_records() -> list[bytes]:
-    """Return what each flight recorder of this process holds, pickled: that of gloo, and that of NCCL."""
+    """Return the pickled content of each flight recorder of this process: gloo's, and NCCL's if torch has NCCL."""
     recorders: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
-    # A build of torch without NCCL has no recorder of it.
+    # A build of torch without NCCL has no recorder for it.
     dumps = [getattr(recorders, f"_dump_{name}_trace", None) for name in ("fr", "nccl")]
     return [dump(True, True, False) for dump in dumps if dump is not None]
 
 
 def mesh_caches() -> list[Any]:
-    """List the functions of torch that have remembered results and may remember a mesh."""
+    """Return the cached functions of torch.distributed, which may hold a mesh."""
     found = [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]
     return [o for o in found if str(getattr(o, "__module__", "")).startswith("torch.distributed")]
 
 
 def forget_meshes(caches: Sequence[Any]) -> None:
-    """Clear these caches and all newer ones: DTensor would return a mesh of the same ranks, whose groups have ended."""
+    """Clear these caches and all newer ones.
+
+    Otherwise DTensor may return a mesh of the same ranks with destroyed groups.
+    """
     for cached in (*caches, *mesh_caches()):
         cached.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

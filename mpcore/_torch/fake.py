@@ -1,4 +1,7 @@
-"""Tensors without memory, and process groups without other processes. Read in torch 2.11 and 2.13, which agree."""
+"""Tensors without memory, and process groups without other processes.
+
+Checked with torch 2.11 and 2.13: no difference.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it makes the backend known)
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the import registers the backend)
 
 NoValueError = DataDependentOutputException
 """Raised where an operator reads the value of a fake tensor. Its `func` is the operator."""
 
 
 def is_fake(x: object) -> bool:
-    """Tell whether a tensor is fake: it has a shape, a dtype and a device, and no values."""
+    """Return whether a tensor is fake: it has a shape, a dtype and a device, but no values."""
     return isinstance(x, FakeTensor)
 
 
@@ -29,11 +32,11 @@ def device_of(x: FakeTensor) -> torch.device:
 
 
 def fake_tensors(stands_for_gpu: bool = False) -> FakeTensorMode:
-    """Make every tensor in this context fake. Real tensors may be given to operators too.
+    """Return a context in which every new tensor is fake. Operators accept real tensors too.
 
     Args:
-        stands_for_gpu: fake tensors on the CPU take the operators of a GPU: `mpcore.kernels` calls its kernels. Fake
-            tensors on "cuda" would raise in autograd where torch is built without CUDA.
+        stands_for_gpu: if True, `mpcore.kernels` calls its GPU kernels for fake tensors on the CPU. Fake tensors on
+            "cuda" would raise in autograd if torch is built without CUDA.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.stands_for_gpu = stands_for_gpu  # type: ignore[attr-defined]  # read by `mpcore.kernels`
@@ -41,10 +44,10 @@ def fake_tensors(stands_for_gpu: bool = False) -> FakeTensorMode:
 
 
 def real_tensors() -> AbstractContextManager[object]:
-    """Make tensors in this context real again, inside of `fake_tensors`."""
+    """Return a context in which tensors are real again, inside of `fake_tensors`."""
     return unset_fake_temporarily()
 
 
 def start_fake_world(size: int, rank: int) -> None:
-    """Start torch.distributed as one rank of a world whose other ranks do not exist: collectives compute nothing."""
+    """Start torch.distributed as one rank of a world whose other ranks don't exist. Collectives compute nothing."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)

@@ -1,13 +1,13 @@
-"""The units of torch's `fully_shard`: their parameters, their gradients, and backwards that failed.
+"""The units of torch's `fully_shard`: their parameters, their gradients, and recovery from a backward that raised.
 
-A unit is a module that `fully_shard` was called on. Its state has parameter groups: the parameters that are gathered
-and reduced together. The first unit whose forward runs becomes the root; the units below it share one context with it.
+A unit is a module that `fully_shard` was called on. Its state has parameter groups: parameters that are gathered and
+reduced together. The first unit whose forward runs becomes the root; the units below it share one context with it.
 
-Read in torch 2.11 and 2.13. Before 2.13:
+Checked with torch 2.11 and 2.13. Before 2.13:
     - a unit has at most one parameter group, under another name;
-    - a unit reduces only parameters that got a gradient, so ranks that use different ones would wait for each other.
+    - a unit reduces only parameters that got a gradient, so ranks that use different parameters would hang.
 
-Nothing here imports FSDP, which takes half a second: where nobody imported it, no model has units.
+This file doesn't import FSDP, which takes half a second: if FSDP was never imported, no model has units.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ _beside: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
 def add_unit(model: nn.Module, unit: nn.Module) -> None:
-    """Count a unit that is none of the model's submodules among its units: one that several models share."""
+    """Count a unit among the model's units although it is none of its submodules.
+
+    Several models may share such a unit.
+    """
     _beside.setdefault(model, WeakSet()).add(unit)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """List the units of a model: those of its submodules, and those of `add_unit`."""
+    """Return the units of a model: those among its submodules, and those of `add_unit`."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -43,22 +46,22 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 
 def make_root(unit: FSDPModule) -> None:
-    """Make a unit the root of those below it, unless it has one already."""
+    """Make a unit the root of the units below it, unless it has a root already."""
     _state(unit)._lazy_init()
 
 
 def was_gathered(unit: FSDPModule) -> bool:
-    """Tell whether the unit's parameters were gathered before, so that the memory to gather them in exists."""
+    """Return whether the unit's parameters were gathered before, so that the memory to gather them into exists."""
     return all(whole_parameter(p) is not None for group in _groups(_state(unit)) for p in group.fsdp_params)
 
 
 def backward_failed(unit: FSDPModule) -> bool:
-    """Tell whether a backward through this unit raised: its end is still awaited, and no backward is running."""
+    """Return whether a backward through this unit raised: its end is still expected, but no backward is running."""
     return _has_failed(_state(unit)._state_ctx)
 
 
 def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
-    """Return the name of a parameter with a gradient that is not reduced over data yet, or None."""
+    """Return the name of a parameter whose gradient is not yet reduced over data, or None."""
     for context in _contexts(units):
         for group in _groups_of(context):
             for p in group.fsdp_params:
@@ -74,18 +77,18 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
 
 
 def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool]) -> None:
-    """Drop gradients that are reduced, and those that are not yet; end a backward that raised.
+    """Drop gradients, reduced or not, and end a backward that raised.
 
     Args:
-        units: of a model.
-        which: of a sharded parameter: whether to drop its gradient.
+        units: the units of a model.
+        which: returns, for a sharded parameter, whether to drop its gradient.
     """
     for context in _contexts(units):
         groups = _groups_of(context)
         failed = _has_failed(context)
         if failed:
             for group in groups:
-                group._training_state = type(group._training_state).POST_BACKWARD  # so that nothing is reduced now
+                group._training_state = type(group._training_state).POST_BACKWARD  # so that no gradient is reduced now
             context.is_last_backward, context.iter_forward_root = True, None
             context.all_states[0]._root_post_backward_final_callback()
         for group in groups:
@@ -95,14 +98,14 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
             if mine:
                 group._partial_reduce_output = None
             for p in mine:
-                p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model's may be gathered ones
+                p.unsharded_accumulated_grad = p.sharded_param.grad = None  # the model may hold gathered parameters
                 whole = whole_parameter(p)
                 if whole is not None and whole.grad is not None:
                     whole.grad = None
 
 
 def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Yield each sharded parameter with torch's record of it, of units whose forward ran."""
+    """Yield each sharded parameter and torch's record of it, for units whose forward ran."""
     for context in _contexts(units):
         for group in _groups_of(context):
             for p in group.fsdp_params:
@@ -110,7 +113,7 @@ def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
 
 
 def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:
-    """Set the gradient that is to be reduced over data, and return the one before."""
+    """Set the gradient that will be reduced over data, and return the previous one."""
     whole, before = whole_parameter(record), record.unsharded_accumulated_grad
     if whole is not None:
         before = whole.grad if before is None else before
@@ -120,9 +123,9 @@ def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Do what `fully_shard` does after a backward, where its hooks did not run: reduce gradients, shard again.
+    """Reduce gradients and reshard, as `fully_shard` does after a backward, if its hooks did not run.
 
-    As `PipelineStage.perform_reduce_grad` of torch does it.
+    torch's `PipelineStage.perform_reduce_grad` does the same.
     """
     state = _state(root)
     for group in _groups_of(state._state_ctx):
@@ -155,14 +158,14 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The parameter groups of a unit."""
+    """Return the parameter groups of a unit."""
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13; torch names no version
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _contexts(units: Iterable[FSDPModule]) -> Iterator[Any]:
-    """The context that the units below one root share, for each root whose forward ran."""
+    """Yield the context that the units below one root share, for each root whose forward ran."""
     found = {id(context): context for context in (_state(unit)._state_ctx for unit in units)}
     return (context for context in found.values() if context.all_states)
 
@@ -176,5 +179,5 @@ def _has_failed(context: Any) -> bool:
 
 
 def whole_parameter(p: Any) -> nn.Parameter | None:
-    """Return the gathered parameter, in memory that may be freed now; None before the first gather."""
+    """Return the gathered parameter, or None before the first gather. Its memory may be freed at the moment."""
     return getattr(p, "_unsharded_param", None)  # torch sets it at the first gather

@@ -1,7 +1,7 @@
-"""Options of torch's `fully_shard`, and the tensors of an output that it looks at.
+"""Options of torch's `fully_shard`, and the output tensors that it finds.
 
-Read in torch 2.11 and 2.13. Before 2.13 all parameters of a unit lie on one mesh, and dataclasses are not looked into.
-Imports FSDP, which takes half a second.
+Checked with torch 2.11 and 2.13. Before 2.13 all parameters of a unit are on one mesh, and `fully_shard` doesn't look
+into dataclasses. This file imports FSDP, which takes half a second.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ SEVERAL_MESHES = ShardPlacementResult is not None
 
 
 def placement_on(mesh: DeviceMesh) -> Any:
-    """Return what a `shard_placement_fn` returns for a parameter that lies on a mesh of its own.
+    """Return the value that a `shard_placement_fn` returns for a parameter on a mesh of its own.
 
     Args:
-        mesh: of one dimension, to shard over; or of two, to replicate over the first and shard over the second.
+        mesh: a mesh with one dimension, to shard over; or with two, to replicate over the first and shard over the
+            second.
     """
     assert FSDPMeshInfo is not None
     assert HSDPMeshInfo is not None
@@ -42,12 +43,12 @@ def placement_on(mesh: DeviceMesh) -> Any:
 
 
 def trained_tensors(out: Any) -> Sequence[Tensor]:
-    """List the tensors of an output that need a gradient, as far as `fully_shard` finds them."""
+    """Return the tensors of an output that need a gradient and that `fully_shard` finds."""
     if collect_grad_tensors is not None:
         return collect_grad_tensors(out)
     return [x for x in pytree.leaves(out) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def looks_into(x: object) -> bool:
-    """Tell whether `fully_shard` looks for tensors in an object that torch's containers do not know."""
+    """Return whether `fully_shard` looks for tensors inside an object that is not one of torch's containers."""
     return collect_grad_tensors is not None and is_dataclass(x)

@@ -1,4 +1,4 @@
-"""The hooks of an optimizer's step. Read in torch 2.11 and 2.13, which agree."""
+"""The hooks of an optimizer's step. Checked with torch 2.11 and 2.13: no difference."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def call_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call what `register_step_pre_hook` of this optimizer was given."""
+    """Call the functions that were registered with this optimizer's `register_step_pre_hook`."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
 
 
 def call_post_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call what `register_step_post_hook` of this optimizer was given."""
+    """Call the functions that were registered with this optimizer's `register_step_post_hook`."""
     for hook in optimizer._optimizer_step_post_hooks.values():
         hook(optimizer, (), {})
 
 
 def drop_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer call no step hooks of its own."""
+    """Remove an optimizer's own step hooks."""
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]

@@ -1,4 +1,7 @@
-"""Tensors in nested containers: tuples, lists, dicts and what torch knows besides. Read in torch 2.11 and 2.13."""
+"""Tensors in nested containers: tuples, lists, dicts and torch's other pytree nodes.
+
+Checked with torch 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def leaves(tree: Any) -> list[Any]:
-    """List what lies in nested containers and is no container itself, None included."""
+    """Return everything in nested containers that is not a container itself, None included."""
     return tree_leaves(tree)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return the same containers with each tensor replaced by `function` of it."""
+    """Return the same containers, with each tensor replaced by `function(tensor)`."""
     return tree_map_only(Tensor, function, tree)

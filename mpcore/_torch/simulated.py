@@ -1,8 +1,8 @@
-"""Process groups whose ranks are threads of this process. Read in torch 2.11 and 2.13; comments say where they differ.
+"""Process groups whose ranks are threads of this process. Checked with torch 2.11 and 2.13; comments say what differs.
 
-torch keeps the groups of a process in one object, `_world`, and their names in C++. Here each thread of a rank has its
-own of both. A group is a subclass of `ProcessGroup` in Python: torch calls it as it calls those in C++. What the ranks
-of a group bring to a collective meets in a table of their job, and the last rank to come computes the result for all.
+torch keeps the groups of a process in one object, `_world`, and their names in C++. Here each rank's thread has its own
+of both. A group is a Python subclass of `ProcessGroup`, and torch calls it like a C++ group. The ranks of a group put
+their inputs to a collective into a table of the job, and the last rank to arrive computes the result for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mpcore._torch.autograd import below_autograd
 
 BACKEND = "simulated"
-# Their declared signatures are those of C++, with other names than torch calls a subclass by.
+# Typed as Any: the declared C++ signatures have other names than those by which torch calls a subclass.
 _ProcessGroup: Any = dist.ProcessGroup
 _Store: Any = c10d.Store
 _TorchWork: Any = c10d.Work
@@ -32,10 +32,10 @@ _OPERATIONS = {"product": torch.mul, "min": torch.minimum, "max": torch.maximum,
 
 
 class Job(Protocol):
-    """What the groups and the store need of the scheduler of the ranks.
+    """The scheduler of the ranks, as the groups and the store need it.
 
     Attributes:
-        table: the collectives that not all ranks of a group have entered.
+        table: the collectives that some ranks of a group have not yet entered.
         boxes: the messages between two ranks.
     """
 
@@ -43,16 +43,22 @@ class Job(Protocol):
     boxes: dict[tuple, Any]
 
     def wait(self, ready: Callable[[], bool], polls: bool = False, inside: object = None) -> None:
-        """Let other ranks run until `ready()`; with `polls`, also return where no rank can go on.
+        """Let other ranks run until `ready()` is true.
 
-        `inside` says what is waited for: what `enters` returned, or a text.
+        Args:
+            ready: returns whether this rank can continue.
+            polls: whether to return also if no rank can continue.
+            inside: what this rank waits in: the value that `enters` returned, or a text.
         """
 
     def changed(self) -> None:
-        """Note that some rank may go on now."""
+        """Note that some rank may be able to continue now."""
 
     def enters(self, group: SimulatedGroup, number: int, kind: str, x: Tensor | None, first: Any) -> Any:
-        """Log that this rank enters a collective; `first` is what this returned on the first rank that entered it."""
+        """Log that this rank enters a collective.
+
+        `first` is the value that this method returned on the first rank that entered the collective.
+        """
 
 
 class _Here(threading.local):
@@ -65,12 +71,12 @@ _here = _Here()
 
 
 def simulated_rank() -> int | None:
-    """Return which simulated rank this thread is; None in any other thread."""
+    """Return the simulated rank of this thread, or None in any other thread."""
     return _here.rank
 
 
 class _World(type(dist.distributed_c10d._world)):  # type: ignore[misc]
-    """The groups of one rank: plain attributes, where torch's own class has variables of the module."""
+    """The groups of one rank, as plain attributes. torch's own class uses module variables."""
 
     default_pg: Any = None
     group_count: Any = 0
@@ -90,7 +96,7 @@ class _World(type(dist.distributed_c10d._world)):  # type: ignore[misc]
 
 
 class _Worlds:
-    """In torch's place for `_world`: the groups of the rank of this thread, or those of the process."""
+    """Replaces torch's `_world`: the groups of this thread's rank, or those of the process."""
 
     def __init__(self, process: Any) -> None:
         object.__setattr__(self, "_process", process)
@@ -104,7 +110,7 @@ class _Worlds:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Give each thread that calls `become_rank` in this context process groups of its own."""
+    """Within this context, each thread that calls `become_rank` has its own process groups."""
     module: Any = dist.distributed_c10d
     hook, process = sys.excepthook, module._world
     module._world = _Worlds(process)
@@ -126,7 +132,7 @@ def become_rank(job: Job, rank: int, size: int, store: dist.Store) -> None:
 
 
 class SimulatedStore(_Store):
-    """The store at which the ranks of a job meet: a dictionary. A look for a key that isn't there lets others run."""
+    """The store at which the ranks of a job meet: a dictionary. A rank that asks for a missing key lets others run."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -172,12 +178,12 @@ class SimulatedStore(_Store):
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self.values for key in keys)
 
-    # The names by which torch's C++ calls them.
+    # The names that torch's C++ code calls.
     compareSet, deleteKey, getNumKeys = compare_set, delete_key, num_keys  # noqa: N815
 
 
 class _Work(_TorchWork):
-    """A collective that was begun: `wait` lets other ranks run until it is done."""
+    """A collective in progress: `wait` lets other ranks run until it is done."""
 
     def __init__(
         self, job: Job, ready: Callable[[], bool], inside: object = None, finish: Callable[[], object] = lambda: None
@@ -205,7 +211,7 @@ class _Work(_TorchWork):
 
 
 class _Meeting:
-    """One collective of a group: what each rank brings, by its place in the group."""
+    """One collective of a group: each rank's input, by the rank in the group."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Any] = {}
@@ -214,7 +220,7 @@ class _Meeting:
 
 
 class _Box:
-    """The messages from one rank to another: the n-th receive takes the n-th."""
+    """The messages from one rank to another. The n-th receive gets the n-th message."""
 
     def __init__(self) -> None:
         self.sent = self.received = 0
@@ -222,10 +228,10 @@ class _Box:
 
 
 class PythonGroup(_ProcessGroup):
-    """What torch asks of a process group that is written in Python.
+    """The methods that torch calls on a process group written in Python.
 
     Args:
-        options: as torch gives them to a backend with the extended interface.
+        options: the options that torch passes to a backend with the extended interface.
     """
 
     backend = ""
@@ -257,7 +263,7 @@ class PythonGroup(_ProcessGroup):
         return self.backend
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the group holds no resources."""
 
     abort = shutdown
 
@@ -266,7 +272,7 @@ class SimulatedGroup(PythonGroup):
     """A process group of simulated ranks.
 
     Args:
-        options: as torch gives them to a backend with the extended interface.
+        options: the options that torch passes to a backend with the extended interface.
     """
 
     backend = BACKEND
@@ -276,7 +282,10 @@ class SimulatedGroup(PythonGroup):
         self.job: Any = _here.job
 
     def _meet(self, kind: str, x: Tensor | None, part: Any, compute: Callable[[list], None]) -> _Work:
-        """Bring a part to the next collective of the group; the last rank computes all results in place."""
+        """Enter the next collective of the group with this rank's input.
+
+        The last rank computes all results in place.
+        """
         self.number += 1
         key = (self._name, self.ranks, self.number)
         meeting = self.job.table.setdefault(key, _Meeting())
@@ -291,7 +300,7 @@ class SimulatedGroup(PythonGroup):
             self.job.changed()
         return _Work(self.job, lambda: meeting.done, entry)
 
-    # --- the collectives, by the names that torch calls -----------------------------------------------------------
+    # --- collectives, with the names that torch calls -------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         def compute(parts: list[list[Tensor]]) -> None:
@@ -408,12 +417,12 @@ class SimulatedGroup(PythonGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
 
-    # torch 2.11 has other names for four of them
+    # torch 2.11 has other names for five of them
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # --- messages: a send is done at once, as its tensor is copied ------------------------------------------------
+    # --- messages: a send is done at once, because its tensor is copied -------------------------------------------
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
         box = self.job.boxes.setdefault((self._name, self.ranks, self.place, to, tag), _Box())

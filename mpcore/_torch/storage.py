@@ -1,6 +1,7 @@
-"""The memory of a tensor. Read in torch 2.11 and 2.13, which agree.
+"""The memory of a tensor. Checked with torch 2.11 and 2.13: no difference.
 
-Views share a storage. `StorageWeakRef` holds one weakly: while it is held, no other storage gets the same address.
+Views share a storage. `StorageWeakRef` is a weak reference to one: while the reference exists, no other storage gets
+the same address.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ def address(storage: torch.UntypedStorage) -> int:
 
 
 def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage that is held weakly, or None once its memory is gone."""
+    """Return the storage of a weak reference, or None if its memory is freed."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def holders(x: torch.Tensor) -> int:
-    """Return the number of tensors that share the memory of `x`, including tensors that autograd holds."""
+    """Return the number of tensors that share the memory of `x`, including those that autograd saved."""
     storage = x.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage`
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # minus `storage` itself

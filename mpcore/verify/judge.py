@@ -351,7 +351,7 @@ class Judge:
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
     def _number(self, name: str, ranks: Sequence[Seen]) -> tuple[float, bool]:
-        """Return the difference of a number, such as the loss, on the worst rank, and whether any rank is too far off."""
+        """Return the difference of a number, such as the loss, on the worst rank, and whether it is too large."""
 
         def number(seen: Seen) -> Tensor:
             return torch.tensor(getattr(seen, name), dtype=torch.float64)
