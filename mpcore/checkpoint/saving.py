@@ -136,7 +136,7 @@ def save(
     """Write a checkpoint that any layout can load. A collective on all ranks of the mesh.
 
     Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
-    compared with it by checksum.
+    compared with it by checksum. Most of the parameters are entries of the manifest.
 
     Args:
         path: the directory to create. An existing checkpoint there is replaced once the new one is complete.
@@ -162,7 +162,7 @@ def save(
 
     Note:
         - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
-      torch's `clip_grad_norm_`.
+          torch's `clip_grad_norm_`.
     """
     request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
@@ -189,7 +189,7 @@ def save_async(
 
     The files are equal to those that `save` would write now, byte for byte. Pass the returned `Saving` as `after` to
     the next call. Call `wait` on the last one before you destroy the process group. The interpreter doesn't exit before
-    the thread has ended. Arguments not listed here are those of `save`.
+    the thread has ended. All other parameters are those of `save`.
 
     Args:
         after: the `Saving` of the previous call. This call waits for it first, so that only one save is in flight.
