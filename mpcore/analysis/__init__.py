@@ -1,7 +1,7 @@
-"""Count what a run holds, sends and takes before it runs: `mpcore memory`, `mpcore ledger`, `mpcore plan`.
+"""Count what a run holds, sends and computes before it runs: `mpcore memory`, `mpcore ledger`, `mpcore plan`.
 
-Stands on all that a training step stands on. Open `work.py` first, which says what is counted, then `dry_run.py`, which
-runs one rank's step on fake tensors.
+The package uses everything that a training step uses. Read `work.py` first: it defines what is counted. Then read
+`dry_run.py`: it runs one rank's step on fake tensors.
 """
 
 from mpcore.analysis.communication import CommunicationClock

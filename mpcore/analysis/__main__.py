@@ -1,4 +1,4 @@
-"""`python -m mpcore.analysis {memory,ledger,plan,calibrate} ...`: one command line for the four."""
+"""`python -m mpcore.analysis {memory,ledger,plan,calibrate} ...`: one command line for the four commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = ("memory", "ledger", "plan", "calibrate")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names. Returns its exit status."""
+    """Run the command that the first argument names, and return its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.analysis {{{','.join(COMMANDS)}}} ...")
@@ -31,7 +31,7 @@ def _count(name: str, argv: list[str]) -> None:
     found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
     if name == "memory" and args.plot:
-        stage = args.tp * args.cp * args.dp  # ranks of one
+        stage = args.tp * args.cp * args.dp  # ranks per pipeline stage
         column = range(args.rank % stage, stage * args.pp, stage)
         draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
 

@@ -1,7 +1,8 @@
-"""Fit the rates of a machine to runs with a known time, and say how wrong the fit is.
+"""Fit the rates of a machine to runs with a known time, and estimate the error of the fit.
 
-At most six scalars are fitted, by the logarithm of the error, each with a prior: few runs identify few scalars, and the
-prior keeps the others where they were. The others of a profile are specifications, or were measured.
+Six scalars are fitted on logarithms, each with a prior: few runs can determine only few scalars, and the prior keeps
+the other scalars near their values in the profile. The remaining fields of a profile are not fitted: they are
+specifications, or were measured.
 
 Source: Gauss-Newton with priors, Tarantola 2005, "Inverse Problem Theory", section 3.2; weights of outliers, Huber
 1964, "Robust Estimation of a Location Parameter"; designs by the variance of predictions, Fedorov 1972, "Theory of
@@ -42,7 +43,7 @@ the others, two times out of three."""
 
 @dataclass(frozen=True)
 class Run:
-    """A row and what its layout counts."""
+    """A row, and the counts of its layout."""
 
     row: Row
     layout: Layout
@@ -54,10 +55,11 @@ class Fit:
 
     Attributes:
         machine: the profile with the fitted scalars.
-        errors: by scalar the relative standard error, of runs and prior together.
-        identified: the scalars about which the runs say more than the prior does.
-        covariance: [6 + states, 6 + states] of the logarithms of the scalars and of the states' factors.
-        states: by the state of the nodes that rows name, the factor of a step's seconds.
+        errors: the relative standard error of each scalar, from the runs and the prior together.
+        identified: the scalars that the runs determine better than the prior does.
+        covariance: [6 + states, 6 + states], the covariance of the logarithms of the scalars and of the states'
+            factors.
+        states: for each state of the nodes that a row names, the factor of a step's seconds.
     """
 
     machine: Machine
@@ -67,11 +69,14 @@ class Fit:
     states: Mapping[str, float] = field(default_factory=dict)
 
     def predict(self, run: Run) -> Seconds:
-        """Where the seconds of a run's step go."""
+        """Predict the seconds of a run's step, by part."""
         return predict(run, _in_state(self.machine, self.states.get(run.row.nodes, 1.0)))
 
     def uncertainty(self, run: Run) -> float:
-        """The relative standard error of a run's predicted time: of the scalars and the nodes' state, and `NOISE`."""
+        """Return the relative standard error of a run's predicted time.
+
+        It includes the errors of the scalars and of the nodes' state, and `NOISE`.
+        """
         (J,) = sensitivities([run], self.machine, list(self.states))
         is_new = run.row.nodes not in ("", *self.states)
         return math.sqrt(float(J @ self.covariance @ J) + is_new * NODES**2 + NOISE**2)
@@ -79,7 +84,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Result:
-    """A row's time, what the fit on all rows predicts, and what the fit on all others predicts."""
+    """A row's measured time, its time predicted by the fit on all rows, and by the fit on all other rows.
+
+    Attributes:
+        row: the row.
+        seconds: the measured seconds per step.
+        fitted: the seconds that the fit on all rows predicts.
+        left_out: the seconds that the fit on all other rows predicts.
+    """
 
     row: Row
     seconds: float
@@ -88,7 +100,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The relative error of the fit on all others."""
+        """The relative error of the fit on all other rows."""
         return self.left_out / self.seconds - 1
 
 
@@ -97,8 +109,16 @@ def count_rows(
 ) -> list[Run]:
     """Count the layouts of rows.
 
+    Args:
+        rows: the rows.
+        each: called after each row with the number of rows done and the number of rows.
+        stands_for_gpu: whether to count the operators that a GPU runs, or those of a CPU.
+
+    Returns:
+        One `Run` per row.
+
     Raises:
-        ValueError: naming the row whose layout is refused.
+        ValueError: if a layout is refused. The message names the row.
     """
     counters: dict[str, Counter] = {}
     runs = []
@@ -115,14 +135,15 @@ def count_rows(
 
 
 def predict(run: Run, machine: Machine) -> Seconds:
-    """Estimate a run's step."""
+    """Estimate the seconds of a run's step."""
     return estimate(run.layout, machine, run.row.unfused)
 
 
 def features(run: Run, machine: Machine) -> Tensor:
-    """[6] the seconds of a step that each scalar governs, at the machine's values; the bubble shares as the rest does.
+    """Return [6], the seconds per step that each scalar governs, with the machine's values.
 
-    The last is the whole step, which `cluster` multiplies.
+    The bubble is divided in proportion to the other parts. The last entry is the whole step, which `cluster`
+    multiplies.
     """
     found = predict(run, machine)
     busy = found.products + found.attention + found.operators + found.host
@@ -137,18 +158,22 @@ def features(run: Run, machine: Machine) -> Tensor:
 
 
 def jacobian(parts: Tensor) -> Tensor:
-    """[6] how the logarithm of a step's seconds changes with the logarithm of each scalar, from `features`."""
-    signs = torch.tensor([-1.0, -1, 1, 1, 1, 1], dtype=torch.float64)  # of rates that are reached, time falls
+    """Return [6], the derivative of the logarithm of the step's seconds by the logarithm of each scalar.
+
+    Args:
+        parts: [6], from `features`.
+    """
+    signs = torch.tensor([-1.0, -1, 1, 1, 1, 1], dtype=torch.float64)  # a higher rate lowers the time
     return signs * parts / parts[-1]
 
 
 def states_of(runs: Sequence[Run]) -> list[str]:
-    """The states of nodes that rows name; rows that name none are in the usual one."""
+    """Return the states of nodes that rows name. A row that names none has the usual state."""
     return list(dict.fromkeys(run.row.nodes for run in runs if run.row.nodes))
 
 
 def sensitivities(runs: Sequence[Run], machine: Machine, states: Sequence[str]) -> Tensor:
-    """[runs, 6 + states] `jacobian` of each run, and 1 for the state that its nodes are in."""
+    """Return [runs, 6 + states]: the `jacobian` of each run, and 1 for the state that its nodes are in."""
     rows = [[*jacobian(features(run, machine)).tolist(), *(float(run.row.nodes == s) for s in states)] for run in runs]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(runs), len(NAMES) + len(states))
 
@@ -158,12 +183,12 @@ def _in_state(machine: Machine, factor: float) -> Machine:
 
 
 def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Fit:
-    """Fit the six scalars to runs: Gauss-Newton on logarithms, with priors and weights that outliers lack.
+    """Fit the six scalars to runs: Gauss-Newton on logarithms, with priors and with lower weights for outliers.
 
     Args:
-        runs: those with a time are used.
-        machine: gives all that isn't fitted, and the values that the priors are around.
-        steps: at most.
+        runs: the runs; those without a time are ignored.
+        machine: the values that aren't fitted, and the means of the priors.
+        steps: the largest number of Gauss-Newton steps.
     """
     timed = [run for run in runs if run.row.seconds is not None]
     states = states_of(timed)
@@ -192,7 +217,7 @@ def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Fit:
 
 
 def scalars_of(machine: Machine) -> Tensor:
-    """[6] the logarithms of a machine's scalars."""
+    """Return [6], the logarithms of a machine's scalars."""
     return torch.tensor([math.log(max(getattr(machine, name), 1e-12)) for name in NAMES], dtype=torch.float64)
 
 
@@ -202,12 +227,12 @@ def _weight(states: Sequence[str] = ()) -> Tensor:
 
 
 def with_scalars(machine: Machine, theta: Tensor) -> Machine:
-    """The machine with these logarithms of the six scalars."""
+    """Return the machine with new scalars. `theta`, [6], has their logarithms."""
     return replace(machine, **{name: math.exp(float(value)) for name, value in zip(NAMES, theta, strict=True)})
 
 
 def leave_one_out(runs: Sequence[Run], machine: Machine) -> list[Result]:
-    """Predict each run from a fit on all others."""
+    """Predict each run from a fit on all other runs."""
     timed = [run for run in runs if run.row.seconds is not None]
     whole, results = fit(timed, machine), []
     for i, run in enumerate(timed):
@@ -218,15 +243,19 @@ def leave_one_out(runs: Sequence[Run], machine: Machine) -> list[Result]:
 
 
 def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Run] = ()) -> list[Run]:
-    """Choose the runs to measure first: each next one lowers the errors of all predictions most.
+    """Choose the runs to measure first: each choice lowers the errors of all predictions most.
 
-    A run that is unlike all others tells most about a scalar, and little about the others' times.
+    A run that is unlike all others determines a scalar well, but says little about the times of the others. So the
+    criterion is the error of all predictions.
 
     Args:
-        runs: candidates; no times are needed.
-        machine: the rates that are believed.
-        n: how many.
+        runs: the candidates. They need no times.
+        machine: the present estimate of the rates.
+        n: the number of runs to choose.
         measured: runs that are measured already.
+
+    Returns:
+        The chosen runs, the most useful first.
     """
     states = states_of([*runs, *measured])
     known, J = sensitivities(measured, machine, states), sensitivities(runs, machine, states)
@@ -234,7 +263,7 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
     chosen: list[int] = []
     for _ in range(min(n, len(runs))):
         shared = J @ torch.linalg.solve(weight, J.T)  # covariances of predictions
-        after = shared.diagonal()[:, None] - shared.square() / (NOISE**2 + shared.diagonal())  # of each, by the choice
+        after = shared.diagonal()[:, None] - shared.square() / (NOISE**2 + shared.diagonal())  # [runs, choice]
         left = (after + NOISE**2).log().sum(0)
         left[chosen] = math.inf
         chosen.append(int(left.argmin()))
@@ -244,14 +273,15 @@ def suggest(runs: Sequence[Run], machine: Machine, n: int, measured: Sequence[Ru
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep of layouts, predicted after some of them were measured.
+    """A sweep of layouts, predicted after some of its runs were measured.
 
     Attributes:
-        chosen: the runs to measure first.
-        found: the fit to these.
-        errors: of each other run with a time, the relative error of its predicted time.
-        regrets: for each model and batch with several layouts, how much longer than the fastest of them the one takes
-            that seems to be the fastest, by the time of a measured run and the predicted time of another; relative.
+        chosen: the runs that were measured first.
+        found: the fit to these runs.
+        errors: the relative error of the predicted time, for each other run with a time.
+        regrets: for each model and batch with several layouts, how much longer the layout that seems fastest takes than
+            the one that is fastest, as a relative number. A measured run seems as fast as it is; another run seems as
+            fast as predicted.
     """
 
     chosen: tuple[Run, ...]
@@ -265,14 +295,14 @@ LAID_OUT = ("--micro-batch", "--schedule", "--virtual-stages", "--stage-blocks",
 
 
 def predict_sweep(runs: Sequence[Run], machine: Machine, n: int) -> Sweep:
-    """Choose n runs of a sweep by `suggest`, fit the machine to them, and predict all."""
+    """Choose n runs of a sweep with `suggest`, fit the machine to them, and predict all runs."""
     timed = [run for run in runs if run.row.seconds is not None]
     chosen = suggest(timed, machine, n)
     return judge_sweep(timed, chosen, fit(chosen, machine))
 
 
 def judge_sweep(timed: Sequence[Run], chosen: Sequence[Run], found: Fit) -> Sweep:
-    """Compare predictions of a sweep with its times; those of `chosen` are known."""
+    """Compare the predictions of a sweep with its measured times. The times of `chosen` count as known."""
     steps = [(run, run.row.seconds or 0.0, found.predict(run).step) for run in timed]
     models: dict[str, list[tuple[float, float]]] = {}
     for run, seconds, step in steps:
@@ -286,9 +316,9 @@ def judge_sweep(timed: Sequence[Run], chosen: Sequence[Run], found: Fit) -> Swee
 
 
 def uncertainty(run: Run, machine: Machine) -> float:
-    """The relative standard error of a predicted step, from those of a machine's scalars, as if they were independent.
+    """Return the relative standard error of a predicted step, from the errors of a machine's scalars.
 
-    A scalar that was never fitted is known as well as its prior says.
+    The errors are taken as independent. A scalar that was never fitted has the standard deviation of its prior.
     """
     J = jacobian(features(run, machine))
     errors = torch.tensor([machine.errors.get(name, SPREADS[name]) for name in NAMES], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The command lines of `mpcore memory` and `mpcore ledger`: a target, the mesh and the rank."""
+"""Parse the command lines of `mpcore memory` and `mpcore ledger`: a target, the mesh and the rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mpcore.command_line import Parser
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    """The mesh that a planner's command line asks for."""
+    """Return the sizes of the mesh's axes from the parsed command line."""
     return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")}
 
 
 def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Namespace:
-    """Parse a target, the mesh and the rank; `arguments` are all other flags, for the target."""
+    """Parse a target, the mesh and the rank. All other flags are for the target and are returned as `arguments`."""
     example = f"{prog} examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024"
     parser = Parser(prog=prog, description=(about or "").partition("\n\n")[0], examples=[example])
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Measure how long a rank stands in collectives and messages, on a CPU."""
+"""Measure how long a rank waits in collectives and messages, on a CPU."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from mpcore._torch.distributed import replace_wait
 
 
 class CommunicationClock:
-    """Measure the seconds in which this thread waits for collectives and messages while this context is entered.
+    """Measure the seconds in which this thread waits for collectives and messages, while this context is entered.
 
-    All waits count: those of `mpcore.collectives`, of pipelines' messages, of torch's `fully_shard` and of calls of
-    `torch.distributed`. A rank that waits for a slower one waits too. Outside of the context nothing is measured, and
-    nothing costs time.
+    All waits count: in `mpcore.collectives`, in pipeline messages, in torch's `fully_shard` and in calls of
+    `torch.distributed`. The time that a rank waits for a slower rank counts too. Outside of the context the clock costs
+    no time.
 
     Attributes:
-        seconds: measured since the context was entered.
+        seconds: the seconds measured since the context was entered.
 
     Example:
         >>> import torch
         >>> from mpcore.analysis.communication import CommunicationClock
         >>> with CommunicationClock() as clock:
-        ...     loss = torch.ones(2).sum()  # one process: it waits for nobody
+        ...     loss = torch.ones(2).sum()  # one process has no other rank to wait for
         >>> clock.seconds
         0.0
 
     Note:
         - On a GPU the host doesn't wait for collectives: use `--profile`, or torch's profiler.
-        - Collectives inside of a compiled graph are not seen.
-        - One clock a process may be entered.
+        - Collectives inside a compiled graph are not measured.
+        - Only one clock per process may be entered at a time.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CommunicationClock:
             try:
                 return wait(*args, **kwargs)
             finally:
-                if threading.get_ident() == self._thread:  # not a save in the background
+                if threading.get_ident() == self._thread:  # skip a background save's waits
                     self.seconds += time.perf_counter() - began
 
         return timed

@@ -1,7 +1,8 @@
-"""`mpcore compare RUN_A RUN_B --twins ..`: do two runs differ by rounding alone?
+"""`mpcore compare RUN_A RUN_B --twins ..`: test whether two runs differ only by rounding.
 
-Sums in another order give other last bits, and training lets the difference grow. Twins of run A, which differ from it
-by rounding alone, show by how much: the band. The first number of run B outside of the band names a bug.
+A sum in another order has other last bits, and training amplifies the difference. Twins of run A differ from it only by
+rounding. Their spread shows how far rounding can go: the band. The first number of run B outside of the band points to
+a bug.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Outside:
     """A number outside of the band.
 
     Attributes:
-        step: its step.
-        kind, tensor: what it is of.
-        a, b: its values in the two runs.
-        times: the distance over the band's half width; infinite where one of the two is not finite.
+        step: the step of the number.
+        kind, tensor: what the number is, and the tensor it belongs to; `tensor` is "" for a number of the whole model.
+        a, b: the values in the two runs. None: not finite.
+        times: the distance divided by the band's half width. It is infinite if only one of the two values is finite.
     """
 
     step: int
@@ -54,15 +55,15 @@ class Outside:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison found.
+    """The result of a comparison.
 
     Attributes:
-        first: the first number outside of the band; None: all differences are rounding.
-        count: numbers that were compared.
-        steps: steps that both runs have.
-        nearest: the largest distance over the band's half width.
-        twins: of each twin, left out, the largest distance over the half width of the band of the others.
-        sees: by step, the relative difference that would have been seen in half of the numbers.
+        first: the first number outside of the band. None: all differences are rounding.
+        count: the number of numbers compared.
+        steps: the number of steps that both runs have.
+        nearest: the largest distance, divided by the band's half width.
+        twins: for each twin, its largest distance divided by the half width of the band of the other twins.
+        sees: (step, relative difference): a difference of this size would be detected in half of the numbers.
     """
 
     first: Outside | None
@@ -88,10 +89,13 @@ class Verdict:
 
 
 def read_curves(run: Path) -> Curves:
-    """Read metrics.jsonl, and tensors.jsonl where it is there, of a run's folder.
+    """Read metrics.jsonl of a run's folder, and tensors.jsonl if it exists.
+
+    Args:
+        run: the folder.
 
     Raises:
-        ValueError: if there are no metrics.
+        ValueError: if there is no metrics.jsonl.
     """
     curves: Curves = {}
     path = run / "metrics.jsonl"
@@ -110,15 +114,16 @@ def read_curves(run: Path) -> Curves:
 
 
 def compare_runs(a: Curves, b: Curves, twins: Sequence[Curves], width: float = WIDTH) -> Verdict:
-    """Compare two runs' curves.
+    """Compare the curves of two runs.
 
     Args:
-        a, b: the runs.
-        twins: of run `a`, at least two.
+        a, b: the curves of the runs.
+        twins: the curves of at least two twins of run `a`.
         width: half of the band's width, in spreads of the twins.
 
     Raises:
-        ValueError: with fewer than two twins, twins that don't share a step with `a`, or curves that one run lacks.
+        ValueError: if there are fewer than two twins, no step is common to the runs and the twins, or one run lacks a
+            curve.
     """
     if len(twins) < 2:
         raise ValueError(f"{len(twins)} twins don't show how far rounding goes: give at least 2, better 4")
@@ -149,9 +154,9 @@ def compare_runs(a: Curves, b: Curves, twins: Sequence[Curves], width: float = W
 
 
 def make_band(a: Curves, twins: Sequence[Curves]) -> dict[tuple[str, str], dict[int, float]]:
-    """Return the spread of each number: of the twins and the run, in the steps around, or that of most others.
+    """Return the spread of each number among the run and its twins, as the largest spread in the steps around.
 
-    A number that happens to be nearly the same in all twins gets the median relative spread of its kind.
+    A number that is nearly equal in all twins by chance gets at least the median relative spread of its kind.
     """
     runs, spreads = [a, *twins], {}
     relative: dict[tuple[str, int], list[float]] = {}
@@ -175,7 +180,7 @@ def make_band(a: Curves, twins: Sequence[Curves]) -> dict[tuple[str, str], dict[
 
 
 def _spread(values: Sequence[float | None]) -> float:
-    """The largest distance of two; infinite where some are not finite, and others are."""
+    """Return the largest distance between two values; infinite if only some are finite."""
     finite = [value for value in values if value is not None]
     if len(finite) < len(values):
         return math.inf if finite else 0.0
@@ -183,7 +188,7 @@ def _spread(values: Sequence[float | None]) -> float:
 
 
 def _distances(a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int, float]], width: float) -> Iterable:
-    """Each number of both runs, with its distance over the band's half width."""
+    """Yield each number of both runs with its distance, divided by the band's half width."""
     for (kind, tensor), curve in band.items():
         other = b[kind, tensor]
         for step, spread in curve.items():
@@ -197,7 +202,11 @@ def _distances(a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int,
 
 @reports_errors("mpcore compare")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0 for rounding, 1 for a difference that is more, 2 if the runs can't be compared."""
+    """Run the command.
+
+    Returns:
+        The exit status. 0: the runs differ only by rounding. 1: they differ by more. 2: they can't be compared.
+    """
     parser = Parser(
         prog="mpcore compare", description="Do two runs differ by rounding alone?",
         examples=[

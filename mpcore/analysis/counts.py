@@ -1,13 +1,15 @@
-"""Count what a step sends: each collective and message, over which axis, of which kind, how many bytes.
+"""Count what a step sends: the collectives and messages of each kind over each axis, and their bytes.
 
 with Ledger(mesh) as ledger:
     pipeline.forward_backward(x, target)
 print(ledger)
 
-`python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32` counts a step that can't run here.
+`python -m mpcore.analysis ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32` counts a step that can't run on this
+machine.
 
-Bytes are those of the whole tensor, such as the result of an all-gather. The volume counts them once, for an all-reduce
-twice, as it is a reduce-scatter and an all-gather; a ring sends (p - 1)/p of it.
+The bytes of a call are those of its full tensor, such as the result of an all-gather. The volume counts the bytes of an
+all-reduce twice, because it is a reduce-scatter and an all-gather, and all others once. A ring sends (p - 1)/p of the
+volume.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Shoeybi et al. 2019, arXiv:1909.08053, section 3;
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
@@ -30,7 +32,7 @@ from mpcore.memory_footprint import tensors_in
 from mpcore.mesh.axis import Axis, Mesh
 
 _DEVICE = torch.ops.prim.device.default
-_KINDS = {  # the longer first
+_KINDS = {  # longer prefixes first
     "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce", "all_reduce": "all_reduce",
     "allgather": "all_gather", "all_gather": "all_gather", "alltoall": "all_to_all", "all_to_all": "all_to_all",
     "broadcast": "broadcast", "send": "send", "recv": "recv", "barrier": "barrier", "scatter": "scatter",
@@ -40,7 +42,7 @@ _KINDS = {  # the longer first
 
 @dataclass
 class Count:
-    """Calls of one kind over one axis, and the bytes of their tensors."""
+    """The number of calls of one kind over one axis, and the bytes of their tensors."""
 
     calls: int = 0
     bytes: int = 0
@@ -50,11 +52,17 @@ class Ledger(TorchDispatchMode):
     """Count all collectives and messages while this context is entered, in forward and backward.
 
     Args:
-        mesh: names the axes. Other groups are called by their ranks.
+        mesh: its axes name the process groups. Other groups are named by their ranks.
         axes: further axes by name, such as the two of HSDP.
 
     Attributes:
-        counts: by (axis, kind).
+        counts: the counts by (axis, kind).
+
+    Example::
+
+        with Ledger(mesh) as ledger:
+            pipeline.forward_backward(x, target)
+        print(ledger)
     """
 
     def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
@@ -72,7 +80,7 @@ class Ledger(TorchDispatchMode):
             self.by_ranks.setdefault(self.ranks_of[name], name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        if func is _DEVICE:  # asked of fake tensors alone, eight times an operation
+        if func is _DEVICE:  # only fake tensors call it, eight times per operator
             return device_of(args[0])
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -102,28 +110,35 @@ class Ledger(TorchDispatchMode):
         return label
 
     def add(self, axis: str, kind: str, size: int) -> None:
-        """Count one call."""
+        """Count one call of `kind` over `axis` with `size` bytes."""
         count = self.counts.setdefault((axis, kind), Count())
         count.calls += 1
         count.bytes += size
 
     def volume(self, *axes: str) -> int:
-        """Bytes over some axes, or over all, those of all-reduces twice; messages where they are sent."""
+        """Return the volume in bytes over these axes, or over all axes if none is given.
+
+        An all-reduce counts twice. A message counts on the rank that sends it.
+        """
         return sum(volume(kind, c.bytes) for (axis, kind), c in self.counts.items() if not axes or axis in axes)
 
     def volumes(self) -> dict[str, int]:
-        """The volume over each axis."""
+        """Return the volume in bytes over each axis."""
         return {axis: self.volume(axis) for axis, _ in self.counts}
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """The ranks of an axis that was counted, in the order of its group."""
+        """Return the ranks of an axis that was counted, in the order of its group."""
         return self.ranks_of.get(axis, ())
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self, theory: dict[tuple[str, str], int] | None = None) -> str:
-        """The counts as lines of text, in the order of axes, with the bytes of `theory` by (axis, kind) beside them."""
+        """Return the counts as a table, in the order of the axes.
+
+        Args:
+            theory: expected bytes by (axis, kind), shown beside the counts. None: not shown.
+        """
         theory = theory or {}
         head = f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"
         lines = [head + (f" {'theory, bytes':>20}" if theory else "")]
@@ -136,7 +151,10 @@ class Ledger(TorchDispatchMode):
 
 
 def volume(kind: str, size: int) -> int:
-    """Bytes as the ZeRO paper counts them: an all-reduce twice, a message where it is sent, anything else once."""
+    """Return the volume of `size` bytes as the ZeRO paper counts it.
+
+    An all-reduce counts twice, a received message and a barrier 0 times, every other kind once.
+    """
     return size * {"all_reduce": 2, "recv": 0, "barrier": 0}.get(kind, 1)
 
 
@@ -155,17 +173,18 @@ def block_bytes(
     dropout: bool = False,
     latents: int | None = None,
 ) -> dict[str, int]:
-    """Bytes of each kind over tp of one transformer block and micro-batch, forward and backward.
+    """Return the expected bytes over tp of one transformer block and micro-batch, forward and backward, by kind.
 
-    Four all-reduces; with sequence parallel four all-gathers and four reduce-scatters, the same volume.
+    A block has four all-reduces. With sequence parallel it has four all-gathers and four reduce-scatters, which have
+    the same volume.
 
     Args:
-        size: bytes of the block's whole input, batch x sequence x width.
-        sequence_parallel: the block is sequence parallel.
-        regather: its linears gather their input again in backward.
-        recompute: "full" repeats the forward's collectives, but the last sum where no dropout follows it.
-        dropout: the block has dropout.
-        latents: with latent attention the bytes that it sends in place of its input.
+        size: the bytes of the block's full input, batch x sequence x width.
+        sequence_parallel: whether the block is sequence parallel.
+        regather: whether its linear layers gather their input again in backward.
+        recompute: "full" repeats the collectives of the forward, except the last reduction if no dropout follows it.
+        dropout: whether the block has dropout.
+        latents: with latent attention, the bytes that the block sends instead of its input. None: no latent attention.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """

@@ -1,6 +1,6 @@
-"""One rank's step of any layout on one CPU: fake process group, fake tensors, nothing allocated or sent.
+"""Run one rank's step of any layout on one CPU: on fake tensors and a fake process group, without memory or messages.
 
-`mpcore ledger`, `mpcore memory` and `mpcore plan` call it. They are given a function of the user,
+`mpcore ledger`, `mpcore memory` and `mpcore plan` use it. Their target is a function of the user,
 `build(mesh, arguments)`, which returns a `Work`; `examples.gpt.plan:build` is one.
 """
 
@@ -49,7 +49,7 @@ __all__ = ["Build", "Found", "Kept", "Model", "Outline", "Work", "dry_run", "pre
 
 @contextmanager
 def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A world of so many ranks, of which this process is one and the others don't exist.
+    """Within this context, this process is one rank of a world whose other ranks don't exist.
 
     Raises:
         ValueError: if torch.distributed is running already.
@@ -66,17 +66,20 @@ def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
 def dry_run(
     build: Build, arguments: Sequence[str] = (), rank: int = 0, stands_for_gpu: bool = False, **sizes: int
 ) -> Found:
-    """Count what one rank of a mesh holds, computes and sends in a step, running all of its stages.
+    """Count what one rank of a mesh holds, computes and sends in a step. All stages of the rank are run.
 
     Args:
-        build: makes the rank's work.
-        arguments: what else it takes.
+        build: the function that makes the rank's work. It is called as `build(mesh, arguments)`.
+        arguments: the second argument of `build`.
         rank: the rank.
-        stands_for_gpu: count the operators that a GPU runs; otherwise those of a CPU.
-        sizes: tp, cp, pp, ep, dp, etp and cp_inner of the mesh.
+        stands_for_gpu: whether to count the operators that a GPU runs, or those of a CPU.
+        sizes: the sizes tp, cp, pp, ep, dp, etp and cp_inner of the mesh.
+
+    Returns:
+        The counts.
 
     Raises:
-        ValueError: if the mesh has no such rank.
+        ValueError: if the mesh has no such rank, or the work can't be run without values.
     """
     with on_mesh(rank, **sizes) as mesh:
         return run_dry(call_build(build, mesh, arguments), mesh, stands_for_gpu)
@@ -84,7 +87,7 @@ def dry_run(
 
 @contextmanager
 def on_mesh(rank: int, **sizes: int) -> Iterator[Mesh]:
-    """Enter a world whose other ranks don't exist, as one rank of a mesh.
+    """Within this context, this process is one rank of a mesh whose other ranks don't exist.
 
     Raises:
         ValueError: if the mesh has no such rank.
@@ -102,10 +105,10 @@ def on_mesh(rank: int, **sizes: int) -> Iterator[Mesh]:
 
 
 def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
-    """Call a function of the user.
+    """Call the user's build function.
 
     Raises:
-        ValueError: if it can't be called so.
+        ValueError: if it can't be called as `build(mesh, arguments)`.
     """
     try:
         inspect.signature(build).bind(mesh, [])
@@ -115,15 +118,16 @@ def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
 
 
 def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> Found:
-    """Run a rank's work on fake tensors and count.
+    """Run a rank's work on fake tensors, and count.
 
     Args:
         work: the work.
         mesh: this rank's mesh.
-        stands_for_gpu: take the operators that a GPU runs; otherwise those of a CPU.
+        stands_for_gpu: whether to run the operators that a GPU runs, or those of a CPU.
 
     Raises:
-        ValueError: if it is no `Work`, or not of this rank, or can't be run without values.
+        ValueError: if `work` is no `Work`, has the wrong number of stages for this rank, or can't be run without
+            values.
     """
     if not isinstance(work, Work):
         raise ValueError(f"the target returned a {type(work).__name__}, no mpcore.analysis.dry_run.Work")
@@ -145,7 +149,7 @@ def assemble(
     plan: Schedule, rank: int, stages: list[Kept], times: list[list[int]], held: Held, ledger: Ledger,
     theory: dict[tuple[str, str], int] | None = None,
 ) -> Found:  # fmt: skip
-    """Put together what a rank does in a step: all micro-batches, and what follows the last."""
+    """Combine the counts of a rank's stages into those of its step: all micro-batches, and what follows the last."""
     rounds = [(t, r) for kept, each in zip(stages, times, strict=True) for t, r in zip(each, kept.rounds, strict=True)]
     sent = [(time, part.sent) for time, r in rounds for part in (r.forward, r.backward)]
     ledger.counts = combine([*sent, (1, held.sent)])
@@ -159,13 +163,13 @@ def count_stages(
     """Run some stages for a few micro-batches, and the optimizer once.
 
     Args:
-        work: the work; all its `stages` are run.
-        stages: for each its place in the pipeline, and for each micro-batch whether its backward is split.
+        work: the work. All its `stages` are run.
+        stages: for each stage its index in the pipeline, and for each micro-batch whether its backward is split.
         mesh: this rank's mesh.
-        stands_for_gpu: as of `run_dry`.
+        stands_for_gpu: whether to run the operators that a GPU runs, or those of a CPU.
 
     Returns:
-        What each holds and sends, what is held between steps, and a ledger that knows the ranks of axes.
+        What each stage holds and sends, what the rank holds between steps, and a ledger with the ranks of the axes.
     """
     held, ledger, owner = Held(), Ledger(mesh), nn.ModuleList(work.stages)
     with fake_tensors(stands_for_gpu):
@@ -173,7 +177,7 @@ def count_stages(
             _to_empty(owner, "cpu")
         trained = [p for p in owner.parameters() if p.requires_grad]
         half = {p for p in trained if p.dtype in (torch.bfloat16, torch.float16) and not is_dtensor(p)}
-        main_gradients(owner, half)  # as `prepare`, whose optimizers step float32 masters of these
+        main_gradients(owner, half)  # as `prepare` does: its optimizers step float32 master weights of these
         # Stages that share a table are two owners of it; parameters() names it once.
         try:
             kept = [
@@ -204,7 +208,7 @@ def count_stages(
 
 
 def _place_of(error: Exception, owner: nn.Module) -> str:
-    """Name the innermost module whose forward raised, and the line of it: " in blocks.0.mlp at model.py:44"."""
+    """Return the innermost module whose forward raised, and its line: " in blocks.0.mlp at model.py:44"."""
     names = {module: name for name, module in owner.named_modules()}
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -216,20 +220,20 @@ def _place_of(error: Exception, owner: nn.Module) -> str:
 
 
 def _master(p: nn.Parameter) -> nn.Parameter:
-    """A float32 parameter as a master is, with the main gradient as its gradient."""
+    """Return a float32 parameter like a master weight, with the main gradient as its gradient."""
     master = nn.Parameter(p.detach().float())
     master.grad = gradient_of(p)
     return master
 
 
 def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: Ledger) -> Kept:
-    """Forward and backward of some micro-batches of stage `index`, which is the i-th of the work."""
+    """Run forward and backward of some micro-batches of stage `index`, which is the i-th stage of the work."""
     stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
     forward: list[tuple[int, int]] = []
     weight: list[tuple[int, int]] = []
     backward: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     own = list(stage.parameters())
-    there = _whole_gradients(own)  # of parameters that it shares with a stage that has run
+    there = _whole_gradients(own)  # made by an earlier stage that shares parameters with this one
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
     with PeakTracker() as storages, Operators() as operators:
         for m, split in enumerate(pattern):
@@ -246,7 +250,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             for x in received:
                 x.requires_grad_(index > 0 and x.is_floating_point())
             kept.received = sum(x.nbytes for x in received) if index else 0
-            given, _ = _held(storages, stage, own)  # with what else `inputs` made, which isn't counted
+            given, _ = _held(storages, stage, own)  # includes other tensors that `inputs` made, which aren't counted
             others = given - empty - kept.received
             round_ = Round()
             ledger.counts, operators.tally = round_.forward.sent, round_.forward.operators
@@ -280,7 +284,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
                     more_back, more_weight = storages.most - before, 0
             kept.rounds.append(round_)
             kept.activations, kept.gathered = after - empty - others, max(gathered, kept.gathered)
-            if m == 0:  # gathered then, and kept by stages of ZeRO below 3; gradients are made then
+            if m == 0:  # parameters are gathered (and kept below ZeRO-3) and gradients are allocated
                 more -= min(gathered, max(more - kept.activations, 0))
                 kept.made = _whole_gradients(own) - there
                 made = storage_bytes(local_tensor(g) for p in own if (g := p.grad) is not None)
@@ -297,17 +301,20 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
 
 
 def _whole_gradients(parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of gradients that are no shards."""
+    """Return the bytes of gradients that are not sharded."""
     return storage_bytes(g for p in parameters if (g := p.grad) is not None and not is_dtensor(g))
 
 
 def _most_of(found: Sequence[tuple[int, int]]) -> int:
-    """The most by micro-batch. The first is unlike others: it counts where no other has the same halves."""
+    """Return the largest value of any micro-batch.
+
+    The first micro-batch is unlike the others, so it counts only if there is no other.
+    """
     return max([more for m, more in found if m > 0] or [more for _, more in found] or [0])
 
 
 def rounds_of(plan: Schedule, index: int) -> list[tuple[bool, int]]:
-    """Of each micro-batch of a stage that is run, whether its backward is split, and for how many it stands."""
+    """Return the micro-batches of a stage to run: whether each one's backward is split, and how many it stands for."""
     if not plan.splits_backward:
         middle = plan.micro_batches - 2
         return [(False, 1), *([(False, middle)] if middle > 0 else []), *([(False, 1)] if middle >= 0 else [])]
@@ -320,13 +327,13 @@ def _split_backward(
     stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: list[Tensor], edges: list[GradientEdge],
     grads: list[Tensor], last: bool, storages: PeakTracker, kept: Kept, empty: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Backward in two halves, as the pipeline runs them; notes in `kept` what is held in between, besides `empty`.
+    """Run a backward in two halves, as the pipeline does. Note in `kept` what is held between them, besides `empty`.
 
-    Returns the most that was held within the first half, and what was held when the second began.
+    Returns the most that was held within the first half, and what was held when the second half began.
 
     It has as many arguments as the forward before it has results.
     """
-    if index == 0:  # no gradient of its input is asked for, so all is done in the second half
+    if index == 0:  # the first stage needs no gradient of its input: the second half does everything
         between = _held(storages, stage, own)[0] - empty
         kept.between, kept.between_inputs = max(between, kept.between), 0
         first_half, begin = storages.most, storages.begin()
@@ -354,8 +361,8 @@ def _split_backward(
 def _held(
     storages: StorageTracker, stage: nn.Module, own: Sequence[nn.Parameter], *messages: Tensor | None
 ) -> tuple[int, int]:
-    """What is held without messages, this rank's gradients and gathered parameters; and the last."""
-    # Gathered parameters are none of its own, and have gradients that wait to be summed.
+    """Return the bytes held without messages, own gradients and parameters; and the bytes of messages and gradients."""
+    # Gathered parameters are not in `own`. Their gradients are not yet reduced.
     gradients = [local_tensor(p.grad) for p in own if p.grad is not None]
     gradients += [x for x in messages if x is not None]
     rest = storages.held([*gradients, *(local_tensor(p) for p in stage.parameters())])
@@ -366,7 +373,7 @@ def _count_messages(
     plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], round_: Round,
     ledger: Ledger,
 ) -> None:  # fmt: skip
-    """Count what a micro-batch sends to and receives from stages on other ranks."""
+    """Count the messages of a micro-batch with stages on other ranks."""
     for neighbour, tensors, forth, back in ((index - 1, received, "recv", "send"), (index + 1, sent, "send", "recv")):
         if not 0 <= neighbour < plan.stages or plan.rank_of[neighbour] == pp:
             continue
