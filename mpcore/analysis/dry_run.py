@@ -361,7 +361,7 @@ def _split_backward(
 def _held(
     storages: StorageTracker, stage: nn.Module, own: Sequence[nn.Parameter], *messages: Tensor | None
 ) -> tuple[int, int]:
-    """Return the bytes held without messages, own gradients and parameters; and the bytes of messages and gradients."""
+    """Return the bytes held without messages, own gradients and parameters; and the bytes of gathered parameters."""
     # Gathered parameters are not in `own`. Their gradients are not yet reduced.
     gradients = [local_tensor(p.grad) for p in own if p.grad is not None]
     gradients += [x for x in messages if x is not None]

@@ -1,8 +1,8 @@
-"""Fit a machine's rates to runs with a known time, and print how wrong the fit is.
+"""Fit a machine's rates to runs with a known time, and print the error of the fit.
 
-`mpcore calibrate rows.json --machine h100 --out mine.json` fits; `mpcore calibrate candidates.json --suggest 4` names
-the rows to measure first, for which no times are needed. `mpcore.analysis.rows` says how rows are written; `published`
-are those that come with the package. A folder of a run of `examples.gpt.pretrain` is a row too.
+`mpcore calibrate rows.json --machine h100 --out mine.json` fits. `mpcore calibrate candidates.json --suggest 4` names
+the rows to measure first; the candidates need no times. `mpcore.analysis.rows` describes the format of rows.
+`published` names the rows that come with the package. A folder of a run of `examples.gpt.pretrain` is a row too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
-    """Read rows from files and folders."""
+    """Read rows from files and folders. With `suggesting` they need no times."""
     rows: list[Row] = []
     for name in names:
         path = {"published": PUBLISHED, "heldout": HELD_OUT}.get(name) or Path(name)
@@ -44,10 +44,10 @@ def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
 
 
 def groups_of(rows: Sequence[Row], machine: str | None) -> dict[tuple[str, str], list[Row]]:
-    """Rows by set and profile: each group is fitted by itself.
+    """Group rows by set and profile. Each group is fitted separately.
 
     Raises:
-        ValueError: if a row names no profile, and none is given.
+        ValueError: if a row names no profile and `machine` is None.
     """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -61,7 +61,7 @@ def groups_of(rows: Sequence[Row], machine: str | None) -> dict[tuple[str, str],
 
 
 def scalars_table(found: Fit) -> str:
-    """The fitted scalars, a line each."""
+    """Return a table of the fitted scalars, one line each."""
     lines = [f"  {'scalar':<10} {'value':>10} {'standard error':>15}"]
     for name in NAMES:
         mark = "" if name in found.identified else "  not identified: the prior says as much"
@@ -70,13 +70,13 @@ def scalars_table(found: Fit) -> str:
 
 
 def mean_and_most(results: Sequence[Result]) -> tuple[float, float]:
-    """The mean of absolute relative errors, and the largest."""
+    """Return the mean and the largest of the absolute relative errors."""
     errors = [abs(result.error) for result in results]
     return sum(errors) / len(errors), max(errors)
 
 
 def results_table(results: Sequence[Result]) -> str:
-    """A line for each row, and their mean error."""
+    """Return a table with one line per row, and the mean error."""
     wide = max(len(result.row.name) for result in results)
     lines = [f"  {'row':<{wide}} {'seconds':>9} {'fitted':>9} {'left out':>9} {'error':>7}"]
     for r in results:
@@ -87,7 +87,7 @@ def results_table(results: Sequence[Result]) -> str:
 
 
 def memory_lines(runs: Sequence[Run], machine: Machine) -> list[str]:
-    """Which rows are planned to be too large, against those that were."""
+    """Return lines that compare the rows planned to run out of memory with the rows that did."""
     failed = [run for run in runs if run.row.seconds is None]
     ran = [run for run in runs if run.row.seconds is not None]
 
@@ -105,7 +105,7 @@ def memory_lines(runs: Sequence[Run], machine: Machine) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     args = parse(argv)
     rows = [row for row in read_all(args.rows, bool(args.suggest)) if not args.set or row.set in args.set]
     if not rows:
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
             print(line)
         if args.test:
             tests = read_all(args.test)
-            own = [row for row in tests if row.set == of]  # of the set, where there are any
+            own = [row for row in tests if row.set == of]  # rows of the same set, if there are any
             print(tested(found, count_rows(own or tests, _tell, not args.cpu)))
         if args.out:
             save_machine(found.machine, args.out, f"{machine.name}, fitted to {len(timed)} runs")
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def tested(found: Fit, runs: Sequence[Run]) -> str:
-    """Predict rows that weren't fitted."""
+    """Return lines that compare predictions with the times of rows that weren't fitted."""
     lines, errors = ["  rows that were not fitted:"], []
     for run in runs:
         step = found.predict(run).step

@@ -1,9 +1,9 @@
-"""Count a layout in seconds: every counted integer is linear in the blocks of a stage.
+"""Count a layout in seconds instead of minutes: every count is linear in the number of blocks of a stage.
 
-A stage of 12 blocks holds, sends and computes what a stage of one block does, and eleven times what a second block
-adds. So each kind of stage (first, middle, last, only) is run with one and with two blocks, and the results are
-remembered: layouts that differ in pipeline ranks or global batch share them. `Counter.rank` equals `dry_run`, integer
-for integer.
+The counts of a stage of 12 blocks are those of a stage of one block plus eleven times what a second block adds. So each
+kind of stage (first, middle, last, only) is run with one and with two blocks, and the results are cached: layouts that
+differ only in the number of pipeline ranks or the global batch share them. `Counter.rank` returns the same integers as
+`dry_run`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class Layout:
     """What the ranks of a layout hold, send and compute.
 
     Attributes:
-        sizes: of the mesh's axes.
-        arguments: of the build function.
-        micro_batches: those of a step.
-        short, shorter: the schedule of `ROUNDS` micro-batches a rank, and of one less; None where `short` is whole.
-        stages: each stage.
-        blocks: how many blocks each stage has.
-        rounds: of each stage for how many micro-batches each of its rounds stands.
+        sizes: the sizes of the mesh's axes.
+        arguments: the arguments of the build function.
+        micro_batches: the micro-batches per step.
+        short, shorter: the schedule with `ROUNDS` micro-batches per pipeline rank, and with one less. `shorter` is None
+            if `short` is the full schedule.
+        stages: the counts of each stage.
+        blocks: the number of blocks of each stage.
+        rounds: for each stage, how many micro-batches each of its rounds stands for.
         held: what each pipeline rank holds between steps, and sends after its last backward.
-        axes: the ranks of each axis that this rank is in.
+        axes: the ranks of each axis that this rank is on.
     """
 
     sizes: dict[str, int]
@@ -57,8 +58,10 @@ class Layout:
 
     @cached_property
     def fullest(self) -> tuple[int, int]:
-        """The pipeline rank that holds the most, and how many bytes. Of ranks with equal stages two are looked at: of
-        those the first or the last holds the most micro-batches."""
+        """The pipeline rank that holds the most, and its bytes.
+
+        Of ranks with equal stages only the first and the last are compared: one of them holds the most micro-batches.
+        """
         alike: dict[Any, list[int]] = {}
         for rank in range(len(self.held)):
             mine = self.short.stages_of(rank)
@@ -67,18 +70,18 @@ class Layout:
         return max(((rank, self.bytes_of(rank)) for rank in ranks), key=lambda pair: pair[1])
 
     def with_gradients(self, size: int) -> Layout:
-        """The same in a runtime whose gradients take so many bytes each, instead of 4."""
+        """Return the same layout in a runtime whose gradients take `size` bytes per parameter instead of 4."""
         each = [(kept, kept.unsummed * size // 4, kept.made * size // 4) for kept in self.stages]
         stages = tuple(replace(kept, unsummed=unsummed, made=made) for kept, unsummed, made in each)
         held = tuple(replace(each, gradients=each.gradients * size // 4) for each in self.held)
         return replace(self, stages=stages, held=held)
 
     def signature(self, index: int) -> tuple[bool, bool, int]:
-        """What tells stages apart: whether it is the first, whether it is the last, and its number of blocks."""
+        """Return what distinguishes a stage: whether it is the first, whether it is the last, its number of blocks."""
         return index == 0, index == len(self.stages) - 1, self.blocks[index]
 
     def bytes_of(self, rank: int) -> int:
-        """The most bytes that a pipeline rank holds at any time."""
+        """Return the most bytes that a pipeline rank holds at any time."""
         stages = [self.stages[i] for i in self.short.stages_of(rank)]
         return most_bytes(self.held[rank], stages, peak(self.short, rank, stages)[1])
 
@@ -88,7 +91,7 @@ PEAKS = ("forward_more", "backward_more", "weight_more")
 
 
 class TooLargeError(ValueError):
-    """A layout that needs more memory than there is; `least` is a lower bound of what it needs."""
+    """A layout needs more memory than there is. `least` is a lower bound of the bytes that it needs."""
 
     def __init__(self, least: int, room: float) -> None:
         super().__init__(f"the fullest rank holds {least} bytes at least, of {room:.0f}")
@@ -96,13 +99,14 @@ class TooLargeError(ValueError):
 
 
 class Counter:
-    """Count layouts of one model, remembering what stages of them have in common.
+    """Count layouts of one model, and cache what they have in common.
 
     Args:
-        build: makes a rank's work; a `Model` is counted from stages of one and two blocks, another whole.
-        stands_for_gpu: take the operators that a GPU runs; otherwise those of a CPU.
-        share: let layouts that differ in the size of dp alone share their counts: what lies in shards is then divided
-            by the other size, which neglects the padding of uneven shards.
+        build: the function that makes a rank's work. If it is a `Model`, stages of one and two blocks are run;
+            otherwise all stages are run in full.
+        stands_for_gpu: whether to run the operators that a GPU runs, or those of a CPU.
+        share: whether layouts that differ only in the size of dp share their counts. The sizes of shards are then
+            scaled by the size of dp, which ignores the padding of uneven shards.
 
     Example:
         >>> from examples.gpt.plan import build
@@ -119,8 +123,15 @@ class Counter:
         self._stages: dict[Any, tuple[Kept, Held]] = {}
 
     def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> Found:
-        """Count one rank as `dry_run` does, integer for integer; peaks while operators run, where kinds of blocks
-        alternate, within a few percent."""
+        """Count one rank, with the same integers as `dry_run`.
+
+        If kinds of blocks alternate, the peaks while operators run are within a few percent.
+
+        Args:
+            arguments: the arguments of the build function.
+            rank: the rank.
+            sizes: the sizes of the mesh's axes.
+        """
         with on_mesh(rank, **sizes) as mesh:
             if not isinstance(self.build, Model):
                 return run_dry(call_build(self.build, mesh, arguments), mesh, self.stands_for_gpu)
@@ -129,7 +140,7 @@ class Counter:
                 return run_dry(self.build(mesh, list(arguments)), mesh, self.stands_for_gpu)
             plan, ledger = outline.plan(), Ledger(mesh)
             mine = plan.stages_of(mesh.pp.rank)
-            here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # data ranks have unequal shards
+            here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # shards of data ranks may differ
             counted = [self._stage(outline, here, index, lambda: nullcontext((mesh, outline))) for index in mine]
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
             held = combine([(1, held) for _, held in counted])
@@ -138,17 +149,17 @@ class Counter:
             )
 
     def layout(self, arguments: Sequence[str] = (), room: float = math.inf, **sizes: Any) -> Layout:
-        """Count all pipeline ranks of a layout, on the ranks with the last part of sequences.
+        """Count all pipeline ranks of a layout, for the ranks that hold the last part of the sequences.
 
-        With causal masks these see the most keys where cp doesn't balance them.
+        With causal masks, these ranks compute the most if cp isn't balanced.
 
         Args:
-            arguments: of the build function.
-            room: bytes that a rank has; a layout whose lower bound is larger isn't counted.
-            sizes: of the mesh's axes.
+            arguments: the arguments of the build function.
+            room: the bytes of memory of a rank. A layout whose lower bound is larger isn't counted.
+            sizes: the sizes of the mesh's axes.
 
         Raises:
-            TooLargeError: if it can't fit.
+            TooLargeError: if the layout's lower bound is larger than `room`.
         """
         arguments, pp = list(arguments), sizes.get("pp", 1)
         tp, cp, dp = (sizes.get(axis, 1) for axis in ("tp", "cp", "dp"))
@@ -177,7 +188,7 @@ class Counter:
         return _layout(outline, sizes, arguments, stages, held, axes)
 
     def _stage(self, outline: Outline, sizes: dict, index: int, enter: Enter) -> tuple[Kept, Held]:
-        """Count a stage from the few blocks that show how its counts grow."""
+        """Count a stage from a few of its blocks."""
         pattern, by_kind = _pattern(outline, index), dict[Any, list[int]]()
         for block in outline.blocks[index]:
             by_kind.setdefault(outline.kind(block), []).append(block)
@@ -190,7 +201,7 @@ class Counter:
         self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], by_kind: dict[Any, list[int]],
         enter: Enter,
     ) -> tuple[Kept, Held]:  # fmt: skip
-        """Run the stage with few blocks of each kind, and add what the others would add."""
+        """Run the stage with a few blocks of each kind, and add what the other blocks would add."""
         few = outline.few
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
@@ -207,7 +218,7 @@ class Counter:
                 above = {name: getattr(kept, name) - grows[name] for name in PEAKS}
                 self._slopes[slope] = replace(kept, **grows), held, sizes.get("dp", 1), above
             kept, held, counted, above = self._slopes[slope]
-            if len(by_kind) > 1:  # backward begins with the last block: another kind doesn't raise its peak
+            if len(by_kind) > 1:  # backward begins with the last block: a block of another kind doesn't raise the peak
                 above = {**above, "backward_more": min(above["backward_more"], 0)}
             raised.append(above)
             terms.append((len(blocks) - few, (kept, _resharded(outline, held, counted, sizes.get("dp", 1)))))
@@ -219,7 +230,7 @@ class Counter:
     def _run(
         self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
     ) -> tuple[Kept, Held]:
-        """Run a stage with these blocks, or remember that one like it was run."""
+        """Run a stage with these blocks, or return the cached result of an equal stage."""
         dp, short = sizes.get("dp", 1), outline.short(ROUNDS)
         key = self._key(outline, sizes, index, pattern, blocks)
         if key not in self._memo:

@@ -1,7 +1,7 @@
-"""Rates of a machine: what its parts can do, how much of it is reached, and where each number comes from.
+"""The rates of a machine: the peak of each part, the share of it that is reached, and the source of each number.
 
-A profile is a JSON file, `profiles/NAME.json` here or any path: `{"name", "about", "values": {FIELD: {"value",
-"source"}}}`. A source begins with `specification`, `measured`, `fitted` or `assumed`.
+A profile is a JSON file, `profiles/NAME.json` in this package or any path: `{"name", "about", "values": {FIELD:
+{"value", "source"}}}`. A source begins with `specification`, `measured`, `fitted` or `assumed`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ class Machine:
     """The rates of a machine.
 
     Attributes:
-        name: of the profile.
-        peak: floating-point operations a second of products in 16 bits.
-        peak_32: the same in float32, and of any dtype that isn't listed.
-        peak_8: the same in eight-bit floats.
-        peak_vector: the same in 16 bits without matrix units; 0: the matrix units take every shape.
-        hbm: bytes a second between a GPU and its memory.
-        memory: bytes of a GPU.
-        reserve: bytes of it that the run doesn't get: the context, buffers of NCCL, and what an allocator can't use.
-        node: consecutive ranks that share a fast link.
-        e_gemm: the share of `peak` that products reach.
-        e_attention: the share that attention reaches.
+        name: the name of the profile.
+        peak: floating-point operations per second of matrix products in 16 bits.
+        peak_32: the same in float32, and in every dtype that isn't listed here. 0: half of `peak`.
+        peak_8: the same in FP8. 0: twice `peak`.
+        peak_vector: the same in 16 bits without tensor cores. 0: the tensor cores accept every shape.
+        hbm: bytes per second between a GPU and its memory.
+        memory: bytes of memory per GPU.
+        reserve: bytes of `memory` that the run can't use: the CUDA context, NCCL's buffers, and the allocator's loss.
+        node: the number of consecutive ranks that share a fast link.
+        e_gemm: the share of `peak` that matrix products reach.
+        e_attention: the share of `peak` that attention reaches.
         e_hbm: the share of `hbm` that other operators reach.
-        node_bandwidth, node_latency: bytes a second that a rank sends within its node, and seconds of a step.
-        bandwidth, latency: the same to another node.
-        all_gather, reduce_scatter, all_to_all: time of each kind, of a ring like all-reduce's.
-        x_tp: the share of collectives over tp, cp and ep that computation doesn't hide.
-        x_dp: the share of collectives over data ranks that computation doesn't hide.
-        tau: seconds that a block costs besides, for each micro-batch: launches, the host, small shapes.
-        cluster: a factor of the whole step: stragglers, jitter, and all that was not modelled.
-        sources: by field, where its value comes from.
-        errors: by field, the relative standard error of a fitted value.
+        node_bandwidth: bytes per second that a rank sends within its node.
+        node_latency: seconds per step of a ring within a node.
+        bandwidth, latency: the same between nodes.
+        all_gather, reduce_scatter, all_to_all: the time of each kind of collective, relative to a ring's formula.
+        x_tp: the share of collectives over tp, cp and ep that is not overlapped with computation.
+        x_dp: the share of collectives over data ranks that is not overlapped with computation.
+        tau: further seconds per block and micro-batch: kernel launches, the host, small shapes.
+        cluster: a factor of the whole step, for stragglers, jitter and everything that is not modeled.
+        sources: the source of each field's value.
+        errors: the relative standard error of each fitted field.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Machine:
     errors: dict[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of products in a dtype, such as "bfloat16"."""
+        """Return the operations per second that matrix products reach in a dtype, such as "bfloat16"."""
         if dtype in ("bfloat16", "float16"):
             return self.peak * self.e_gemm
         if dtype.startswith("float8"):
@@ -79,9 +80,15 @@ class Machine:
         return (self.peak_32 or self.peak / 2) * self.e_gemm
 
     def seconds(self, kind: str, size: int, calls: int, ranks: Sequence[int]) -> float:
-        """How long collectives of a kind over these ranks take: a ring's steps and bytes.
+        """Return the seconds that collectives of a kind take, from a ring's steps and bytes.
 
-        A ring that leaves the node crosses as many network links at once as it has ranks in a node.
+        A ring that leaves its node uses as many network links at the same time as it has ranks per node.
+
+        Args:
+            kind: the kind of collective, such as "all_reduce", or "send".
+            size: the bytes of all calls together.
+            calls: the number of calls.
+            ranks: the ranks of the group.
 
         Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
         """
@@ -104,7 +111,7 @@ NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "sourc
 
 
 def profile_names() -> list[str]:
-    """The profiles that come with the package."""
+    """Return the names of the profiles that come with the package."""
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
@@ -116,7 +123,7 @@ def load_machine(name: str | Path, **changes: float) -> Machine:
         changes: values that replace those of the file.
 
     Raises:
-        ValueError: if there is none, or it lacks a field, or has an unknown one or one without a source.
+        ValueError: if there is no such profile, or it lacks a field, has an unknown field, or a field has no source.
 
     Example:
         >>> mpcore.analysis.load_machine("h100").sources["peak"].partition(":")[0]
@@ -155,7 +162,7 @@ def _check(path: Path, numbers: dict[str, Any], sources: dict[str, str]) -> None
 
 
 def save_machine(machine: Machine, path: Path | str, about: str = "") -> None:
-    """Write a profile that `load_machine` reads."""
+    """Write a profile that `load_machine` can read."""
     values = {
         key: {"value": getattr(machine, key), "source": machine.sources.get(key, "assumed: the default")}
         | ({"error": machine.errors[key]} if key in machine.errors else {})

@@ -1,9 +1,10 @@
-"""Count how much memory a rank of any layout takes, on fake tensors: nothing is allocated.
+"""Count the memory that a rank of any layout needs, on fake tensors: nothing is allocated.
 
     python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
-Activations are the bytes that live between a micro-batch's forward and backward, times the micro-batches that the
-schedule holds at once; working set is what operators hold besides while they run. The allocator's loss is extra.
+Activations are the bytes that live between the forward and the backward of a micro-batch, times the number of
+micro-batches that the schedule holds at the same time. The working set is what operators hold in addition while they
+run. The allocator's loss is not included.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def parts_of(found: Found) -> dict[str, int]:
-    """The bytes of each kind of memory that a rank holds at its fullest."""
+    """Return the largest bytes of each kind of memory that a rank holds."""
     return {
         "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
         "buffers": found.buffers, "activations": found.peak, "working set": found.work_peak - found.peak,
@@ -22,12 +23,12 @@ def parts_of(found: Found) -> dict[str, int]:
 
 
 def unit_of(size: int) -> str:
-    """The largest unit of which a size is a tenth at least."""
+    """Return the largest unit in which a size is at least 0.1."""
     return next((name for name, unit in UNITS.items() if size >= unit / 10), "KiB")
 
 
 def table(found: Found) -> str:
-    """Print a line for each kind of memory, in one unit."""
+    """Return a table with one line per kind of memory, all in one unit."""
     name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}

@@ -1,4 +1,4 @@
-"""Count what operators compute: products, attention, the bytes that the others read and write, and kernels launched."""
+"""Count what operators compute: matrix products, attention, bytes moved by other operators, and kernel launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpcore.memory_footprint import tensors_in
 from mpcore.sharding.local import is_dtensor
 
 _aten = torch.ops.aten
-_ON_CPU = {  # torch has formulas for the attention of GPUs alone, and of grouped queries not before 2.13
+_ON_CPU = {  # torch has formulas only for the attention of GPUs, and for grouped queries only since 2.13
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
         2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])  # q k^T and p v
     ),
@@ -21,8 +21,8 @@ _ON_CPU = {  # torch has formulas for the attention of GPUs alone, and of groupe
         2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])  # q k^T again, dp, dv, dq, dk
     ),
 }
-_NAMES = ("attention", "scaled_dot_product")  # of operators of attention
-_FREE = {  # make a tensor without writing it, or return the one they got
+_NAMES = ("attention", "scaled_dot_product")  # in the names of attention operators
+_FREE = {  # these allocate a tensor without writing it, or return their argument
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
     _aten.set_, _aten.resize_, _aten.lift_fresh,
 }  # fmt: skip
@@ -36,13 +36,13 @@ class Tally:
     """What some operators compute.
 
     Attributes:
-        products: by dtype the floating-point operations of matrix products.
-        attention: floating-point operations of attention over the pairs that the mask leaves.
-        all_pairs: the same over all pairs, whatever the mask.
-        scores: pairs of query and key, of all heads, that calls of attention meet.
-        unaligned: of `all_pairs` those in 16 bits whose head dimension is no multiple of 16 bytes.
-        bytes: what every other operator that is no view reads and writes.
-        launches: operators that are no views: the kernels that a GPU launches.
+        products: the floating-point operations of matrix products, by dtype.
+        attention: the floating-point operations of attention, for the pairs of query and key that the mask leaves.
+        all_pairs: the same for all pairs, without regard to the mask.
+        scores: the number of pairs of query and key in all heads.
+        unaligned: the part of `all_pairs` in 16 bits whose head dimension is no multiple of 16 bytes.
+        bytes: the bytes that all other operators read and write; views are not counted.
+        launches: the number of operators that are no views: the kernels that a GPU launches.
     """
 
     products: dict[str, int] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class Tally:
 
     @property
     def flops(self) -> int:
-        """All floating-point operations of products, those of attention over all pairs."""
+        """The floating-point operations of all products, and of attention for all pairs."""
         return sum(self.products.values()) + self.all_pairs
 
 
 class Operators(TorchDispatchMode):
-    """Count operators into `tally`, which the caller replaces, while this context is entered.
+    """Count operators into `tally` while this context is entered. The caller may replace `tally` at any time.
 
-    Without hooks, unlike torch's counter: they would keep tensors that are counted as held.
+    Unlike torch's FLOP counter it uses no hooks: they would keep tensors alive, which would then be counted as held.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Operators(TorchDispatchMode):
         if func.is_view or packet in _FREE or func.namespace in _COMMUNICATION:
             return out
         given = list(tensors_in((args, kwargs)))
-        if any(is_dtensor(x) for x in args):  # comes again, as an operator on the local tensors
+        if any(is_dtensor(x) for x in args):  # the operator on the local tensors follows
             return out
         tally = self.tally
         tally.launches += 1
@@ -98,12 +98,12 @@ class Operators(TorchDispatchMode):
 
 
 def _pairs(name: str, args: tuple) -> tuple[int, int]:
-    """Pairs of query and key, of all heads, that a call of attention meets, and those that its mask leaves.
+    """Return the number of (query, key) pairs of all heads in a call of attention, and of those that the mask leaves.
 
-    Bounds have no values in a dry run: half of the pairs are taken, which is exact for causal masks whose sequences are
-    balanced over cp.
+    Bounds of masks have no values in a dry run. So half of the pairs are counted. This is exact for causal masks if the
+    sequences are balanced over cp.
     """
-    own = not name.startswith("_")  # of `mpcore.kernels`: [B, T, H, K]; torch's are [B, H, T, K]
+    own = not name.startswith("_")  # an operator of `mpcore.kernels` has [B, T, H, K]; torch's have [B, H, T, K]
     backward = "backward" in name
     q, k = (args[2], args[3]) if own and backward else (args[1], args[2]) if backward else (args[0], args[1])
     (B, H), T, S = (q.shape[0], q.shape[2 if own else 1]), q.shape[1 if own else 2], k.shape[1 if own else 2]

@@ -1,4 +1,4 @@
-"""Find how much a pipeline rank holds at once, from what each of its stages keeps of a micro-batch."""
+"""Compute how much a pipeline rank holds at the same time, from what each of its stages keeps of a micro-batch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from mpcore.pipeline.schedules import Schedule
 
 
 def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
-    """Find the most bytes that a pipeline rank holds besides its own parameters, gradients and states, going through
-    its actions in order as `mpcore.pipeline.executor` does.
+    """Return the most bytes that a pipeline rank holds besides its own parameters, gradients and optimizer state.
+
+    The function goes through the rank's actions in the order in which `mpcore.pipeline.executor` runs them.
 
     Args:
         plan: the schedule.
-        rank: the rank along pp.
+        rank: the pipeline rank.
         stages: what each of its stages keeps.
 
     Returns:
-        The most at the end of any forward; and at any time, while operators run.
+        The most bytes at the end of any forward, and the most at any time, while operators run.
     """
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
     whole = plan.with_messages if len(plan.ranks) > 1 else plan
     released = releases(whole, rank)
-    local = {stage for stage in of if stage + 1 in of}  # whose outputs are the inputs of the next, until its backward
+    local = {stage for stage in of if stage + 1 in of}  # their outputs are the next stage's inputs, until its backward
     started: set[int] = set()
     freed: set[int] = set()
     held = most = ever = 0
-    missing = sum(kept.made for kept in stages)  # of the rank's own gradients, which a step begins without
+    missing = sum(kept.made for kept in stages)  # gradients that don't exist yet: a step begins without them
     for action in whole.ranks[rank]:
         kind, stage, _ = action
         kept, before = of[stage], stage - 1 in local
@@ -50,9 +51,9 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
             ever = max(ever, held + (kept.weight_more if kind == "W" else kept.backward_more) - missing)
         if kind in ("B", "I"):
             held += kept.sent_back
-        if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's backward is all in W
+        if kind == "B" or kind == ("I" if stage else "W"):  # the first stage's whole backward is W
             held -= kept.returned
-        if kind == "I":  # of an input that the stage before holds, nothing is freed here
+        if kind == "I":  # an input that the previous stage holds is not freed here
             held += kept.between - (kept.activations - kept.output)
             held += kept.received - kept.between_inputs if before else 0
         if kind in ("B", "W"):

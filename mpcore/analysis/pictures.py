@@ -1,4 +1,4 @@
-"""Pictures of a layout: what each rank of the pipeline holds, and where the ranks are on the machine."""
+"""Draw a layout: what each pipeline rank holds, and where the ranks are on the machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mpcore.analysis.work import Found
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.pipeline.draw import matplotlib_part
 
-MOST_NODES = 16  # drawn
+MOST_NODES = 16  # more nodes are not drawn
 
 
 def draw_memory(ranks: Sequence[Found], path: Path | str) -> None:
-    """Draw what each rank of a pipeline holds as stacked bars, and name the fullest.
+    """Draw what each pipeline rank holds as stacked bars, and name the rank that holds the most.
 
     Args:
-        ranks: what was counted, by pipeline rank.
-        path: the picture; its ending says which kind (.png, .svg, .pdf).
+        ranks: the counts of each pipeline rank.
+        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
     """
     most = max(found.most for found in ranks)
     fullest = next(i for i, found in enumerate(ranks) if found.most == most)
@@ -32,7 +32,7 @@ def draw_memory(ranks: Sequence[Found], path: Path | str) -> None:
         if any(sizes):
             axes.bar(range(len(ranks)), sizes, 0.8, bottom, color=colour, label=kind, edgecolor="white", linewidth=0.5)
             bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
-    totals = [found.most / UNITS[name] for found in ranks]  # the parts need not be at their most at once
+    totals = [found.most / UNITS[name] for found in ranks]  # not all parts are largest at the same time
     axes.scatter(range(len(ranks)), totals, marker="_", s=600, color="#000000", label="most at once", zorder=3)
     kind, size = max(parts_of(ranks[fullest]).items(), key=lambda part: part[1])
     axes.set(xlabel="pipeline rank", ylabel=f"{name} of one GPU", xticks=range(len(ranks)))
@@ -46,11 +46,11 @@ def draw_memory(ranks: Sequence[Found], path: Path | str) -> None:
 
 
 def crossing(node: int, **sizes: int) -> dict[str, bool]:
-    """Tell of each axis with several ranks whether its groups cross nodes.
+    """Return, for each axis with several ranks, whether its groups cross nodes.
 
     Args:
-        node: ranks of a node.
-        sizes: of the axes, as of `mpcore.mesh.mesh_ranks`.
+        node: the number of ranks per node.
+        sizes: the sizes of the axes, as `mpcore.mesh.mesh_ranks` accepts them.
 
     Example:
         >>> from mpcore.analysis.pictures import crossing
@@ -63,13 +63,13 @@ def crossing(node: int, **sizes: int) -> dict[str, bool]:
 
 
 def draw_ranks(node: int, path: Path | str, cp_inner: int | None = None, **sizes: int) -> None:
-    """Draw a layout on the machine: a row a node, a box a GPU with its rank and its place on each axis.
+    """Draw a layout on the machine: one row per node, one box per GPU with its rank and its rank on each axis.
 
     Args:
-        node: ranks of a node.
-        path: the picture; its ending says which kind (.png, .svg, .pdf).
-        cp_inner: isn't drawn.
-        sizes: of the axes, as of `mpcore.mesh.mesh_ranks`.
+        node: the number of ranks per node.
+        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
+        cp_inner: ignored.
+        sizes: the sizes of the axes, as `mpcore.mesh.mesh_ranks` accepts them.
     """
     groups, crosses = mesh_ranks(**sizes), crossing(node, **sizes)
     place = {name: {r: i for group in groups[name] for i, r in enumerate(group)} for name in crosses}
