@@ -3,8 +3,9 @@
 `mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16
 --global-batch 1024 --wide` tries every mesh of 1,024 ranks with every choice of the usual flags.
 
-Memory, operators and messages are counted on fake tensors (`mpcore.analysis.layout`); seconds follow from the rates of
-a profile (`mpcore.analysis.seconds`, `mpcore calibrate`). docs/planner.md shows how wrong they are.
+Memory, operators and messages are counted on fake tensors (`mpcore.analysis.layout`). The seconds are computed from
+these counts and the rates in a profile (`mpcore.analysis.seconds`, `mpcore calibrate`). docs/planner.md shows the error
+of the estimates.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ FIRST = 10.0
 
 
 def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
-    """Change rates: `bandwidth=2x` doubles one, `memory=141e9` sets one.
+    """Return the machine with changed rates: `bandwidth=2x` doubles a rate, `memory=141e9` sets one.
+
+    Args:
+        machine: the machine.
+        changes: the changes, each as text.
 
     Raises:
-        ValueError: if one isn't of that form, or there is no such rate.
+        ValueError: if a change has another form, or there is no such rate.
 
     Example:
         >>> from mpcore.analysis import load_machine
@@ -106,9 +111,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Choice]) -> str:
-    """The number of parameters of the first layout that isn't refused, as the head of the table says it, or "".
+    """Return the number of parameters as text for the head of the table, or "".
 
-    A `Work` is made on one rank, which holds the whole model.
+    It is that of the first layout that isn't refused. A `Work` is made on one rank, which then holds the unsharded
+    model.
     """
     for sizes, option in layouts:
         with suppress(ValueError), on_mesh(0, **(sizes if isinstance(build, Model) else {})) as mesh:
@@ -122,14 +128,17 @@ def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Cho
 
 
 class Progress:
-    """On stderr: a bar on a terminal, a line now and then elsewhere, and the first table after `FIRST` seconds."""
+    """Report progress on stderr: a bar on a terminal, otherwise a line now and then.
+
+    After `FIRST` seconds a first table is printed.
+    """
 
     def __init__(self, of: int, machine: Machine, top: int) -> None:
         self.of, self.machine, self.top, self.shown = of, machine, top, False
         self.began = self.told = time.monotonic()
 
     def __call__(self, done: int, found: Sequence[Estimate]) -> None:
-        """Tell how many layouts are done."""
+        """Report how many layouts are done."""
         if not self.shown and time.monotonic() - self.began > FIRST and any(e.fits(self.machine) for e in found):
             self.shown = True
             if done < self.of:
@@ -147,7 +156,7 @@ class Progress:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     args = _parse(argv)
     if args.fit is not None:
         print(state_table(args.fit, args.dp or [1, 8, 64]))
@@ -161,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     if not cuts:
         raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
     options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
-    layouts = useful((cut, option) for option in options for cut in cuts)  # meshes share the counts of a choice
+    layouts = useful((cut, option) for option in options for cut in cuts)  # layouts with the same flags share counts
     counter = Counter(build, not args.cpu, share=True)
     print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
           f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node"

@@ -1,4 +1,4 @@
-"""What `mpcore plan` prints and draws."""
+"""Print and draw the results of `mpcore plan`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ MARKERS = "osD^vP*X"
 
 
 def why(seconds: Seconds) -> str:
-    """Why a step isn't faster: the largest parts besides products and attention, by name."""
+    """Return text that names the largest parts of a step besides products and attention."""
     parts = [(name, part / seconds.step) for name, part in seconds.parts().items() if name not in COMPUTE]
     largest = sorted(parts, key=lambda pair: -pair[1])[:3]
     return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
 
 
 def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str:
-    """The layouts that fit, a line each, the fastest first; then how many don't fit or are refused, and why."""
+    """Return a table of the layouts that fit, one line each, the fastest first.
+
+    After the table come the number of layouts that don't fit or are refused, and why.
+    """
     fits = [e for e in estimates if e.fits(machine)]
     large = [e for e in estimates if not e.fits(machine) and not e.refused]
     axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
@@ -60,10 +63,15 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
 
 
 def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
-    """Where the seconds and the memory of a layout go, and the flags to paste.
+    """Return where the seconds and the memory of a layout go, and its flags.
+
+    Args:
+        e: the layout.
+        machine: the machine.
+        given: flags that all layouts share.
 
     Raises:
-        ValueError: if it doesn't fit or is refused.
+        ValueError: if the layout doesn't fit or is refused.
     """
     if e.seconds is None:
         raise ValueError(f"{e.flags or 'the layout'}: {e.refused or 'it does not fit'}")
@@ -76,10 +84,10 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
 
 
 def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
-    """Draw the layouts that fit, seconds of a step over memory; those of the frontier by name.
+    """Draw the layouts that fit: seconds per step over memory. The best layouts are numbered and named.
 
     Raises:
-        ValueError: if none fits.
+        ValueError: if no layout fits.
     """
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:

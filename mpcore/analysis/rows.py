@@ -1,23 +1,23 @@
-"""Runs with a known time, as rows of a JSON list or of a CSV file, for `mpcore calibrate`.
+"""Read runs with a known time, as rows of a JSON list or of a CSV file, for `mpcore calibrate`.
 
-A row names the mesh, what the run took, and flags of the target:
+A row has the mesh, the time of the run, and flags of the target:
 
     [{"name": "8B", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b", "dtype": "bfloat16", "micro_batch": 1,
       "batch": 128, "seconds": 12.78}]
 
-    tp, pp, cp, ep, dp, etp, cp_inner   the mesh; dp is what the others leave of `gpus`
-    seconds                             of a step, or "oom" for a run that ran out of memory
-    tflops, flops                       instead: TFLOP/s a GPU, and the operations of a step that were divided by the
-                                        time: a number, "plain" or "recomputed" (72 or 96 B s L h^2 .., `flops_of`)
-    name, set, machine                  what it is called, whose errors are averaged together, and a profile's name
-    attention                           "unfused": its scores are in memory
-    gradient_bytes                      of each parameter, where the run sums gradients: 2 or 4 (4); 6 where it keeps
-                                        those in 16 bits besides their float32 sums
-    nodes                               the state of the nodes, where the source tells of several: each has a factor of
-                                        its own
+    tp, pp, cp, ep, dp, etp, cp_inner   the mesh; dp defaults to gpus / (tp pp cp)
+    seconds                             seconds per step, or "oom" for a run that ran out of memory
+    tflops, flops                       instead of seconds: TFLOP/s per GPU, and the operations per step from which
+                                        they were computed: a number, "plain" or "recomputed" (72 or 96 B s L h^2 ..,
+                                        `flops_of`)
+    name, set, machine                  the run's name; the set, within which errors are averaged; a profile's name
+    attention                           "unfused": attention writes its scores to memory
+    gradient_bytes                      bytes per parameter of gradients: 2 or 4 (default 4), or 6 if 16-bit gradients
+                                        are kept besides their float32 sums
+    nodes                               the state of the nodes, if the source names several: each has its own factor
     target                              `module:function`; default examples.gpt.plan:build
     layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
-                                        any other column is a flag of the target: true is the flag alone
+                                        any other column is a flag of the target; true gives the flag without a value
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Row:
     """A run.
 
     Attributes:
-        name: what it is called.
-        set: rows whose errors are averaged together.
+        name: the run's name.
+        set: the set of rows whose errors are averaged together.
         machine: a profile's name, or "".
         target: the build function.
-        sizes: of the mesh's axes.
-        arguments: flags of the target.
-        seconds: of a step; None: it ran out of memory.
-        unfused: attention is written out.
-        gradient_bytes: of each parameter, in the run's runtime.
+        sizes: the sizes of the mesh's axes.
+        arguments: the flags of the target.
+        seconds: seconds per step. None: the run ran out of memory, or no time is needed.
+        unfused: whether attention writes its scores to memory.
+        gradient_bytes: the bytes of gradients per parameter in the run's runtime.
         nodes: the state of the nodes, or "" for the usual one.
     """
 
@@ -71,10 +71,14 @@ class Row:
 
 
 def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
-    """Read rows from a .json or .csv file. Without `need_times` a row may lack its time.
+    """Read rows from a .json or .csv file.
+
+    Args:
+        path: the file.
+        need_times: if False, a row may lack its time.
 
     Raises:
-        ValueError: naming the row and the column that is wrong.
+        ValueError: if the file or a row is wrong. The message names the row and the column.
     """
     path = Path(path)
     try:
@@ -92,10 +96,15 @@ def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
 
 
 def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
-    """Read one row, a dictionary of columns.
+    """Read one row, a mapping of columns to values.
+
+    Args:
+        row: the row.
+        where: the row's name, for messages.
+        need_time: if False, the row may lack its time.
 
     Raises:
-        ValueError: naming the column that is wrong.
+        ValueError: if a column is wrong or missing. The message names it.
 
     Example:
         >>> row = read_row({"tp": 2, "gpus": 4, "layers": 2, "batch": 8, "seconds": 1.5})
@@ -195,9 +204,18 @@ FORMULAS = {"plain": (72, 12), "recomputed": (96, 16)}
 
 
 def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") -> float:
-    """Floating-point operations of a step by Megatron's formula, F B s L h^2 (1 + s / 6h + V / DLh).
+    """Return the floating-point operations per step by Megatron's formula, F B s L h^2 (1 + s / 6h + V / DLh).
 
-    F and D are 72 and 12 for "plain"; 96 and 16 for "recomputed", which counts the forward of full recomputation too.
+    F and D are 72 and 12 for "plain", 96 and 16 for "recomputed". The latter also counts the forward that full
+    recomputation repeats.
+
+    Args:
+        values: the row's columns.
+        formula: "plain" or "recomputed".
+        where: the row's name, for messages.
+
+    Raises:
+        ValueError: if a column that the formula needs is missing.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix.
     """
@@ -211,5 +229,5 @@ def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") ->
 
 
 def sets_of(rows: Sequence[Row]) -> list[str]:
-    """The sets of rows, in order."""
+    """Return the sets of the rows, in order."""
     return list(dict.fromkeys(row.set for row in rows))

@@ -1,4 +1,4 @@
-"""A run of `examples.gpt.pretrain` as a row: its flags from config.json, its seconds from metrics.jsonl."""
+"""Read a run of `examples.gpt.pretrain` as a row: its flags from config.json, its seconds from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SKIPPED = 2
 
 
 def read_run(folder: Path) -> Row:
-    """Read a folder that a run wrote.
+    """Read the folder of a run.
 
     Raises:
-        ValueError: if it holds no config.json, or too few steps with a time.
+        ValueError: if the folder has no config.json, or metrics.jsonl has too few steps with a time.
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())

@@ -24,15 +24,15 @@ IDLE = {"schedule": ("pp",), "virtual-stages": ("pp",), "sequence-parallel": ("t
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout, and what a step of it takes.
+    """A layout, and the estimate of its step.
 
     Attributes:
-        sizes: of the mesh's axes.
-        arguments: of the build function, that other layouts don't have.
-        memory: bytes of the fullest rank, without the machine's reserve.
-        bound: whether `memory` is only a lower bound, by which the layout was ruled out before it was counted.
-        seconds: where the seconds of a step go; None where it doesn't fit or is refused.
-        spread: the relative standard error of the step.
+        sizes: the sizes of the mesh's axes.
+        arguments: the arguments of the build function in which this layout differs from others.
+        memory: the bytes that the fullest rank holds, without the machine's reserve.
+        bound: whether `memory` is only a lower bound. It was too large, so the layout wasn't counted.
+        seconds: the parts of the step's seconds. None: the layout doesn't fit or is refused.
+        spread: the relative standard error of the step's seconds.
         refused: why the layout is refused, or "".
     """
 
@@ -46,26 +46,28 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Seconds of a step; infinite where there is none."""
+        """The seconds per step; infinite if there is no estimate."""
         return float("inf") if self.seconds is None else self.seconds.step
 
     def fits(self, machine: Machine) -> bool:
-        """Whether it can be, in the machine's memory."""
+        """Return whether the layout is not refused and fits into the machine's memory."""
         return not self.refused and self.memory + machine.reserve <= machine.memory
 
     @property
     def flags(self) -> str:
-        """The flags of a run of this layout, to paste."""
+        """The command-line flags of a run with this layout."""
         mesh = [f"--{axis.replace('_', '-')} {size}" for axis, size in self.sizes.items() if size > 1]
         return " ".join([*mesh, *self.arguments])
 
 
 def meshes(world: int, node: int, **sizes: Sequence[int] | None) -> Iterator[dict[str, int]]:
-    """List every mesh of so many ranks, tp within a node, large tp first.
+    """Yield every mesh of this number of ranks with tp inside a node, large tp first.
 
     Args:
-        world, node: ranks, and ranks of a node.
-        sizes: the sizes an axis may have; None: tp, pp and dp any, cp and ep 1, etp that of tp, no `cp_inner`.
+        world: the number of ranks.
+        node: the number of ranks per node.
+        sizes: the allowed sizes of each axis. An axis that is missing or None may have: any size for tp, pp and dp;
+            size 1 for cp and ep; the size of tp for etp; no `cp_inner`.
     """
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     tps = sizes.get("tp") or [n for n in divisors if n <= node][::-1]
@@ -81,10 +83,12 @@ def meshes(world: int, node: int, **sizes: Sequence[int] | None) -> Iterator[dic
 
 
 def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """The arguments of every combination of `name=value,value,..`; `on` is a flag alone, `off` none.
+    """Yield the arguments of every combination of `name=value,value,..`.
+
+    The value `on` gives the flag without a value; `off` leaves the flag out.
 
     Raises:
-        ValueError: if one isn't of that form, or is an axis of the mesh.
+        ValueError: if a text has another form, or names an axis of the mesh.
     """
     options = []
     for text in vary:
@@ -101,7 +105,7 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 def useful(layouts: Iterable[Choice]) -> list[Choice]:
-    """Leave out varied flags that change nothing on their mesh; of layouts that are then equal keep the first.
+    """Remove varied flags that change nothing on their mesh. Of layouts that are then equal, keep the first.
 
     Example:
         >>> sizes = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 8}
@@ -121,7 +125,7 @@ def useful(layouts: Iterable[Choice]) -> list[Choice]:
 
 
 def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: Choice, unfused: bool) -> Estimate:
-    """Estimate one layout: its memory first, and its seconds where it fits."""
+    """Estimate one layout: first its memory, and its seconds if it fits."""
     sizes, own = choice
     try:
         layout = counter.layout([*given, *own], machine.memory - machine.reserve, **sizes)
@@ -144,20 +148,20 @@ def search(
     unfused: bool = False,
     each: Callable[[int, Sequence[Estimate]], None] = lambda done, found: None,
 ) -> list[Estimate]:
-    """Estimate layouts; Ctrl-C stops with what is there.
+    """Estimate layouts. Ctrl-C stops the search and keeps its results.
 
-    A mesh that doesn't fit with a micro-batch isn't tried with a larger one.
+    A mesh that doesn't fit with one micro-batch size isn't tried with a larger one.
 
     Args:
-        counter: of the model.
+        counter: the counter of the model.
         machine: the machine.
-        given: arguments that all layouts share.
-        layouts: sizes of a mesh and further arguments.
-        unfused: attention is written out.
-        each: called after each layout with the number of layouts that are done, and with what was found.
+        given: the arguments that all layouts share.
+        layouts: the layouts: the sizes of a mesh, and further arguments.
+        unfused: whether attention writes its scores to memory.
+        each: called after each layout with the number of layouts that are done, and with the estimates so far.
 
     Returns:
-        First the layouts that fit, by time; then the too large ones, by memory; then the refused ones.
+        First the layouts that fit, the fastest first; then those that don't, the smallest first; then the refused ones.
     """
     found: list[Estimate] = []
     too_large: dict[object, int] = {}
@@ -176,7 +180,7 @@ def search(
 
 
 def _micro_batch(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The micro-batch among some arguments, 0 where there is none, and the others."""
+    """Return the micro-batch size in some arguments (0 if there is none), and the other arguments."""
     if "--micro-batch" not in arguments:
         return 0, arguments
     i = arguments.index("--micro-batch")
@@ -184,7 +188,10 @@ def _micro_batch(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
 
 
 def ranked(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
-    """The layouts that fit, by time; the too large ones, by memory; the refused ones. Of equals the first stands."""
+    """Sort estimates: those that fit by time, those that don't by memory, then the refused ones.
+
+    Of equal estimates only the first is kept.
+    """
     unique: Mapping[object, Estimate] = {
         (tuple(e.sizes.items()), e.memory, e.step, e.refused): e for e in reversed(found)
     }
@@ -195,7 +202,7 @@ def ranked(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
 
 
 def frontier(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
-    """Those that fit and of which none is as fast in less memory; the fastest first."""
+    """Return the layouts that fit and for which no other layout is as fast in less memory. The fastest comes first."""
     best, least = [], float("inf")
     for e in ranked(found, machine):
         if e.fits(machine) and e.memory < least:

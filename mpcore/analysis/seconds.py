@@ -1,16 +1,18 @@
-"""Seconds of a step from what a layout counts and what a machine's parts reach.
+"""Compute the seconds of a step from the counts of a layout and the rates of a machine.
 
     product     = operations / (peak e_gemm)
-    attention   = operations of the pairs that the mask leaves / (peak e_attention); written out: of all pairs, and
-                  9 bytes of each score a pass; of heads that are no multiple of 16 bytes / (peak_vector e_gemm)
+    attention   = operations of the pairs that the mask leaves / (peak e_attention)
     other       = bytes / (hbm e_hbm)
     block       = product + attention + other + x_tp (collectives over tp, cp, ep) + tau
-    pipeline    = the schedule run on 4 micro-batches a rank, and for each other one the difference from 3
+    pipeline    = the schedule run on 4 micro-batches per rank, and for each other one the difference from 3
     data        = x_dp (collectives over data ranks)
     optimizer   = bytes of parameters, gradients and state / (hbm e_hbm)
     step        = cluster (pipeline + data + optimizer)
 
-Source of 9 bytes: Korthikanti et al. 2022, arXiv:2205.05198, section 4.1 counts 5 bytes of each score that are kept; a
+Unfused attention counts the operations of all pairs, and 9 bytes per score in each pass. If the head dimension is no
+multiple of 16 bytes, its products run at peak_vector e_gemm.
+
+Source of 9 bytes: Korthikanti et al. 2022, arXiv:2205.05198, section 4.1 counts 5 bytes per score that are kept; a
 pass reads and writes them.
 """
 
@@ -34,13 +36,13 @@ SCORE_BYTES = 9
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the seconds of a step go, on the pipeline rank with the most to do.
+    """The parts of a step's seconds, on the pipeline rank with the most work.
 
     Attributes:
-        products, attention, operators: what computes; `operators` are all others.
-        exposed: by axis what communication takes that computation doesn't hide.
+        products, attention, operators: computation; `operators` are all operators but products and attention.
+        exposed: by axis, communication that is not overlapped with computation.
         bubble: waiting for other pipeline ranks, and for messages.
-        host: launches, the host and small shapes.
+        host: kernel launches, the host and small shapes.
         optimizer: the optimizer's step.
         cluster: what the machine's factor of the whole step adds.
     """
@@ -56,11 +58,11 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """The seconds per step."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Each part by its name, in the order of the table."""
+        """Return each part by name, in the order of the table."""
         communication = {f"{axis} sent": seconds for axis, seconds in self.exposed.items()}
         return {
             "products": self.products, "attention": self.attention, "operators": self.operators, **communication,
@@ -72,12 +74,12 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     """Estimate a step of a layout.
 
     Args:
-        layout: what its ranks count.
-        machine: the rates.
-        unfused: attention is written out: its scores are in memory.
+        layout: the counts of the layout.
+        machine: the rates of the machine.
+        unfused: whether attention writes its scores to memory.
 
     Returns:
-        Where the seconds go. `step` is their sum.
+        The parts of the step's seconds. `step` is their sum.
     """
     stages = [
         [_part(part, blocks * share, layout, machine, unfused) for part, share in _halves(kept)]
@@ -108,12 +110,12 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
 
 
 def _halves(kept: Kept) -> tuple[tuple[Part, float], tuple[Part, float]]:
-    """Forward and backward of a micro-batch in the middle of a step, and which share of the host's time each takes."""
+    """Return forward and backward of a micro-batch in the middle of a step, each with its share of the host's time."""
     return (kept.middle.forward, 1 / 3), (kept.middle.backward, 2 / 3)
 
 
 def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: bool) -> dict[str, float]:
-    """Seconds of one micro-batch in one stage; by name, axes by theirs."""
+    """Return the seconds of one micro-batch's forward or backward in one stage, by part; axes are parts too."""
     tally = part.operators
     found = {
         "products": sum(flops / machine.rate(dtype) for dtype, flops in tally.products.items()),
@@ -128,8 +130,11 @@ def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: 
 
 
 def _attention(tally: Tally, machine: Machine, unfused: bool) -> float:
-    """Seconds of attention. Written out, its products are batches of matrices as narrow as a head: matrix units refuse
-    heads that are no multiple of 16 bytes, which fused kernels pad."""
+    """Return the seconds of attention.
+
+    Unfused attention computes batches of matrices as narrow as a head. Tensor cores can't compute heads that are no
+    multiple of 16 bytes; fused kernels pad such heads.
+    """
     if not unfused:
         return tally.attention / (machine.peak * machine.e_attention)
     slow = tally.unaligned if machine.peak_vector else 0
@@ -146,7 +151,7 @@ def _by_axis(sent: Sent, layout: Layout, machine: Machine) -> dict[str, float]:
 
 
 def _data(layout: Layout, machine: Machine, rank: int) -> dict[str, float]:
-    """Seconds of a step's collectives over the axes that carry gradients and parameters, by axis."""
+    """Return the seconds per step of the collectives that carry gradients and parameters, by axis."""
     found: dict[str, float] = {}
     for i in layout.short.stages_of(rank):
         for times, round_ in zip(layout.rounds[i], layout.stages[i].rounds, strict=True):
@@ -159,14 +164,14 @@ def _data(layout: Layout, machine: Machine, rank: int) -> dict[str, float]:
 
 
 def _messages(layout: Layout) -> list[int]:
-    """The largest message of each kind of stage."""
+    """Return the largest message of each kind of stage."""
     if len(layout.held) == 1:
         return []
     return sorted({max(kept.received, kept.sent_back) for kept in layout.stages})
 
 
 def _hop(layout: Layout) -> tuple[int, int]:
-    """Two ranks that pass messages: neighbours along pp."""
+    """Return two ranks that pass messages: neighbors along pp."""
     world = 1
     for axis in ("tp", "cp", "pp", "dp"):
         world *= layout.sizes.get(axis, 1)
@@ -177,7 +182,10 @@ _resolved = lru_cache(maxsize=64)(resolve)
 
 
 def _makespan(layout: Layout, forward: list[float], backward: list[float], message: float) -> float:
-    """Seconds of the pipeline: a few micro-batches by running the schedule, the others by their slope."""
+    """Return the seconds of the pipeline.
+
+    The schedule is run for a few micro-batches. Each other micro-batch adds the difference between two such runs.
+    """
     times = {"F": forward, "B": backward, "I": [b / 2 for b in backward], "W": [b / 2 for b in backward]}
     found = _of(layout.short).makespan(times, message)
     if layout.shorter is None:

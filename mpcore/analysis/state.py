@@ -1,7 +1,7 @@
-"""What the state of a model takes with each stage of ZeRO, from arithmetic: `mpcore plan --fit PARAMETERS`.
+"""Compute the memory of a model's state for each stage of ZeRO: `mpcore plan --fit PARAMETERS`.
 
-Bytes of each parameter in bfloat16 with float32 masters: weights 2; gradients 4, or 2 if they are summed in bfloat16;
-optimizer 12, which are the master and Adam's two moments.
+Bytes per parameter in bfloat16 with float32 master weights: weights 2; gradients 4, or 2 if they are reduced in
+bfloat16; optimizer 12, for the master weight and Adam's two moments.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
 """
@@ -14,16 +14,16 @@ WEIGHTS, OPTIMIZER = 2, 12
 
 
 def state_bytes(parameters: float, stage: int, ranks: int, gradients: int = 4) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state on one rank.
+    """Return the bytes of weights, gradients and optimizer state on one rank.
 
     Args:
-        parameters: how many the model has.
-        stage: of ZeRO: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 weights too.
-        ranks: data ranks.
-        gradients: bytes of a gradient, 2 or 4.
+        parameters: the number of parameters of the model.
+        stage: the stage of ZeRO. 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights.
+        ranks: the number of data ranks.
+        gradients: bytes per gradient, 2 or 4.
 
     Raises:
-        ValueError: for another stage.
+        ValueError: if `stage` is not 0 to 3.
 
     Example:
         >>> [round(x / 1e9) for x in state_bytes(65e9, 1, 64, gradients=2)]
@@ -37,7 +37,7 @@ def state_bytes(parameters: float, stage: int, ranks: int, gradients: int = 4) -
 
 
 def state_table(parameters: float, ranks: Sequence[int]) -> str:
-    """A line for each stage and number of data ranks, in GB, with gradients of 2 and of 4 bytes."""
+    """Return a table in GB: one line per stage and number of data ranks, for gradients of 2 and of 4 bytes."""
     lines = [
         f"{parameters:,.0f} parameters, GB on one of so many data ranks; activations come on top",
         f"{'ranks':>6} {'ZeRO':>5} {'weights':>9} {'gradients':>17} {'optimizer':>10} {'all':>19}",

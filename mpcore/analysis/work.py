@@ -1,7 +1,7 @@
-"""What a rank of a layout runs, as planners ask for it, and what they count of it.
+"""Define what planners need of a layout (`Work`, `Outline`, `Model`) and what they count (`Kept`, `Held`, `Found`).
 
-A planner is given a function of the user, `build(mesh, arguments)`, which returns a `Work`. Where that function is a
-`Model`, the planner asks for parts of a stage, and counts a stage of 96 blocks from stages of one and two.
+A planner calls a function of the user, `build(mesh, arguments)`, which returns a `Work`. If this function is a `Model`,
+the planner can build parts of a stage. It then counts a stage of 96 blocks from stages of one and two blocks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ class Work:
     """What a rank runs in a step.
 
     Attributes:
-        stages: this rank's stages, lowest first, on the meta device, cut over data and recomputing as they shall.
-        plan: the pipeline's schedule; its micro-batches are those of the step.
-        inputs: `inputs(i)` makes the arguments of `stages[i]` for one micro-batch, `(args, kwargs)`, where `args` are
-            the tensors that the stage before returns.
-        loss: of the last stage's output.
-        optimizer: makes the optimizer of some parameters.
-        autocast: the dtype of matrix products; None: that of the parameters.
-        theory: by (axis, kind) the bytes that the step's collectives should have.
+        stages: this rank's stages, the lowest first, on the meta device, with data parallelism and recomputation
+            applied.
+        plan: the pipeline's schedule. It has the micro-batches of the step.
+        inputs: `inputs(i)` returns the arguments (args, kwargs) of `stages[i]` for one micro-batch. `args` are the
+            tensors that the previous stage returns.
+        loss: the loss, as a function of the last stage's output.
+        optimizer: the function that makes an optimizer from a list of parameters.
+        autocast: the dtype of matrix products. None: that of the parameters.
+        theory: the bytes that the step's collectives should have, by (axis, kind).
     """
 
     stages: Sequence[nn.Module]
@@ -59,14 +60,14 @@ def make_work(
     """Make the work of a rank that holds a whole model: one pipeline stage, laid out as `prepare` would.
 
     Args:
-        model: on the meta device, built for the mesh.
-        mesh: of one pipeline rank.
-        inputs: the arguments of the model for one micro-batch of this rank; their values don't matter.
-        loss: of what the model returns.
-        blocks: the units of ZeRO and of recomputation.
-        micro_batches: those of a step.
-        data, precision, recompute: as of `prepare`.
-        optimizer: makes the optimizer of some parameters.
+        model: the model, on the meta device, built for the mesh.
+        mesh: a mesh with one pipeline rank.
+        inputs: the model's arguments for one micro-batch of this rank. Their values don't matter.
+        loss: the loss, as a function of what the model returns.
+        blocks: the modules that ZeRO and recomputation treat as units.
+        micro_batches: the micro-batches per step.
+        data, precision, recompute: as for `prepare`.
+        optimizer: the function that makes an optimizer from a list of parameters.
 
     Raises:
         ValueError: if the mesh has several pipeline ranks.
@@ -109,26 +110,30 @@ def _no_theory(stages: Sequence[int]) -> dict[tuple[str, str], int]:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a planner asks about a layout before any stage is built.
+    """What a planner needs to know of a layout before a stage is built.
 
     Attributes:
         schedule: the schedule's name, or a path that ends in .csv.
-        ranks: pipeline ranks.
-        micro_batches: those of a step.
-        virtual_stages: stages a rank; None: as many as the schedule takes.
-        blocks: for each stage the blocks, by their places in the model.
+        ranks: the number of pipeline ranks.
+        micro_batches: the micro-batches per step.
+        virtual_stages: the stages per rank. None: the schedule's default.
+        blocks: for each stage, the indices of its blocks in the model.
         kind: `kind(block)` is equal for blocks that cost the same.
-        work: `work(plan, blocks, choice)` makes the mesh's rank's work on the stages of `choice` with those blocks.
-        linear: whether counts are linear in the blocks of a stage; not where each block decides by what others take,
-            as with a budget of recomputation, or where stages share parameters on one rank.
-        sharded: whether parameters, gradients and optimizer state lie in equal shards over data ranks.
-        few: how many blocks of each kind a stage needs before another one adds the same to every count: 2 where
-            gradients of a block are reduced while the backward of the next one runs.
-        key: all that the counts of a stage depend on, besides the mesh and its blocks; layouts share by it.
-        theory: by (axis, kind) the bytes that the collectives of some stages of a rank should have.
-        given: the schedule, where it is built already.
-        parameters: of the whole model; 0 where it isn't told.
-        least: bytes that the fullest rank holds at least, by arithmetic: a layout that has less room isn't counted.
+        work: `work(plan, blocks, choice)` makes the work of the mesh's rank, on the stages in `choice` with the blocks
+            given there.
+        linear: whether counts are linear in the number of blocks of a stage. They are not if the decision about a block
+            depends on other blocks, as with a memory budget of recomputation, or if stages on one rank share
+            parameters.
+        sharded: whether parameters, gradients and optimizer state are sharded evenly over data ranks.
+        few: the number of blocks of each kind that a stage needs before another one adds the same to every count. It is
+            2 if the gradients of a block are reduced while the backward of the next block runs.
+        key: everything else that the counts of a stage depend on, besides the mesh and its blocks. Layouts with equal
+            keys share counts.
+        theory: a function: for some stages of a rank, the bytes that their collectives should have, by (axis, kind).
+        given: the schedule, if it is built already. None: it isn't.
+        parameters: the number of parameters of the unsharded model. 0: unknown.
+        least: a lower bound of the bytes that the fullest rank holds, by arithmetic. A layout with less memory isn't
+            counted.
     """
 
     schedule: str
@@ -148,15 +153,15 @@ class Outline:
     least: int = 0
 
     def plan(self, micro_batches: int | None = None) -> Schedule:
-        """The schedule, of all micro-batches or of fewer."""
+        """Return the schedule, of all micro-batches or of `micro_batches`."""
         if self.given is not None:
             return self.given
         return plan_of(self.schedule, self.ranks, micro_batches or self.micro_batches, self.virtual_stages)
 
     def short(self, rounds: int) -> Schedule:
-        """The schedule of so many micro-batches a rank, or of all if that is not more.
+        """Return the schedule of `rounds` micro-batches per rank, or of all micro-batches if that is not more.
 
-        A plan in a file, and one that holds every micro-batch at once, is never shortened.
+        A schedule in a file, and one that holds every micro-batch at the same time, is never shortened.
         """
         least = rounds * self.ranks
         whole = (
@@ -173,13 +178,13 @@ HOLD_ALL = ("gpipe", "bfs")
 
 @lru_cache(maxsize=64)
 def plan_of(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> Schedule:
-    """As `mpcore.pipeline.schedules.find_schedule`; remembered."""
+    """Return the schedule (`mpcore.pipeline.schedules.find_schedule`), cached."""
     return find_schedule(schedule, ranks, micro_batches, virtual_stages)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A `Build` that planners may ask for an outline first: `outline(mesh, arguments)`."""
+    """A `Build` that can describe its layout first: `outline(mesh, arguments)` returns an `Outline`."""
 
     outline: Callable[[Mesh, list[str]], Outline]
 
@@ -195,7 +200,7 @@ class Model:
 
 @dataclass
 class Part:
-    """What the forward or the backward of one micro-batch of a stage computes and sends.
+    """What the forward or backward of one micro-batch in a stage computes and sends.
 
     Attributes:
         operators: what its operators compute.
@@ -208,11 +213,11 @@ class Part:
 
 @dataclass
 class Round:
-    """What some micro-batches of a stage compute and send: all alike, each of them so much.
+    """What each of several equal micro-batches of a stage computes and sends.
 
     Attributes:
         forward: the forward.
-        backward: the backward, both of its halves where it is split, with what it computes again.
+        backward: the backward with its recomputation. If it is split, both halves.
     """
 
     forward: Part = field(default_factory=Part)
@@ -225,19 +230,19 @@ class Kept:
 
     Attributes:
         received: its inputs.
-        activations: after forward, with its inputs and outputs.
-        output: the outputs, unless backward needs them: they are held until they have arrived at the next stage.
-        between: between the two halves of a split backward, with the gradients of layers' outputs that the second half
-            takes; of its inputs what backward still needs.
-        between_inputs: of that, what is left of the inputs.
+        activations: everything after the forward, with inputs and outputs.
+        output: the outputs that backward doesn't need. They are held until they have arrived at the next stage.
+        between: everything between the two halves of a split backward: the gradients of layers' outputs that the second
+            half needs, and the inputs that backward still needs.
+        between_inputs: the inputs in `between`.
         returned: the gradients that the next stage sends back.
         sent_back: the gradients of its inputs.
-        gathered: parameters gathered over data that are there after a forward.
-        unsummed: gradients that aren't summed over data yet, from the first backward on.
-        made: gradients that its first backward makes where they stay, since a step begins without any.
-        forward_more, backward_more: the most that operators hold within forward and backward, besides what is there
-            before; of a split backward within its first half.
-        weight_more: the same within the second half.
+        gathered: the parameters gathered over data that exist after a forward.
+        unsummed: the gradients that aren't yet reduced over data, from the first backward on.
+        made: the gradients that the first backward allocates and that stay. A step begins without them.
+        forward_more, backward_more: the most that operators hold within forward and backward, in addition to what was
+            held before. For a split backward, within its first half.
+        weight_more: the same for the second half of a split backward.
         rounds: what its micro-batches send and compute: the first, one of each kind of backward, the last.
     """
 
@@ -258,24 +263,34 @@ class Kept:
 
     @property
     def middle(self) -> Round:
-        """A micro-batch that is neither the first nor the last, where there is one."""
+        """A micro-batch that is neither the first nor the last, if there is one."""
         return self.rounds[min(1, len(self.rounds) - 1)]
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of products in one micro-batch's forward, of attention those of all pairs."""
+        """The floating-point operations of products and attention in the forward of one micro-batch.
+
+        Attention counts all pairs, without regard to its mask.
+        """
         return self.middle.forward.operators.flops
 
     @property
     def backward_flops(self) -> int:
-        """The same of its backward."""
+        """The same for the backward."""
         return self.middle.backward.operators.flops
 
 
 @dataclass
 class Held:
-    """What a rank holds between steps, in bytes: parameters, buffers, gradients after backward, optimizer state; and
-    what a step sends after its last backward."""
+    """What a rank holds between steps, in bytes, and what a step sends after its last backward.
+
+    Attributes:
+        parameters: the parameters.
+        buffers: the buffers.
+        gradients: the gradients after backward.
+        optimizer: the optimizer state, with master weights.
+        sent: the collectives after the last backward, by (axis, kind).
+    """
 
     parameters: int = 0
     buffers: int = 0
@@ -285,35 +300,40 @@ class Held:
 
     @property
     def all(self) -> int:
-        """Bytes of parameters, buffers, gradients and optimizer state."""
+        """The bytes of parameters, buffers, gradients and optimizer state."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
 
 def most_bytes(held: Held, stages: Sequence[Kept], work_peak: int) -> int:
-    """The most bytes that a rank holds at any time.
+    """Return the most bytes that a rank holds at any time.
 
-    Gradients that wait to be summed over data come before the summed ones: both are there at the end of a step, when
-    activations are gone.
+    Gradients before and after their reduction over data exist together only at the end of a step, when the activations
+    are freed.
+
+    Args:
+        held: what the rank holds between steps.
+        stages: what its stages keep.
+        work_peak: the most that the stages hold at any time.
     """
     unsummed = sum(kept.unsummed for kept in stages)
-    if 2 * unsummed < held.gradients:  # gradients are summed where they are
+    if 2 * unsummed < held.gradients:  # gradients are reduced in place
         return held.all + work_peak
     return max(held.all - held.gradients + work_peak, held.all + unsummed)
 
 
 @dataclass
 class Found:
-    """What a dry run counted of one rank and one step.
+    """The counts of a dry run: one rank and one step.
 
     Attributes:
-        held: what it holds between steps.
-        stages: what each stage of the rank holds in between.
-        times: of each stage, for how many micro-batches each of its rounds stands.
-        peak: the most bytes that the stages hold at once at the end of a forward, in the order of the schedule.
-        work_peak: the same at any time, with what operators hold while they run.
+        held: what the rank holds between steps.
+        stages: what each stage of the rank holds during a step.
+        times: for each stage, how many micro-batches each of its rounds stands for.
+        peak: the most bytes that the stages hold at the end of a forward, in the order of the schedule.
+        work_peak: the most bytes at any time, with what operators hold while they run.
         ledger: the step's collectives and messages.
-        theory: by (axis, kind) the bytes that they should have, where the work says.
-        plan: the schedule of the pipeline, perhaps with fewer micro-batches.
+        theory: the bytes that they should have, by (axis, kind), if the work says so.
+        plan: the schedule of the pipeline, possibly with fewer micro-batches.
     """
 
     held: Held = field(default_factory=Held)
@@ -327,37 +347,37 @@ class Found:
 
     @property
     def parameters(self) -> int:
-        """Bytes of parameters between steps."""
+        """The bytes of parameters between steps."""
         return self.held.parameters
 
     @property
     def buffers(self) -> int:
-        """Bytes of buffers."""
+        """The bytes of buffers."""
         return self.held.buffers
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients after backward."""
+        """The bytes of gradients after backward."""
         return self.held.gradients
 
     @property
     def optimizer(self) -> int:
-        """Bytes of the optimizer's state, with master weights."""
+        """The bytes of the optimizer state, with master weights."""
         return self.held.optimizer
 
     @property
     def between(self) -> int:
-        """Bytes of all of these."""
+        """The bytes of parameters, buffers, gradients and optimizer state."""
         return self.held.all
 
     @property
     def total(self) -> int:
-        """All of them and the peak at the end of a forward, each at its largest."""
+        """The bytes of `between` plus `peak`, each at its largest."""
         return self.between + self.peak
 
     @property
     def most(self) -> int:
-        """All of them and the peak at any time: what an allocator is asked for."""
+        """The most bytes at any time, which an allocator must provide."""
         return most_bytes(self.held, self.stages, self.work_peak)
 
 
@@ -365,10 +385,11 @@ T = TypeVar("T")
 
 
 def combine(terms: Sequence[tuple[int, T]]) -> T:
-    """Add integers times factors, within dataclasses, dictionaries and lists of one shape.
+    """Return the sum of factor times value, for integers within dataclasses, dictionaries and lists of the same form.
 
     Args:
-        terms: factors and values; what one dictionary lacks counts as 0, and sums of 0 are left out.
+        terms: pairs of factor and value. A key that a dictionary lacks counts as 0, and keys whose sum is 0 are
+            dropped.
 
     Example:
         >>> combine([(2, {"a": 3}), (1, {"a": 1, "b": 5})])
