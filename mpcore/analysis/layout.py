@@ -246,7 +246,10 @@ class Counter:
         self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
         shared: bool = False,
     ) -> Any:  # fmt: skip
-        """What the counts of a stage depend on; `shared`: what another block adds to them."""
+        """Return everything that the counts of a stage depend on, as a key of the cache.
+
+        With `shared`, return what the counts that one more block adds depend on.
+        """
         dp, pp, last = sizes.get("dp", 1), sizes.get("pp", 1), len(outline.blocks) - 1
         on = outline.short(ROUNDS).rank_of
         near = [0 <= i <= last and on[i] == on[index] for i in (index - 1, index + 1)]
@@ -256,7 +259,7 @@ class Counter:
         return outline.key, mesh, dp > 1 if self.share else dp, pp > 1, place, pattern, kinds
 
     def _whole(self, arguments: list[str], sizes: dict, ranks: Sequence[int], outline: Outline | None) -> Layout:
-        """Count a layout by running every pipeline rank whole."""
+        """Count a layout by running every stage of every pipeline rank in full."""
         found: list[Found] = []
         for rank in ranks:
             with on_mesh(rank, **sizes) as mesh:
@@ -273,11 +276,11 @@ class Counter:
 
 
 def _growth(more: Kept, is_split: bool) -> dict[str, int]:
-    """How much each peak of a long stage grows by another block; `more` is what a block added to a short stage.
+    """Return how much each peak of a stage grows per further block.
 
-    Forward holds most at its end, so each block adds its activations. Backward holds most at its beginning, so another
-    block adds nothing; only a split backward may hold more and more, as long as what waits for W grows faster than
-    activations are freed.
+    `more` is what one more block added to a short stage. Forward holds the most at its end, so each block adds its
+    activations. Backward holds the most at its beginning, so a further block adds nothing. Only in a split backward the
+    peak may grow: if the data that wait for the second half grow faster than activations are freed.
     """
     waits = more.between - more.activations if is_split and more.backward_more > 0 else 0
     weights = is_split * max(more.weight_more, 0)
@@ -285,7 +288,7 @@ def _growth(more: Kept, is_split: bool) -> dict[str, int]:
 
 
 def _resharded(outline: Outline, held: Held, counted: int, dp: int) -> Held:
-    """What is held between steps where it was counted on another number of data ranks."""
+    """Return what is held between steps on `dp` data ranks, from counts on `counted` data ranks."""
     if counted == dp or not outline.sharded:
         return held
     parts = {name: getattr(held, name) * counted // dp for name in ("parameters", "gradients", "optimizer")}
@@ -297,7 +300,7 @@ def _no_work(*_: Any) -> Any:
 
 
 def _pattern(outline: Outline, index: int) -> tuple[bool, ...]:
-    """For each micro-batch of a stage that is run, whether its backward is split."""
+    """Return, for each micro-batch of a stage that is run, whether its backward is split."""
     plan = outline.plan() if outline.short(ROUNDS).splits_backward else outline.short(ROUNDS)
     return tuple(split for split, _ in rounds_of(plan, index))
 

@@ -1,4 +1,4 @@
-"""`mpcore checkpoint inspect|verify|diff PATH...`."""
+"""The command `mpcore checkpoint inspect|verify|diff PATH...`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models made elsewhere: `parallelize` swaps the layers of any model, `hugging_face` reads and writes its folders."""
+"""Use models made elsewhere: shard any model (`parallelize`), read and write Hugging Face folders, add LoRA adapters."""

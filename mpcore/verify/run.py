@@ -26,8 +26,8 @@ from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 from mpcore.verify.layout import Layout
 
-SHIFT = 1e-6  # of weights near 0.02: what the difference leaves out is 1e-8 of the gradient's norm
-SLOPE = 1e-6  # how far a slope may be from the gradient, as a part of the norm
+SHIFT = 1e-6  # for weights near 0.02: the central difference is then off by 1e-8 of the gradient's norm
+SLOPE = 1e-6  # the largest accepted error of a slope, relative to the gradient's norm
 STEP = 0.1  # largest norm of the step: small, so that evaluation after it has rounding errors as before
 Call = tuple[str, int]  # a module's name, and the number of its call within one forward: 0, 1, ...
 
@@ -46,6 +46,7 @@ class Task:
         seed: the seed of the initial values.
         nudge: the seed of a random change of each parameter by up to half a rounding. 0: no change.
         virtual: the virtual degree of the meshes; runs are then bitwise equal. 0: none.
+        shift: how far each trained parameter is moved along its `direction`, on one process. 0: not moved.
         wide: whether to compute in float64 where the model casts to float32.
     """
 
@@ -147,23 +148,24 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
 
 
 def direction(name: str, like: Tensor) -> Tensor:
-    """Draw a direction in which to move a parameter, the same for its name."""
+    """Return a random direction in which to move a parameter. It depends only on the parameter's name and shape."""
     return torch.randn(like.shape, generator=generator(0, name), dtype=torch.float64).to(like)
 
 
 def check_slope(gradients: Mapping[str, Tensor], norm: float, above: float, below: float) -> float:
-    """Compare gradients with the slope of the loss, all in float64 on one process.
+    """Compare the gradients with the slope of the loss along a random direction, in float64 on one process.
 
     Args:
-        gradients: by name of the parameter.
-        norm: of all of them.
-        above, below: the losses where parameters are moved by `SHIFT` along their `direction`, and the other way.
+        gradients: the gradients, by parameter name.
+        norm: the norm of all gradients.
+        above, below: the losses after each parameter was moved by `SHIFT` along its `direction`, and by `SHIFT` against
+            it.
 
     Returns:
-        How far the slope is off, as a part of the norm.
+        The error of the slope, relative to the norm.
 
     Raises:
-        ValueError: if that is more than rounding.
+        ValueError: if the error is more than rounding explains.
     """
     slope = (above - below) / (2 * SHIFT)
     want = float(sum((g * direction(name, g)).sum() for name, g in gradients.items()))

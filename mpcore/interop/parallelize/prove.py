@@ -255,7 +255,10 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
 
 
 def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> Departure | None:
-    """Whether a tensor departs that is whole on each rank, or of which each rank has a shard, in any order."""
+    """Return how a tensor differs from the unsharded one, or None if it doesn't.
+
+    Each rank may have the full tensor or a shard of it, in any order.
+    """
     if all(x.shape == want.shape for x in got):
         error = max(_error(x, want) for x in got)
         return Departure(name, "value", error) if error > tolerance else None
@@ -271,7 +274,7 @@ def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> 
 
 
 def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, as a part of the largest value wanted."""
+    """Return the largest difference, relative to the largest expected value."""
     if want.numel() == 0:
         return 0.0
     both = (got.double() - want.double()).abs()
