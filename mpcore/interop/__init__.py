@@ -1,1 +1,1 @@
-"""Use models made elsewhere: shard any model (`parallelize`), read and write Hugging Face folders, add LoRA adapters."""
+"""Use models made elsewhere: shard any model (`parallelize`), use Hugging Face folders, and add LoRA adapters."""
