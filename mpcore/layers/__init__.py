@@ -1,4 +1,4 @@
-"""Floor 3: the layers. Each is a plain module, usable alone, with `tp=Axis()` by default."""
+"""Parallel layers. Each is a plain `torch.nn.Module` that also works alone: the default `tp=Axis()` is one rank."""
 
 from mpcore.layers.attention.documents import document_ends, document_ids, document_positions
 from mpcore.layers.attention.latent import MultiLatentAttention

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm residual block: `x + attention(norm(x))`, then `x + mlp(norm(x))`. Any of its pieces can be yours.
+    """Pre-norm residual block: `x + attention(norm(x))`, then `x + mlp(norm(x))`. Pass your own modules for any part.
 
     Args:
         attention: called as `attention(x, **attention_arguments)`.
         mlp: called as `mlp(x, **mlp_arguments)`.
         attention_norm, mlp_norm: called as `norm(x)`.
-        dropout: probability on each branch, before it is added.
-        options: `TensorParallelOptions` of the dropout.
+        dropout: dropout probability on the output of attention and of the MLP, before the residual is added.
+        options: `TensorParallelOptions`: how the activations that dropout sees are sharded.
 
     Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
 
@@ -57,13 +57,14 @@ class TransformerBlock(nn.Module):
         mlp_arguments: Mapping[str, Any] | None = None,
         **attention_arguments,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D], or this rank's shard of the sequence to the same.
+        """[B, T, D] -> [B, T, D]. Under sequence parallelism, input and output are this rank's shard of the sequence.
 
         Args:
-            samples: [B] global sample index of each row, for dropout in training.
-            tokens: [T] place of each token in the whole sequence, for dropout where context parallel cuts it.
-            mlp_arguments: passed to the MLP, such as `loss_scale` to a mixture of experts.
-            attention_arguments: passed on, such as `rotary` or `cu_seqlens`.
+            samples: int64 [B], the global sample index of each row. Dropout needs it in training.
+            tokens: int64 [T], the position of each token in the full sequence. Dropout needs it under context
+                parallelism.
+            mlp_arguments: keyword arguments for the MLP, for example `loss_scale` for a mixture of experts.
+            attention_arguments: keyword arguments for the attention, for example `rotary` or `cu_seqlens`.
         """
         y = self.attention(self.attention_norm(x), **attention_arguments)
         x = self.attention_dropout(y, samples, tokens, residual=x)

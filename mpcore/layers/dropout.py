@@ -1,4 +1,4 @@
-"""Dropout whose mask no layout changes."""
+"""Dropout whose mask is the same on every layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class Dropout(ParallelLayer, RandomModule):
-    """Zeros elements by a mask that depends on (seed, this module's name, sample, token, feature) alone.
+    """Zero elements by a mask that depends only on (seed, this module's name, sample, token, feature).
 
-    So the mask is the same on every rank that holds the same element, at any tp, cp, dp, pp and micro-batch size, and
-    again when the forward is recomputed. `mpcore.materialize` or `mpcore.seed_dropout` gives the seed and the name.
+    All ranks that hold the same element use the same mask. The mask does not depend on tp, cp, dp, pp or the
+    micro-batch size, and recomputation draws it again. Call `mpcore.materialize` or `mpcore.seed_dropout` to set the
+    seed.
 
     Args:
-        p: probability of zero, in [0, 1).
-        options: `TensorParallelOptions`.
+        p: probability of zeroing an element, in [0, 1).
+        options: `TensorParallelOptions`: how the input is sharded.
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.5))
@@ -43,16 +44,17 @@ class Dropout(ParallelLayer, RandomModule):
     def forward(
         self, x: Tensor, samples: Tensor | None = None, tokens: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """[B, T, D] (or [T, B, D] with `sequence_dim` 0) -> the same; `x` itself in eval mode or with p = 0.
+        """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`). In eval mode, or with p = 0, nothing is zeroed.
 
         Args:
-            samples: [B] int64, the global index of the sample in each row.
-            tokens: [T] int64, the place of each token in the whole sequence, where context parallel shards it
-                (`sequence_index`); with sequence parallel before that shard. None: 0 .. T-1.
-            residual: of the shape of `x`, added to the result in the same pass.
+            samples: int64 [B], the global sample index of each row.
+            tokens: int64 [T], the position of each token in the full sequence. None: 0 .. T-1. Under context
+                parallelism pass this cp rank's positions (`sequence_index`). Under sequence parallelism pass those of
+                all tp ranks' tokens.
+            residual: a tensor of the shape of `x`, added to the result in the same kernel.
 
         Raises:
-            ValueError: in training, if the module isn't seeded or `samples` is missing.
+            ValueError: in training, if the module is not seeded or `samples` is missing.
         """
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
@@ -73,14 +75,18 @@ class Dropout(ParallelLayer, RandomModule):
         return dropout_add(x, residual, self.p, key=self.key, **where)
 
     def extra_repr(self) -> str:
-        """The probability."""
+        """Return the probability."""
         return f"p={self.p}"
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give each module that draws random numbers, such as `Dropout` and `Router`, a key of its own.
+    """Give each module that draws random numbers, such as `Dropout` and `Router`, its own key.
 
-    The key depends on the seed and on the module's full name in the model, so it is the same on every layout.
+    The key depends only on the seed and the module's full name in the model, so it is the same on every layout.
+
+    Args:
+        model: the model, or this rank's pipeline stage.
+        seed: the run's seed.
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.1), mpcore.Dropout(0.1))

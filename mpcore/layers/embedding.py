@@ -1,4 +1,4 @@
-"""The embedding table, its rows (the vocabulary) cut over the tensor-parallel axis.
+"""The embedding table, with its rows (the vocabulary) sharded over the tensor-parallel axis.
 
 Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3.
 """
@@ -35,14 +35,14 @@ class _Table(ParallelModule):
             self.padding_idx = padding_idx % num_embeddings
 
     def declare_table(self, shard: Shard) -> None:
-        """Declare the weight; the row of `padding_idx` begins as zeros."""
+        """Declare the weight; the row of `padding_idx` is initialized to zeros."""
         init = self._init or normal(1.0)
         if self.padding_idx is not None:
             init = partial(_padded, init=init, padding_idx=self.padding_idx)
         self.declare("weight", (self.num_embeddings, self.embedding_dim), init, shard=shard)
 
     def extra_repr(self) -> str:
-        """Global sizes, as users wrote them."""
+        """Return the sizes of the unsharded table, as the user wrote them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
 
 
@@ -54,17 +54,18 @@ def _padded(tensor: Tensor, generator: torch.Generator | None = None, *, init: I
 
 
 class VocabParallelEmbedding(_Table):
-    """Looks up token ids in a table whose rows are sharded over tp: ids are I, the result is I.
+    """Look up token ids in a table whose rows are sharded over tp. Ids and result are the same on every rank.
 
-    The table has `num_embeddings` rows, whatever the tp size: 50257 on tp=4 is 12565 + 3 x 12564, and there is no
-    padding to train or to store. To tie an output head: `head.weight = embedding.weight`, where `head` is a
+    The logical table has exactly `num_embeddings` rows for every tp size, without padding: 50257 rows on tp=4 are
+    12565 + 3 x 12564. To tie the output head, set `head.weight = embedding.weight`, where `head` is a
     `ColumnParallelLinear(embedding_dim, num_embeddings, bias=False, tp=tp)`.
 
     Args:
-        num_embeddings, embedding_dim: logical sizes, as of `torch.nn.Embedding`.
-        padding_idx: the id whose row begins as zeros and gets no gradient, as of `torch.nn.Embedding`; a negative one
-            counts from the end.
-        options: `LayerOptions`. With sequence parallel the result is this rank's shard of the sequence, of whole `ids`.
+        num_embeddings, embedding_dim: sizes of the unsharded table, as in `torch.nn.Embedding`.
+        padding_idx: the id whose row starts as zeros and gets no gradient, as in `torch.nn.Embedding`. A negative value
+            counts from the end of the table.
+        options: `LayerOptions`. With `sequence_parallel`, `ids` is the full sequence, and the result is this rank's
+            shard.
 
     Raises:
         ValueError: if padding_idx lies outside the table.
@@ -93,7 +94,11 @@ class VocabParallelEmbedding(_Table):
         self.declare_table(shard)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] integer ids -> [B, T, D], or the sequence's shard of it. A CPU refuses ids outside the table."""
+        """Integer ids [B, T] -> [B, T, D], or this rank's shard of the sequence with `sequence_parallel`.
+
+        Raises:
+            ValueError: on a CPU, if an id lies outside the table.
+        """
         check_ids(ids, self.num_embeddings)
         if self.tp.size == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
@@ -108,16 +113,18 @@ class VocabParallelEmbedding(_Table):
 
 
 class ColumnParallelEmbedding(_Table):
-    """A table whose columns are sharded over tp, such as a bias of each head: ids are I, the result is S(-1).
+    """Look up ids in a table whose columns are sharded over tp, for example to get one bias per attention head.
+
+    Ids are the same on every rank (I); each rank returns its shard of the last dimension (S(-1)).
 
     Args:
-        num_embeddings, embedding_dim: logical sizes, as of `torch.nn.Embedding`. Shards may be uneven.
-        gather_output, unit: as of `ColumnParallelLinear`.
-        padding_idx: as of `VocabParallelEmbedding`.
-        tp, init, device, dtype: `LayerOptions`.
+        num_embeddings, embedding_dim: sizes of the unsharded table, as in `torch.nn.Embedding`. Shards may be uneven.
+        tp, init, device, dtype: see `LayerOptions`.
+        gather_output, unit: see `ColumnParallelLinear`.
+        padding_idx: see `VocabParallelEmbedding`.
 
     Raises:
-        ValueError: if there are fewer units of columns than ranks, or padding_idx lies outside the table.
+        ValueError: if embedding_dim / unit is smaller than the number of ranks, or padding_idx lies outside the table.
 
     Example:
         >>> bias_of_heads = mpcore.ColumnParallelEmbedding(32, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
@@ -143,26 +150,31 @@ class ColumnParallelEmbedding(_Table):
         self.declare_table(cut(embedding_dim, tp, 1, unit))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] integer ids -> [..., D/tp], or [..., D] with `gather_output`. A CPU refuses ids outside the table."""
+        """Integer ids [...] -> [..., D/tp], or [..., D] with `gather_output`.
+
+        Raises:
+            ValueError: on a CPU, if an id lies outside the table.
+        """
         check_ids(ids, self.num_embeddings)
         rows = F.embedding(ids, self.weight, self.padding_idx)
         return collectives.gather(rows, self.tp, -1, self.embedding_dim) if self.gather_output else rows
 
 
 def check_ids(ids: Tensor, size: int, ignore_index: int | None = None) -> None:
-    """Refuse ids outside [0, size) but `ignore_index`, where they can be read."""
+    """Raise ValueError if an id is outside [0, size) and not `ignore_index`, if the host can read the ids."""
     wrong = outside(ids, size, ignore_index)
     if wrong is not None:
         raise input_error(f"token id {wrong} is outside the vocabulary of {size}")
 
 
 class PositionEmbedding(ParallelModule):
-    """Adds a learned vector for each position; replicated on tp.
+    """Add a learned vector for each position. The table is replicated over tp.
 
     Args:
-        num_positions: the longest sequence.
+        num_positions: the length of the longest sequence.
         dim: D.
-        options: `LayerOptions`. With sequence parallel the table's gradient is declared a pending sum over tp.
+        options: `LayerOptions`. With `sequence_parallel`, the layer declares the table's gradient partial over tp (must
+            be all-reduced).
 
     Source: Gehring et al. 2017, arXiv:1705.03122, section 3.1.
 
@@ -181,15 +193,17 @@ class PositionEmbedding(ParallelModule):
         self.declare("weight", (num_positions, dim), self._init or normal(1.0), partial=partial)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D], or the sequence's shard of both.
+        """[B, T, D] -> [B, T, D]. Under sequence parallelism, input and output are this rank's shard of the sequence.
 
         Args:
-            positions: [T] place in the whole sequence of each token, where context parallel cuts it
-                (`sequence_index`), or [B, T] in its document (`document_positions`); with sequence parallel before
-                that cut. None: 0 .. T-1, which is wrong where context parallel cuts the sequence.
+            positions: [T] integers, the position of each token in the full sequence; or [B, T], the position of each
+                token in its document (`document_positions`). None: 0 .. T-1. Under context parallelism pass this cp
+                rank's positions, for example from `sequence_index`: the default would be wrong. Under sequence
+                parallelism pass the positions of all tp ranks' tokens.
 
         Raises:
-            ValueError: if the sequence is longer than the table, or there are more or fewer positions than tokens.
+            ValueError: if the sequence is longer than the table, or the number of positions is not the number of
+                tokens.
         """
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
@@ -211,5 +225,5 @@ class PositionEmbedding(ParallelModule):
         return x + (rows if self.sequence_dim == 1 else rows.transpose(0, 1))
 
 
-# Modules whose weight is read row by row, and not multiplied with.
+# Lookup tables: forward reads rows of the weight and does not multiply by it.
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, ColumnParallelEmbedding, PositionEmbedding)

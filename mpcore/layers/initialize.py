@@ -1,4 +1,4 @@
-"""A model's first parameters, from (seed, full name) alone, so that every layout begins bitwise equal."""
+"""Initialize a model's parameters from (seed, full name), so that every layout starts bitwise equal."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from mpcore.sharding.local import is_dtensor
 
 @torch.no_grad()
 def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-    """Allocate and initialize the parameters of a model, on the meta device or not, and seed its dropout.
+    """Allocate a model's storage, for example from the meta device, fill its values, and seed its dropout.
 
-    Each parameter is drawn whole on the CPU, from a generator keyed by (seed, its full name), and this rank keeps its
-    shard. So no value depends on tp, pp or dp, on the order of construction or on other modules. Modules that
-    aren't mpcore's, and those with buffers on the meta device, are reset by their own `reset_parameters` (or
-    `_reset_parameters`, or `init_weights` where they have no submodules), under a seed from (seed, the module's full
-    name). Buffers elsewhere keep their values.
+    Each logical parameter is drawn on the CPU from a generator keyed by (seed, full name), and this rank keeps its
+    shard. Its values therefore do not depend on tp, pp, dp, the order of construction or other modules. A module that
+    is not mpcore's, or that has buffers on the meta device, is filled by its own `reset_parameters` (or
+    `_reset_parameters`, or `init_weights` if it has no submodules), under a seed from (seed, the module's full name).
+    Buffers on other devices keep their values.
 
     Args:
-        model: changed in place, and returned. Its parameters must be plain tensors: shard over data afterwards.
+        model: changed in place. Its parameters must be plain tensors: call `shard_data_parallel` afterwards.
         seed: the run's seed.
-        device: where the storage is made.
+        device: the device of the storage.
+
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: if a parameter has no declared initial value and its module no `reset_parameters`, or is sharded
-            over data already; if nothing fills a buffer on the meta device.
+        ValueError: if nothing fills a parameter or a buffer on the meta device (its module declares no initial values
+            and has no `reset_parameters`), or if a parameter is already sharded over the data ranks.
 
     Example:
         >>> model = mpcore.materialize(mpcore.ParallelMLP(4, 8, device="meta"), seed=0)
@@ -64,7 +67,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     emptied = [(*place, place[1]._buffers[place[2]]) for place in buffers]
     versions = [buffer._version for *_, buffer in emptied]  # type: ignore[union-attr]
     for name, module in {id(module): (name, module) for name, module, _ in buffers}.values():
-        if id(module) not in resets:  # before the parameters, which such a reset may touch
+        if id(module) not in resets:  # first: this reset may change parameters, which are filled below
             _reset(name, module, seed, device)
     for name, module, leaf, init in draws:
         parameter = getattr(module, leaf)
@@ -72,7 +75,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         full = torch.empty(sharding.shape, dtype=parameter.dtype, device="cpu")
         parameter.copy_(sharding.take(init(full, generator=generator(seed, name))))
     for name, module in sorted(resets.values(), key=lambda reset: getattr(reset[1], "reset_parameters", None) is None):
-        _reset(name, module, seed, device)  # torch's attention after its output projection, which it resets too
+        _reset(name, module, seed, device)  # torch's attention last: it resets its output projection again
     for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
         now = module._buffers[leaf]
         if now is buffer and buffer is not None and buffer._version == version and buffer.numel():
@@ -83,7 +86,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """What gives a module's own parameters and buffers their first values."""
+    """Return the method that fills a module's own parameters and buffers, or None."""
     names = ("reset_parameters", "_reset_parameters", *(() if any(module.children()) else ("init_weights",)))
     return next((reset for name in names if callable(reset := getattr(module, name, None))), None)
 
@@ -97,7 +100,7 @@ def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) 
 
 
 def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
-    """The error for a parameter or a buffer that nothing fills."""
+    """Make the error for a parameter or a buffer that nothing fills."""
     kind, full = type(module).__name__, name if what == "parameter" else f"{name}.{leaf}".lstrip(".")
     other = "" if what == "parameter" else ", or make the buffer outside the meta device"
     return ValueError(
@@ -114,8 +117,8 @@ def _to_empty(model: nn.Module, device: torch.device | str) -> None:
     def empty(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta or isinstance(x, nn.Parameter) else x.to(device)
 
-    for module in reversed(list(model.modules())):  # each once, though two stages may share it
-        module._apply(empty, recurse=False)  # makes a parameter for each name, so that tied ones come apart
+    for module in reversed(list(model.modules())):  # visits a module once, even if two stages share it
+        module._apply(empty, recurse=False)  # makes one parameter per name, which unties tied parameters
     for first, *others in names.values():
         for name in others:
             prefix, _, leaf = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""Linear layers whose weight is cut over the tensor-parallel axis.
+"""Linear layers whose weight is sharded over the tensor-parallel axis.
 
-Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence parallel: Korthikanti et al. 2022
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence parallelism: Korthikanti et al. 2022
 (arXiv:2205.05198), section 4.2.2.
 """
 
@@ -27,12 +27,13 @@ _ALONE = Axis()
 
 
 class LinearMode(NamedTuple):
-    """How a parallel linear layer computes its products.
+    """How a parallel linear layer computes its matrix products.
 
     Attributes:
-        split_backward: the gradients of the input and of the weight are asked for apart, as zero-bubble pipelines do.
-            Then the product is torch's own, which autograd can split; it keeps its whole input.
-        fp8: compute all three products in FP8.
+        split_backward: allow backward to compute the input's gradient and the weight's gradient in two separate passes,
+            as zero-bubble pipelines do. The layer then uses torch's own product, which autograd can split, and keeps
+            its whole input for backward.
+        fp8: compute the forward product and both backward products in FP8.
     """
 
     split_backward: bool = False
@@ -40,10 +41,10 @@ class LinearMode(NamedTuple):
 
 
 class ParallelLinear(ParallelModule):
-    """What `ColumnParallelLinear` and `RowParallelLinear` share: parameters, and how products are computed.
+    """Base class of `ColumnParallelLinear` and `RowParallelLinear`: holds the parameters and the `LinearMode`.
 
     Attributes:
-        mode: set it by `set_mode`.
+        mode: the `LinearMode`. Change it with `set_mode`.
     """
 
     mode = LinearMode()
@@ -55,7 +56,7 @@ class ParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
 
     def declare_linear(self, bias: bool, of_weight: dict[str, Any], of_bias: dict[str, Any]) -> None:
-        """Declare the parameters; without an `init` they begin as those of `torch.nn.Linear`."""
+        """Declare weight and bias; without an `init` they get the initial values of `torch.nn.Linear`."""
         default = uniform(1 / math.sqrt(self.in_features) if self.in_features else 0.0)
         self.declare("weight", (self.out_features, self.in_features), self._init or default, **of_weight)
         if bias:
@@ -64,17 +65,18 @@ class ParallelLinear(ParallelModule):
             self.register_parameter("bias", None)
 
     def matrix(self) -> Tensor:
-        """This rank's [out_features, in_features], by whose transpose the input is multiplied."""
+        """Return this rank's matrix [out_features, in_features]; the input is multiplied by its transpose."""
         return self.weight
 
     def set_mode(self, *, split_backward: bool | None = None, fp8: bool | None = None) -> None:
-        """Choose how products are computed from now on.
+        """Choose how the next forward and backward passes compute the products.
 
         Args:
-            split_backward, fp8: as of `LinearMode`; None: as it is.
+            split_backward: see `LinearMode`. None leaves it unchanged.
+            fp8: see `LinearMode`. None leaves it unchanged.
 
         Raises:
-            ValueError: for another value, or as `check_fp8`.
+            ValueError: if a value is not True, False or None, or if `fp8=True` and `check_fp8` rejects the weight.
         """
         wanted = {"split_backward": split_backward, "fp8": fp8}
         for name, value in wanted.items():
@@ -85,7 +87,7 @@ class ParallelLinear(ParallelModule):
         self.mode = self.mode._replace(**{name: value for name, value in wanted.items() if value is not None})
 
     def check_fp8(self, name: str = "the weight") -> None:
-        """Refuse a weight that tp cuts within a block of FP8: another tp size would compute other products."""
+        """Raise ValueError if tp cuts the weight inside an FP8 block: results would then depend on the tp size."""
         sharding = self.shardings["weight"]
         for shard in sharding.shards:
             for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
@@ -100,22 +102,26 @@ class ParallelLinear(ParallelModule):
                     )
 
     def extra_repr(self) -> str:
-        """Global sizes, as users wrote them."""
+        """Return the sizes of the unsharded layer, as the user wrote them."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
 
 
 class ColumnParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the rows of W (the output features) sharded over tp.
 
-    Each rank takes the same x, and returns its shard of y's last dimension (I and S(-1) in `mpcore.collectives`).
+    Each rank takes the same x and returns its shard of y's last dimension. In the notation of `mpcore.collectives`, x
+    is I and y is S(-1).
 
     Args:
-        in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
-        gather_output: return the whole output on every rank.
-        regather: with sequence parallel, gather the input again in backward instead of storing all of it.
-        unit: groups of `unit` neighbouring output features are never split, such as `head_dim`.
-        options: `tp`, the axis: give `mesh.tp`, without it each rank holds the whole layer; `sequence_parallel`: the
-            input is this rank's shard of the sequence, gathered here; `sequence_dim`; `init`, `device`, `dtype`.
+        in_features, out_features: sizes of the unsharded layer. Shards may be uneven.
+        bias: whether the layer has a bias.
+        gather_output: all-gather the output, so that every rank returns all `out_features`.
+        regather: with sequence parallelism, keep only this rank's shard of the input and all-gather it again in
+            backward.
+        unit: sharding keeps groups of `unit` neighbouring output features together, for example `unit=head_dim`.
+        options: `LayerOptions`: `tp`, `sequence_parallel`, `sequence_dim`, `init`, `device`, `dtype`. Pass
+            `tp=mesh.tp`; without it each rank holds the unsharded layer. With `sequence_parallel` the input is this
+            rank's shard of the sequence, and the layer all-gathers it.
 
     Raises:
         ValueError: if out_features / unit is smaller than the number of ranks.
@@ -151,13 +157,13 @@ class ColumnParallelLinear(ParallelLinear):
         self.declare_linear(bias, rows, rows)
 
     def output_shard(self, unit: int) -> Shard:
-        """How the output features are sharded: each projection by itself."""
+        """Return how the output features are sharded. Each block of `output_blocks` is sharded separately."""
         check_size("out_features", self.out_features, self.tp, unit)
         blocks = self.output_blocks() or (self.out_features,)
         return cut_blocks(blocks, self.tp, 0, (unit,) * len(blocks))
 
     def output_blocks(self) -> tuple[int, ...]:
-        """The output features of each projection, where there are several in one."""
+        """Return the number of output features of each fused projection; () for a single projection."""
         return ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,16 +186,19 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the columns of W (the input features) sharded over tp.
 
-    Each rank takes its shard of x's last dimension, as a column-parallel layer returns it. The products
-    are summed over the ranks, and each rank gets the whole y: x is S(-1) and y is I, the same on all ranks, in the
-    terms of `mpcore.collectives`. The bias is added once, after the sum.
+    Each rank takes its shard of x's last dimension, which is what a column-parallel layer returns. The ranks' products
+    are all-reduced, so every rank returns the full y. In the notation of `mpcore.collectives`, x is S(-1) and y is I.
+    The bias is added once, after the all-reduce.
 
     Args:
-        in_features, out_features, bias: as of `torch.nn.Linear`: sizes of the whole layer. Shards may be uneven.
-        input_is_parallel: `x` is this rank's shard; otherwise it is whole, and split here.
-        unit: groups of `unit` neighbouring input features are never split, such as `head_dim`.
-        options: `tp`, the axis: give `mesh.tp`, without it each rank holds the whole layer; `sequence_parallel`: the
-            output is this rank's shard of the sequence; `sequence_dim`; `init`, `device`, `dtype`.
+        in_features, out_features: sizes of the unsharded layer. Shards may be uneven.
+        bias: whether the layer has a bias.
+        input_is_parallel: True if `x` is this rank's shard. If False, `x` has all `in_features`, and the layer keeps
+            this rank's shard of it.
+        unit: sharding keeps groups of `unit` neighbouring input features together, for example `unit=head_dim`.
+        options: `LayerOptions`: `tp`, `sequence_parallel`, `sequence_dim`, `init`, `device`, `dtype`. Pass
+            `tp=mesh.tp`; without it each rank holds the unsharded layer. With `sequence_parallel` the output is
+            reduce-scattered, and each rank returns its shard of the sequence.
 
     Raises:
         ValueError: if in_features / unit is smaller than the number of ranks.
@@ -221,7 +230,7 @@ class RowParallelLinear(ParallelLinear):
         self.declare_linear(bias, {"shard": shard}, {"partial": partial})
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features/tp] -> [..., out_features], or the sequence's shard of it."""
+        """[..., in_features/tp] -> [..., out_features]; this rank's shard of the sequence with `sequence_parallel`."""
         if self.sequence_parallel:
             check_sequence(x, self.sequence_dim, self.tp)
         if not self.input_is_parallel:
@@ -232,7 +241,7 @@ class RowParallelLinear(ParallelLinear):
             how = (self.tp, self.sequence_dim, self.sequence_parallel)
             y = RowProduct.apply(x, self.matrix(), self.tp, self.sequence_dim if self.sequence_parallel else None)
             return y if self.bias is None else on_tokens(Tensor.add, *how, y, self.bias)
-        if self.tp.size == 1:  # with the bias inside the product: bitwise what torch.nn.Linear gives
+        if self.tp.size == 1:  # adds the bias inside the product: bitwise equal to torch.nn.Linear
             return self.project(x, self.bias)
         y = self.project(x, None)
         if self.sequence_parallel:
@@ -243,23 +252,24 @@ class RowParallelLinear(ParallelLinear):
         return y if bias is None else y + bias.to(y.dtype)
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute this rank's term of the output."""
+        """Multiply this rank's input features by its part of the weight: one term of the sum over ranks."""
         return copy_linear(x, self.matrix(), bias, _ALONE, *self.mode)
 
 
 class GateUpParallelLinear(ColumnParallelLinear):
-    """The gate and the up projection of a gated MLP in one product; each rank's output is [its gate | its up].
+    """The gate and up projections of a gated MLP, fused in one product. Each rank returns [its gate | its up].
 
-    The logical weight is [2F, D], gate above up, whatever the tp size.
+    The logical weight is [2F, D], the gate rows above the up rows, for every tp size.
 
     Args:
         in_features: D.
-        hidden_features: F, the width of the gate and of the up projection. Shards may be uneven.
-        others: as of `ColumnParallelLinear`.
+        hidden_features: F, the width of the gate projection and of the up projection. Shards may be uneven.
+        bias: whether the projections have biases.
+        others: the other arguments of `ColumnParallelLinear`.
 
     Example:
         >>> layer = mpcore.GateUpParallelLinear(4, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
-        >>> layer.shardings["weight"].shards[0].mine  # of the logical rows: half of the gate, half of up
+        >>> layer.shardings["weight"].shards[0].mine  # rows of the logical weight: half of the gate, half of up
         ((0, 3), (6, 9))
     """
 
@@ -269,27 +279,28 @@ class GateUpParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, 2 * hidden_features, bias, **others)
 
     def output_blocks(self) -> tuple[int, ...]:
-        """Gate and up."""
+        """Return the sizes of gate and up."""
         return (self.hidden_features,) * 2
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The query, key and value projections in one product; each rank's output is [its q heads | k heads | v heads].
+    """The query, key and value projections, fused in one product. Each rank returns [its q heads | k heads | v heads].
 
-    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, whatever the tp size. Query heads are sharded over
-    tp. Where tp divides the number of KV heads they are sharded too. Otherwise each rank holds the KV heads that its
-    query heads read, so that several ranks may hold the same one. The layer declares this in its `shardings`, and
-    `mpcore.reduce_gradients` sums the gradients of the copies.
+    The logical weight is [(H + 2 H_kv) K, D], Q above K above V, for every tp size. Query heads are sharded over tp. KV
+    heads are sharded too if tp divides their number. Otherwise each rank holds the KV heads that its query heads read,
+    and several ranks may hold the same KV head. The layer declares these replicas in its `shardings`, and
+    `mpcore.reduce_gradients` sums their gradients.
 
     Args:
         in_features: D.
-        num_heads, num_kv_heads: H and H_kv, logical.
+        num_heads, num_kv_heads: H and H_kv of the unsharded layer.
         head_dim: K.
-        others: as of `ColumnParallelLinear`.
+        bias: whether the projections have biases.
+        others: the other arguments of `ColumnParallelLinear`.
 
     Attributes:
-        local_heads, local_kv_heads: of this rank.
-        kv_head_of: for each local query head the local KV head it reads.
+        local_heads, local_kv_heads: the number of query heads and of KV heads on this rank.
+        kv_head_of: for each local query head, the index of the local KV head it reads.
 
     Raises:
         ValueError: if H_kv does not divide H, or H is smaller than the tp size.
@@ -318,7 +329,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, sum(self.output_blocks()), bias, unit=head_dim, **others)
 
     def output_shard(self, unit: int) -> Shard:
-        """Q, K and V are cut each for itself, whole heads at a time."""
+        """Shard Q, K and V separately, in whole heads."""
         blocks = self.output_blocks()
         starts = [0, *accumulate(blocks)][:-1]
 
@@ -329,12 +340,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         return Shard(self.tp, 0, tuple(runs(q, kv) for (q,), (kv,) in zip(self.q_heads, self.kv_heads, strict=True)))
 
     def output_blocks(self) -> tuple[int, ...]:
-        """Q, K and V."""
+        """Return the sizes of Q, K and V."""
         return tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
 
 
 class KVParallelLinear(QKVParallelLinear):
-    """The key and value projections of `QKVParallelLinear` in one product, for queries that come from elsewhere.
+    """The key and value projections, fused in one product, for cross-attention, whose queries come from another input.
 
     The logical weight is [2 H_kv K, D], K above V. Arguments and attributes are those of `QKVParallelLinear`.
 
@@ -345,12 +356,12 @@ class KVParallelLinear(QKVParallelLinear):
     """
 
     def output_blocks(self) -> tuple[int, ...]:
-        """K and V."""
+        """Return the sizes of K and V."""
         return (self.num_kv_heads * self.head_dim,) * 2
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
-    """Refuse a dimension that isn't made of whole units or leaves a rank with nothing."""
+    """Raise ValueError if `unit` does not divide the size, or if a rank of tp would hold no unit."""
     check_axis(tp)
     if size % unit:
         raise ValueError(f"{name} {size} is not a multiple of the unit {unit}")
@@ -360,13 +371,13 @@ def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
 
 
 def check_last(x: Tensor, size: int, what: str) -> None:
-    """Refuse an input whose last dimension isn't `size`."""
+    """Raise ValueError if the last dimension of the input is not `size`."""
     if x.shape[-1] != size:
         raise input_error(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}")
 
 
 def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:
-    """Refuse a sequence that the axis can't cut into equal shards."""
+    """Raise ValueError if the tp size does not divide the sequence length."""
     if x.shape[dim] % tp.size:
         raise input_error(
             f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, as sequence_parallel "

@@ -1,7 +1,7 @@
-"""The products of linear layers, overlapped with the communication of the tensor-parallel axis.
+"""The matrix products of linear layers, overlapped with the communication of the tensor-parallel axis.
 
-Forward is one product and backward two, the input's gradient and the weight's: the sum of the first over ranks runs
-while the second is computed. In half precision, or in FP8, the parameter stays as it is.
+Backward computes the input's gradient first. Its all-reduce (or reduce-scatter) runs while the weight's gradient is
+computed. Products may run in half precision or in FP8; the parameter keeps its dtype.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ unsafe_view = torch.ops.aten._unsafe_view.default  # a view could not be written
 def copy_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False, fp8: bool = False
 ) -> Tensor:
-    """`linear(copy(x))`: the sum of the input's gradient runs while the weight's gradient is computed.
+    """`linear(copy(x))`: in backward, all-reduce the input's gradient while the weight's gradient is computed.
 
     Args:
         x: [..., D], the same on every rank.
         weight: [F/tp, D], this rank's rows.
         bias: [F/tp] or None.
-        tp: the axis.
-        split: the two gradients are asked for apart, so the product must be torch's own: nothing overlaps.
-        fp8: compute all three products in FP8.
+        tp: the tensor-parallel axis.
+        split: let backward compute the two gradients in separate passes. The product is then torch's own, and
+            communication does not overlap with it.
+        fp8: compute the forward product and both backward products in FP8.
 
     Returns:
-        [..., F/tp], in the dtype of `torch.autocast` where that is on.
+        [..., F/tp], in the dtype of `torch.autocast` if it is on.
     """
     main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
     x = cast(x, dtype)
@@ -61,15 +62,18 @@ def all_gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool = False, split: bool = False,
     fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`linear(all_gather(x, dim))`: in backward the reduce-scatter runs while the weight's gradient is computed.
+    """`linear(all_gather(x, dim))`: in backward, the reduce-scatter runs while the weight's gradient is computed.
 
     Args:
         x: [..., T/tp, ..., D], this rank's equal shard of dimension `dim`, the sequence.
-        weight, bias, tp, split, fp8: as of `copy_linear`; with `split` the whole input is kept.
-        regather: keep the shard for backward and gather it again there: one gather more, 1/tp of the memory.
+        weight, bias, tp, fp8: see `copy_linear`.
+        dim: the sequence dimension.
+        regather: keep only the shard for backward and all-gather it again there: one more all-gather, 1/tp of the
+            memory.
+        split: see `copy_linear`. The full input is then kept for backward.
 
     Returns:
-        [..., T, ..., F/tp], in the dtype of `torch.autocast` where that is on.
+        [..., T, ..., F/tp], in the dtype of `torch.autocast` if it is on.
     """
     main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
     x = cast(x, dtype)
@@ -81,19 +85,19 @@ def all_gather_linear(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has the product computed in; None where it is off."""
+    """Return the dtype in which autocast computes the product, or None if autocast is off."""
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor, or None, in `dtype`; None: as it is."""
+    """Convert a tensor (or None) to `dtype`; a `dtype` of None leaves it unchanged."""
     return x if x is None or dtype is None else x.to(dtype)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The product in `dtype`. Backward casts the parameter again: copies of all micro-batches would add up."""
+    """Compute the product in `dtype`. Backward casts the parameter again, so no copy per micro-batch is kept."""
     weight, bias = cast(weight, dtype), cast(bias, dtype)
     if bias is None or x.dim() == 2:
         return F.linear(x, weight, bias)
@@ -105,7 +109,7 @@ Main = tuple[Tensor, Tensor | None]
 
 
 def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
-    """The parameters themselves, where backward shall add to their main gradients (`mpcore.main_gradients`)."""
+    """Return weight and bias if backward must add to their main gradients (`mpcore.main_gradients`), else None."""
     if main_grad(weight) is None or torch.compiler.is_compiling():
         return None
     return weight, bias
@@ -120,12 +124,12 @@ def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor
 
 
 def _add_or_give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
-    """The gradient for autograd; or None, with the gradient added to the parameter's main gradient."""
+    """Return the gradient for autograd; or add it to the parameter's main gradient and return None."""
     main = main_grad(parameter)
     wanted = None if parameter is None or main is None else will_accumulate(parameter)
     if parameter is None or main is None or wanted is None:
         return gradient(None, *of)
-    if wanted:  # in this backward: one in two passes, as zero-bubble pipelines run it, comes here twice
+    if wanted:  # a zero-bubble pipeline runs backward in two passes: add in the pass that wants this gradient
         gradient(main, *of)
         mark_main_grad(parameter, MainGradState.ADDED)
     return None
@@ -149,7 +153,7 @@ _NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless 
 
 
 class _ColumnLinear(Function):
-    """The product of the same x on every rank, or of a sequence that is gathered over dimension `dim`."""
+    """The product of an x that all ranks share, or of a sequence that is all-gathered over dimension `dim`."""
 
     @staticmethod
     def forward(
@@ -181,14 +185,14 @@ def _gather(flying: Tensor, tp: Axis, dim: int) -> Tensor:
 
 
 def _start_sum(dx: Tensor, tp: Axis, dim: int | None) -> Tensor | None:
-    """Begin the sum over ranks of the input's gradient, of which each gets its shard of `dim`; None: nothing to sum."""
+    """Start the all-reduce of the input's gradient, or its reduce-scatter over `dim`; None if tp has one rank."""
     if dim is not None:
         return start_reduce_scatter(collectives.shards_in_front(dx, tp.size, dim), tp)
     return start_all_reduce(dx, tp) if tp.size > 1 else None
 
 
 class _Fp8Linear(Function):
-    """As `_ColumnLinear`, in FP8: so is what is kept of the input."""
+    """`_ColumnLinear` in FP8. The input kept for backward is in FP8 too."""
 
     @staticmethod
     def forward(
@@ -239,7 +243,7 @@ def _fp8_weight_product(
 
 
 def _wanted(ctx, which: int) -> bool:
-    """Whether this pass wants the gradient of an input: a split backward comes here twice."""
+    """Return whether this backward pass needs the gradient of input `which`. A split backward runs two passes."""
     if not ctx.needs_input_grad[which] or not ctx.split:
         return ctx.needs_input_grad[which]
     return will_run(ctx.next_functions[which][0])

@@ -1,4 +1,4 @@
-"""The feed-forward layer, its hidden units cut over the tensor-parallel axis.
+"""The feed-forward layer, with its hidden units sharded over the tensor-parallel axis.
 
 Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3a; gated units: Shazeer 2020 (arXiv:2002.05202);
 squared ReLU: So et al. 2021 (arXiv:2109.08668).
@@ -41,22 +41,22 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class ParallelMLP(torch.nn.Module):
-    """`down(activation(up(x)))`; each rank computes its share of the hidden units.
+    """`down(activation(up(x)))`, with the hidden units sharded over tp.
 
     Args:
         dim: D, the model width.
-        hidden_dim: F, the hidden width (of the gate and of the up projection each, where there is a gate).
+        hidden_dim: F, the hidden width. A gated MLP has a gate projection and an up projection of width F each.
         activation: "swiglu", "gelu", "gelu_tanh", "geglu", "geglu_tanh", "relu", "relu_squared" or "silu". "gelu" and
-            "geglu" are exact, as in torch. Or a callable without learnable weights that treats each feature by itself,
-            [..., F] -> [..., F]. A gated one, [..., 2F] -> [..., F], gets the two projections one after the other:
-            `torch.nn.functional.glu` then puts the sigmoid on the second.
-        bias: biases of the projections.
-        output_init: fills the weight of down; None: as `init`.
+            "geglu" use the exact erf formula, as in torch. Or pass an element-wise callable [..., F] -> [..., F]
+            without learnable weights. A callable [..., 2F] -> [..., F] is gated: it gets [gate | up] concatenated. For
+            example, `torch.nn.functional.glu` applies the sigmoid to the second half, up.
+        bias: whether the projections have biases.
+        output_init: fills the weight of the down projection; None: use `init`.
         options: tp, sequence_parallel, sequence_dim, init, device, dtype: see `mpcore.layers.module.LayerOptions`. With
-            sequence parallel input and output are this rank's shard of the sequence.
+            `sequence_parallel`, input and output are this rank's shard of the sequence.
 
     Raises:
-        ValueError: for an unknown activation, or a callable that has parameters or mixes features.
+        ValueError: if the activation is unknown, or is a callable that has parameters or mixes features.
 
     Example:
         >>> mlp = mpcore.ParallelMLP(8, 32, "gelu")
@@ -83,14 +83,16 @@ class ParallelMLP(torch.nn.Module):
         self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D], the hidden [..., F/tp] between."""
+        """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""
         if self.up.tp.virtual:
             return self.down(in_pieces(self.activation, self.up.tp, x.dim() - 1, self.up(x), blocks=self.parts))
         return self.down(self.activation(self.up(x)))
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """Return an activation by its name or itself, and whether it is gated: makes F features of [gate | up], 2F.
+    """Look up an activation by its name, or check a callable. Return the function and whether it is gated.
+
+    A gated activation computes F features from the 2F features [gate | up].
 
     Raises:
         ValueError: if the name is unknown, or a callable can't be sharded over the features.
@@ -108,7 +110,7 @@ def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool
 
 
 def _tried(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Try a callable on some of 64 features and 2 tokens: it must give what it gives of all. Returns if it is gated."""
+    """Check on 2 tokens of 64 features that a callable is element-wise; return whether it is gated."""
     with real_tensors(), torch.no_grad():
         z = torch.linspace(-2, 3, 128, device="cpu").view(2, 64)
         try:

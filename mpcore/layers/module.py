@@ -1,4 +1,4 @@
-"""The base of all layers here: a module that declares where each of its parameters lies and how it begins."""
+"""Base class of all layers: a module that declares how each parameter is sharded and initialized."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class TensorParallelOptions(TypedDict, total=False):
     """Keyword arguments of every layer on the tensor-parallel axis.
 
     Attributes:
-        tp: the axis; size 1 by default.
-        sequence_parallel: between layers, activations are this rank's equal shard of the sequence.
-        sequence_dim: the dimension of activations (and of token ids) that is the sequence; 1 by default.
+        tp: the tensor-parallel axis. The default has size 1.
+        sequence_parallel: between layers, each rank holds an equal shard of the activations' sequence dimension.
+        sequence_dim: the sequence dimension of activations and token ids; 1 by default.
     """
 
     tp: Axis
@@ -40,7 +40,7 @@ class TensorParallelOptions(TypedDict, total=False):
 
 
 class TensorOptions(TypedDict, total=False):
-    """Where parameters lie, and their dtype. On the meta device nothing is drawn: call `mpcore.materialize`."""
+    """Device and dtype of the parameters. On the meta device no values are drawn: call `mpcore.materialize`."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -50,9 +50,9 @@ class LayerOptions(TensorParallelOptions, TensorOptions, total=False):
     """Keyword arguments of every parallel layer with parameters.
 
     Attributes:
-        tp, sequence_parallel, sequence_dim: as of `TensorParallelOptions`.
-        device, dtype: of the parameters, as of torch's layers.
-        init: fills the logical weights; None: as torch's own layer.
+        tp, sequence_parallel, sequence_dim: see `TensorParallelOptions`.
+        device, dtype: device and dtype of the parameters, as in torch's layers.
+        init: fills the logical weights in place. None: the initial values of torch's own layer.
     """
 
     init: Init | None
@@ -62,30 +62,30 @@ Options = TypeVar("Options")
 
 
 def check_names(options: Mapping[str, Any], kind: type) -> None:
-    """Refuse keyword arguments that aren't of a kind."""
+    """Raise TypeError if a keyword argument is not a field of `kind`."""
     unknown = sorted(options.keys() - kind.__annotations__.keys())
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}: {kind.__name__} has {sorted(kind.__annotations__)}")
 
 
 def pick(options: Mapping[str, Any], kind: type[Options], **others: Any) -> Options:
-    """Select a layer's keyword arguments of one kind, for a part of it; `others` that are not None replace them."""
+    """Select the keyword arguments that are fields of `kind`; `others` that are not None replace them."""
     given = {**options, **{name: value for name, value in others.items() if value is not None}}
     return {name: given[name] for name in kind.__annotations__ if name in given}  # type: ignore[return-value]
 
 
 def normal(std: float) -> Init:
-    """Normal values with mean 0."""
+    """Return an `Init` that draws from a normal distribution with mean 0."""
     return partial(nn.init.normal_, std=std)
 
 
 def uniform(bound: float) -> Init:
-    """Uniform values in [-bound, bound]."""
+    """Return an `Init` that draws uniformly from [-bound, bound]."""
     return partial(nn.init.uniform_, a=-bound, b=bound)
 
 
 def constant(value: float) -> Init:
-    """The same value everywhere."""
+    """Return an `Init` that fills the tensor with one value."""
     return partial(_fill, value=value)
 
 
@@ -94,9 +94,9 @@ def _fill(tensor: Tensor, generator: torch.Generator | None = None, *, value: fl
 
 
 def input_error(message: str) -> ValueError:
-    """Make the error for a wrong input of a forward: the message, and the name of the module in the called model.
+    """Make the error for an invalid input of forward: the message, and the name of the module inside the called model.
 
-    The names come from the call stack, so nothing is kept for a forward without an error.
+    The names come from the call stack, so a forward without an error costs nothing.
     """
     calls: list[nn.Module] = []  # the innermost first
     frame = inspect.currentframe()
@@ -111,38 +111,40 @@ def input_error(message: str) -> ValueError:
 
 
 def refuse_second_derivative(what: str) -> None:
-    """Raise if the backward pass of `what`, running now, is itself being differentiated: the result would be wrong."""
+    """Raise RuntimeError if the running backward pass of `what` is itself differentiated: its result would be wrong."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{what} has no second derivative")
 
 
 class RandomModule(nn.Module):
-    """A module that draws random numbers in forward, from a stream of its own.
+    """A module that draws random numbers in forward, from its own stream.
 
-    `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class; derive from it to have yours seeded.
+    `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class. Derive from it to have your module
+    seeded too.
 
     Attributes:
-        key: the stream, as `mpcore.random.stream_key` gives it; None until the module is seeded. torch.compile takes
-            it as a constant, one graph for each module, unless its option `allow_unspec_int_on_nn_module` is set.
+        key: the stream's key, from `mpcore.random.stream_key`; None until the module is seeded. torch.compile treats
+            the key as a constant and compiles one graph per module, unless its option `allow_unspec_int_on_nn_module`
+            is set.
     """
 
     key: int | None = None
 
     def seed_stream(self, seed: int, name: str) -> None:
-        """Choose the stream by the seed and this module's full name."""
+        """Derive the stream's key from the seed and this module's full name."""
         self.key = stream_key(seed, name)
 
 
 def recomputing() -> bool:
-    """Whether a forward runs inside a backward, to compute again what wasn't kept: what counts calls must not count."""
+    """Return whether this forward runs inside a backward (recomputation). Code that counts calls must skip it."""
     return in_backward()
 
 
 def listed(blocks: Blocks) -> list[nn.Module]:
-    """The submodules that a caller named as a list, a `ModuleList`, or a mapping such as a `ModuleDict`.
+    """Return the submodules of a list, a `ModuleList`, or a mapping such as a `ModuleDict`, as a list.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if `blocks` is of another type or holds something that is not a module.
     """
     held: Any = blocks.values() if isinstance(blocks, Mapping | nn.ModuleDict) else blocks
     found: list[Any] = list(held) if isinstance(held, Iterable) else []
@@ -166,12 +168,12 @@ class ParallelModule(ParallelLayer):
     """A layer whose parameters are plain local shards of declared logical tensors.
 
     Args:
-        init, device, dtype, options: `LayerOptions`. What a subclass declares is on `device` and of `dtype`; `_init` is
-            for the subclass to read.
+        init, device, dtype, options: see `LayerOptions`. `device` and `dtype` are the defaults of `declare`. A subclass
+            reads `init` from `self._init`.
 
     Attributes:
-        shardings: by parameter name, where the local tensor lies in the logical one.
-        inits: by parameter name, what fills the logical tensor.
+        shardings: maps each parameter's name to its `Sharding`: which part of the logical tensor this rank holds.
+        inits: maps each parameter's name to the `Init` that fills its logical tensor.
     """
 
     def __init__(
@@ -200,21 +202,22 @@ class ParallelModule(ParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Register a parameter of a logical shape, of which this rank holds its shard.
+        """Register a parameter by its logical shape; this rank holds its shard.
 
-        The logical tensor is drawn from torch's global generator and cut. So ranks with one `torch.manual_seed` hold
-        shards of one and the same tensor, the one that torch's own layer would have.
+        The logical tensor is drawn from torch's global generator, and the rank keeps its shard. Ranks that called
+        `torch.manual_seed` with one seed therefore hold shards of the same tensor, and it equals that of torch's own
+        layer.
 
         Args:
             name: the parameter's name in this module.
             shape: the logical shape.
             init: fills the logical tensor.
-            shard: how it is cut; None: replicated. A tuple is cut one after the other, and its shards stay declared at
-                size 1 too: experts on ep 1 have their own data axis.
-            partial: axes over which a replica's gradient is one term of a sum.
-            blocks, block_dim: lengths of the matrices it is made of, and the dimension they follow each other in, as of
-                `Sharding`.
-            device, dtype: of the parameter; None: as of the layer.
+            shard: how the tensor is sharded; None: replicated. The shards of a tuple are applied one after another, and
+                stay declared on axes of size 1 too: experts on ep 1 need their own data axis.
+            partial: axes over which the gradient of a replica is partial (must be all-reduced).
+            blocks: lengths of the matrices that are concatenated in this parameter; see `Sharding`.
+            block_dim: the dimension along which the matrices are concatenated.
+            device, dtype: device and dtype of the parameter; None: those of the layer.
         """
         if isinstance(shard, Shard):
             shard = (shard,) if shard.axis.size > 1 else None

@@ -1,4 +1,4 @@
-"""Norms over the last dimension; replicated on the tensor-parallel axis."""
+"""Norms over the last dimension. Their weights are replicated over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Norm(ParallelModule):
-    """Of a float32 residual stream 16-bit weights return their own dtype, which the linear layer after them takes."""
+    """Base class of the norms. A 16-bit weight makes the output 16-bit, even for a float32 residual stream."""
 
     weight: Tensor
     bias: Tensor | None
@@ -53,9 +53,9 @@ class RMSNorm(_Norm):
     Args:
         dim: D, the size of the last dimension.
         eps: added to the mean square.
-        partial: axes besides tp over which this rank's gradient is one term of a sum.
-        options: `LayerOptions`. With sequence parallel each rank sees its part of the tokens, so the weight's gradient
-            is declared a pending sum over tp.
+        others: `partial`, the axes besides tp over which the weight's gradient is partial (must be all-reduced); and
+            `LayerOptions`. With `sequence_parallel` each rank sees a part of the tokens, so the layer declares the
+            weight's gradient partial over tp.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
 
@@ -79,8 +79,10 @@ class LayerNorm(_Norm):
     """`(x - mean(x)) / std(x) * weight + bias`, computed in fp32 for half-precision inputs.
 
     Args:
-        dim, eps, others: as of `RMSNorm`; eps is added to the variance.
-        bias: whether there is one.
+        dim: D, the size of the last dimension.
+        eps: added to the variance.
+        bias: whether the norm has a bias.
+        others: see `RMSNorm`.
 
     Source: Ba et al. 2016, arXiv:1607.06450, equation 4.
 
