@@ -1,9 +1,9 @@
-"""Products, norms and pieces of layers on an axis with a virtual degree: the same bits at every size of the axis.
+"""Layers on an axis with a virtual degree: results have the same bits at every size of the axis.
 
 An axis of size t with the virtual degree V (`build_mesh(virtual=V)`) stands for V virtual shards, V/t on each rank.
-Each is computed by itself, in memory of its own: a library chooses its kernel by the shape, and a vectorised kernel
-computes the end of a tensor by other instructions. One binary tree joins the shards' partial sums, in float32 (float64
-for float64). Sums over tokens follow that tree too, over V runs of the sequence, with and without sequence parallel.
+Each shard is computed separately, in its own memory: a library chooses its kernel by the shape, and a vectorized kernel
+treats the end of a tensor with other instructions. One binary tree adds the shards' partial sums, in float32 (float64
+for float64). Sums over tokens use the same tree, over V runs of the sequence, with and without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpcore.mesh.axis import Axis
 
 
 def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, rest: int = 0) -> None:
-    """Refuse blocks of units that the virtual degree does not divide; a `rest`, as of 257 tokens, may lie first."""
+    """Raise ValueError if the virtual degree does not divide a block's units; up to `rest` units may be left over."""
     for size in sizes if axis.virtual else ():
         if size // unit % axis.virtual > rest:
             units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"
@@ -33,13 +33,13 @@ def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, res
 
 
 def own(x: Tensor) -> Tensor:
-    """Return the tensor contiguous, and at an address as a new one has, a multiple of 64 bytes: MKL may look at it."""
+    """Return the tensor contiguous and 64-byte aligned like a new one: MKL may choose kernels by alignment."""
     x = x.contiguous()
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 class _Own(Function):
-    """A tensor in memory of its own, whose gradient is in memory of its own."""
+    """Copy a tensor to its own memory; in backward, do the same with its gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ class _Own(Function):
 def cut_pieces(
     x: Tensor, dim: int, n: int, blocks: Sequence[int] = (), own: Callable[..., Tensor] = own
 ) -> list[Tensor]:
-    """Cut a dimension, made of blocks of these lengths, in n virtual shards, each in memory of its own."""
+    """Split a dimension, made of blocks of these lengths, into n virtual shards, each in its own memory."""
     parts = x.split(list(blocks), dim) if blocks else [x]
     parts = [part.split(shard_sizes(part.shape[dim], n), dim) for part in parts]
     return [own(each[0] if len(each) == 1 else torch.cat(each, dim)) for each in zip(*parts, strict=True)]
 
 
 def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Tensor:
-    """Put the virtual shards of `cut_pieces` together again."""
+    """Undo `cut_pieces`: concatenate the virtual shards."""
     if len(pieces) == 1:
         return pieces[0]
     if len(blocks) < 2:
@@ -70,9 +70,10 @@ def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Ten
 
 
 def in_pieces(function: Callable[..., Tensor], axis: Axis, dim: int, *xs: Tensor, blocks: int = 1) -> Tensor:
-    """Call `function(*xs)` for each virtual shard of `dim`, and join its results.
+    """Call `function(*xs)` on each virtual shard of `dim`, and concatenate the results.
 
-    `dim`, counted from the front, is sharded over the axis. In xs it has so many equal `blocks`, such as gate and up.
+    `dim`, counted from the front, is sharded over the axis. In xs it consists of `blocks` equal blocks, such as gate
+    and up.
     """
     pieces = [cut_pieces(x, dim, axis.pieces, (x.shape[dim] // blocks,) * blocks, _Own.apply) for x in xs]
     return _join([_Own.apply(function(*piece)) for piece in zip(*pieces, strict=True)], dim)
@@ -81,19 +82,22 @@ def in_pieces(function: Callable[..., Tensor], axis: Axis, dim: int, *xs: Tensor
 def on_tokens(
     function: Callable[..., Tensor], axis: Axis, dim: int, sharded: bool, x: Tensor, *weights: Tensor | None
 ) -> Tensor:
-    """Call a function of tokens on each virtual shard of the sequence, and join the results.
+    """Call a function of tokens on each virtual shard of the sequence, and concatenate the results.
 
     Args:
-        function: `function(x, *weights)`, which computes each token by itself, such as `torch.mul`.
-        axis: tensor parallel, with a virtual degree.
-        dim: the dimension of x that is the sequence.
-        sharded: whether this rank has a shard of the sequence, by sequence parallel, or all of it.
-        x: [B, T, ...], or of two dimensions: then the function is called once.
-        weights: tensors without a sequence, or None. Their gradients are summed over all tokens on every rank, so
-            declare no pending sum (`partial`).
+        function: `function(x, *weights)`, which computes each token independently, for example `torch.mul`.
+        axis: the tensor-parallel axis, with a virtual degree.
+        dim: the sequence dimension of x.
+        sharded: True if sequence parallelism shards the sequence over the axis; False if this rank has all of it.
+        x: [B, T, ...]. If x has only two dimensions, the function is called once.
+        weights: tensors without a sequence dimension, or None. Their gradients are summed over all tokens on every
+            rank, so do not declare them `partial`.
+
+    Returns:
+        The result of the function for all tokens of x.
 
     Raises:
-        ValueError: if the virtual degree does not divide a sequence that is sharded.
+        ValueError: if the sequence is sharded and the virtual degree does not divide its length.
 
     Example:
         >>> tp = mpcore.build_mesh(virtual=2).tp
@@ -115,7 +119,7 @@ def on_tokens(
 
 
 class _FanOut(Function):
-    """A weight for each virtual shard of the sequence: in backward their gradients are summed by the tree."""
+    """Copy a weight for each virtual shard of the sequence; in backward the binary tree sums the gradients."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, n: int, axis: Axis) -> tuple[Tensor, ...]:
@@ -135,7 +139,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _spread(whole: Tensor, rows: Tensor, bias: Tensor | None, tp: Axis, blocks: tuple[int, ...] = ()) -> Tensor:
-    """[..., D] @ rows.T + bias, this rank's [F/tp, D] and [F/tp]: [..., F/tp], a product for each virtual shard."""
+    """[..., D] @ rows.T + bias -> [..., F/tp], one product per virtual shard. rows: [F/tp, D]; bias: [F/tp] or None."""
     flat, n = flat_tokens(whole), tp.pieces
     biases = [None] * n if bias is None else cut_pieces(bias, 0, n, blocks)
     ys = [F.linear(flat, w, b) for w, b in zip(cut_pieces(rows, 0, n, blocks), biases, strict=True)]
@@ -143,17 +147,17 @@ def _spread(whole: Tensor, rows: Tensor, bias: Tensor | None, tp: Axis, blocks: 
 
 
 def _tree_product(x: Tensor, rows: Tensor, tp: Axis, dim: int | None, blocks: tuple[int, ...] = ()) -> Tensor:
-    """The tree sum over ranks of [..., F/tp] @ rows, [F/tp, D]: [..., D], or this rank's shard of dimension `dim`."""
+    """[..., F/tp] @ rows, summed over ranks by the tree: [..., D], or this rank's shard of dimension `dim`."""
     pairs = zip(cut_pieces(flat_tokens(x), 1, tp.pieces, blocks), cut_pieces(rows, 0, tp.pieces, blocks), strict=True)
     y = tree_sum(_wide(piece @ w) for piece, w in pairs).view(*x.shape[:-1], rows.shape[1])
     return (all_reduce(y, tp) if dim is None else reduce_scatter(y, tp, dim)).to(x.dtype)
 
 
 class ColumnProduct(Function):
-    """`x @ weight.T + bias`, this rank's output features, and the tree sum of the input's gradient.
+    """`x @ weight.T + bias` for this rank's output features; backward sums the input's gradient by the tree.
 
-    Of x [..., D], weight [F/tp, D], bias [F/tp] or None, tp, the dimension that sequence parallel shards or None, and
-    the local lengths of the matrices that the output features are made of.
+    Arguments: x [..., D], weight [F/tp, D], bias [F/tp] or None, tp, the dimension that sequence parallelism shards or
+    None, and the local lengths of the matrices that make up the output features.
     """
 
     @staticmethod
@@ -177,9 +181,9 @@ class ColumnProduct(Function):
 
 
 class RowProduct(Function):
-    """The tree sum over ranks of `x @ weight.T`.
+    """`x @ weight.T`, summed over ranks by the tree.
 
-    Of x [..., F/tp], weight [D, F/tp], tp, and the dimension of which to return this rank's shard, or None.
+    Arguments: x [..., F/tp], weight [D, F/tp], tp, and the dimension to reduce-scatter, or None to all-reduce.
     """
 
     @staticmethod

@@ -1,15 +1,15 @@
-"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel axis, by one small collective.
+"""Cross-entropy of logits whose vocabulary is sharded over the tensor-parallel axis, with one small collective.
 
-Per row, each rank computes over its own columns the maximum m_r, the sum of exponentials s_r = sum exp(z - m_r), the
-target's logit t_r (0 where another rank holds it) and the sum of logits u_r. One all-gather of these four numbers gives
+For each row, each rank computes over its own columns the maximum m_r, the sum of exponentials s_r = sum exp(z - m_r),
+the target's logit t_r (0 if another rank holds it) and the sum of logits u_r. An all-gather of these numbers gives
     lse = log sum_r s_r exp(m_r - m) + m,  m = max_r m_r,     target = sum_r t_r,     mean = sum_r u_r / V
     loss = lse - (1 - a) target - a mean + z lse^2            (a: label smoothing, z: z-loss)
 and backward needs no collective: dlogits = p (1 + 2 z lse) - (1 - a) onehot - a / V, with p = exp(logits - lse).
 
-On a GPU the kernels of `mpcore/kernels/cross_entropy.py` do this, and nothing of the size of the logits is kept. On a
-CPU, where an exponential costs more than memory does, the softmax is computed once and kept.
+On a GPU the kernels of `mpcore/kernels/cross_entropy.py` compute this and keep only the logits for backward. On a CPU,
+exponentials are expensive, so the softmax is computed once and kept.
 
-Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, for the cut; Szegedy et al. 2016 (arXiv:1512.00567),
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, for the sharding; Szegedy et al. 2016 (arXiv:1512.00567),
 section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, for the z-loss.
 """
 
@@ -60,20 +60,20 @@ def vocab_parallel_cross_entropy(
     token_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the cross-entropy of each token from this rank's columns of the logits. Never changes its inputs.
+    """Compute the cross-entropy of each token from this rank's columns of the logits. Inputs are never changed.
 
     Args:
-        logits: [..., V/tp], any floating dtype, this rank's run of the vocabulary, as `ColumnParallelLinear` returns it
-            without `gather_output`.
-        target: [...] integer ids in [0, V), the same on every rank, or `ignore_index`.
-        tp: the axis that the vocabulary is sharded over.
-        vocab_size: V. Needed for tp > 1: shards may be uneven, so V doesn't follow from one shard. None at tp 1.
+        logits: [..., V/tp], any floating dtype, this rank's shard of the vocabulary: what `ColumnParallelLinear`
+            returns without `gather_output`.
+        target: integer ids [...] in [0, V) or `ignore_index`, the same on every rank.
+        tp: the axis over which the vocabulary is sharded.
+        vocab_size: V. Required if tp has more than one rank, because shards may be uneven. None: the width of logits.
         ignore_index: tokens with this target have loss 0 and gradient 0, and don't count in the mean.
-        label_smoothing: a, the weight of the uniform distribution over the whole vocabulary.
+        label_smoothing: a, the weight of the uniform distribution over the vocabulary.
         z_loss: weight of the squared log-sum-exp.
-        softcap: c, replaces the logits by c tanh(logits / c); 0: none.
+        softcap: c, replaces the logits by c tanh(logits / c); 0: no soft cap.
         token_weight: [...], each token's weight in the loss and in the mean's divisor; the same on every rank.
-        reduction: "mean" over the tokens that count (0 where there is none), "sum" or "none".
+        reduction: "mean" over the tokens that are not ignored (0 if there are none), "sum" or "none".
 
     Returns:
         fp32 (fp64 for fp64 logits): a scalar, or [...] with "none".
@@ -115,13 +115,13 @@ def vocab_parallel_log_prob(
     ignore_index: int = -100,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target and the entropy, both differentiable. Never changes its inputs.
+    """Return the log-probability of each target and the entropy of each distribution. Inputs are never changed.
 
     Args:
-        logits, target, tp, vocab_size, ignore_index, softcap: as of `vocab_parallel_cross_entropy`.
+        logits, target, tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
 
     Returns:
-        `(log_prob, entropy)`, [...] in fp32 (fp64 for fp64 logits), in nats; both 0 for ignored tokens.
+        `(log_prob, entropy)`, differentiable, [...] in fp32 (fp64 for fp64 logits), in nats; 0 for ignored tokens.
 
     Example:
         >>> log_prob, entropy = mpcore.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
@@ -136,9 +136,9 @@ class HeadLossOptions(TypedDict, total=False):
     """Keyword arguments of a loss of `x @ weight.T`.
 
     Attributes:
-        tp, vocab_size, ignore_index, softcap: as of `vocab_parallel_cross_entropy`.
-        sequence_parallel, sequence_dim: as of `ColumnParallelLinear`.
-        chunk_rows: tokens of a chunk; None: as many as make 512 MiB of logits.
+        tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
+        sequence_parallel, sequence_dim: see `LayerOptions`.
+        chunk_rows: the number of tokens per chunk; None: the number whose logits take 512 MiB.
     """
 
     tp: Axis
@@ -161,22 +161,21 @@ def linear_cross_entropy(
     reduction: str = "mean",
     **head: Unpack[HeadLossOptions],
 ) -> Tensor:
-    """Compute `vocab_parallel_cross_entropy` of `x @ weight.T` chunk by chunk: the full logits never exist.
+    """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk; the full logits never exist.
 
-    Gradients are computed in the forward pass, which costs as much as forward and backward of the head. With "none"
-    they
-    are computed in the backward pass, which computes the logits of each chunk again: four matrix products, not three.
+    The forward pass also computes the gradients: three products in all. With reduction "none", backward computes the
+    logits of each chunk again: four products.
 
     Args:
         x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
-        weight: [V/tp, D], this rank's rows, as of a `ColumnParallelLinear` without bias.
-        target: [...] of the whole sequence, the same on every rank.
-        label_smoothing, z_loss, reduction: as of `vocab_parallel_cross_entropy`.
-        token_weight: the same; differentiated with "none" alone.
+        weight: [V/tp, D], this rank's rows: the weight of a `ColumnParallelLinear` without bias.
+        target: integer ids [...] of the full sequence, the same on every rank.
+        label_smoothing, z_loss, reduction: see `vocab_parallel_cross_entropy`.
+        token_weight: see `vocab_parallel_cross_entropy`. It gets a gradient only with reduction "none".
         head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
 
     Returns:
-        fp32 (fp64 for fp64 logits): a scalar, or [...] of the whole sequence with "none".
+        fp32 (fp64 for fp64 logits): a scalar, or [...] for the full sequence with "none".
 
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.
@@ -202,16 +201,16 @@ def linear_cross_entropy(
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk: all logits are never in memory at once.
+    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk; the full logits never exist.
 
-    Backward computes the logits of each chunk again, which costs one matrix product more than keeping them.
+    Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
 
     Args:
-        x, weight, target, head: as of `linear_cross_entropy`.
+        x, weight, target, head: see `linear_cross_entropy`.
 
     Returns:
-        `(log_prob, entropy)`, of the shape of `target`, in fp32 (fp64 for fp64 logits), in nats, both differentiable;
-        both 0 for ignored tokens.
+        `(log_prob, entropy)`, differentiable, of the shape of `target`, in fp32 (fp64 for fp64 logits), in nats; 0 for
+        ignored tokens.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)
@@ -236,7 +235,7 @@ def _head(
     sequence_dim: int = 1,
     **columns: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Rows of the whole sequence, weight and targets for the kernels, and their options."""
+    """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
     check_axis(tp)
     if tp.virtual:
         raise ValueError(f"{what} has no virtual degree: take vocab_parallel_cross_entropy of the head's logits")
@@ -257,13 +256,13 @@ def _head(
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
     gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
-    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size))  # ranks' shards may be uneven
+    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size))  # shards may be uneven
     options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
     return (rows, weight, target.reshape(-1)), options
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """Rows in a shape, not as a view: `fully_shard` would lose the hook of a view that the caller writes to."""
+    """Reshape rows without a view: `fully_shard` would lose the hook of a view that the caller writes to."""
     return rows.view(like.shape).clone()
 
 
@@ -278,7 +277,7 @@ def _check_loss(target: Tensor, reduction: str, label_smoothing: float, token_we
 
 @dataclass(frozen=True)
 class _Loss:
-    """Which columns of the vocabulary are here, and the options of the loss."""
+    """The columns of the vocabulary that this rank holds, and the options of the loss."""
 
     tp: Axis
     size: int
@@ -308,7 +307,7 @@ def _loss_of(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> _Loss:
-    """The options of a loss of logits of this shape; refuses logits that are not this rank's shard, and bad targets."""
+    """Return the loss for logits of this shape. Raise ValueError for logits of another shape, or bad targets."""
     check_axis(tp)
     *tokens, columns = shape
     if not 0 <= softcap < float("inf"):
@@ -336,7 +335,7 @@ def _loss_of(
 
 
 def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
-    """What a mean divides by: the number or the weight of the tokens that count, or 1 where that is 0."""
+    """Return the divisor of a mean: the number (or weight) of the tokens that are not ignored, or 1 if that is 0."""
     counts = target != ignore_index
     if token_weight is None:
         return counts.sum().clamp(min=1)
@@ -364,7 +363,7 @@ class _CrossEntropy(Function):
         sum_logits = logits.sum(-1, dtype=wide) if smoothing else torch.zeros_like(total)
         share = torch.ones_like(total)
         if tp.size > 1:
-            masked = largest == -torch.inf  # from end to end of this shard
+            masked = largest == -torch.inf  # all logits of this shard are -inf
             mine = torch.stack([largest.clamp(min=torch.finfo(wide).min), total.masked_fill(masked, 0)])
             stats = torch.cat([mine, torch.stack([at_target, sum_logits])])
             stats = _gather_pieces(stats.unsqueeze(0), tp)
@@ -395,10 +394,10 @@ class _CrossEntropy(Function):
         smooth = dloss * (how.label_smoothing / how.size)
 
         def gradient(softmax: Tensor, *rows: Tensor) -> Tensor:
-            """The softmax becomes the gradient, in its memory."""
+            """Turn the softmax into the gradient, in place."""
             scale, share, at_target, smooth, column = (row.unsqueeze(-1) for row in rows)
             softmax.mul_(scale)
-            if how.tp.size > 1:  # of -inf from end to end of this shard: no softmax, and no share
+            if how.tp.size > 1:  # if all logits of this shard are -inf, its share is 0
                 softmax.masked_fill_(share == 0, 0)
             if how.label_smoothing:
                 softmax -= smooth
@@ -414,12 +413,12 @@ class _CrossEntropy(Function):
         return dlogits, None, None
 
 
-# Elements whose float32 copy stays in the cache of a core: half precision becomes float32 by such pieces.
+# Half precision is converted to float32 in pieces of this many elements, so that a copy stays in a core's cache.
 _CACHED = 2**18
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of [..., V] by tokens, and of tensors with as many tokens; one piece on a GPU and under torch.compile."""
+    """Split [..., V], and tensors with as many tokens, by tokens; one piece on a GPU and under torch.compile."""
     whole = (logits.reshape(-1, logits.shape[-1]), *(x.view(-1, *x.shape[logits.dim() - 1 :]) for x in others))
     pieces = logits.is_cpu and not torch.compiler.is_compiling()
     count = max(1, _CACHED // logits.shape[-1] if pieces else len(whole[0]))
@@ -440,7 +439,7 @@ def _softmax(logits: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 class _FusedCrossEntropy(Function):
-    """The same by the kernels, which keep the logits alone; or log-probability and entropy."""
+    """`_CrossEntropy` with the GPU kernels, which keep only the logits; or log-probability and entropy."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, how: _Loss, log_prob: bool):
@@ -469,7 +468,7 @@ class _FusedCrossEntropy(Function):
 
 
 def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
-    """The columns of each virtual shard of the vocabulary and the id of the first; without a virtual degree all."""
+    """Return each virtual shard's columns and first vocabulary id; without a virtual degree, all columns."""
     if not how.tp.virtual:
         return [(logits, how.start)]
     pieces = cut_pieces(logits, logits.dim() - 1, how.tp.pieces)
@@ -478,12 +477,12 @@ def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Module of `vocab_parallel_cross_entropy` for one vocabulary size.
+    """`vocab_parallel_cross_entropy` as a module for one vocabulary size. It rejects gathered logits.
 
     Args:
         vocab_size: V.
-        tp: the axis that the vocabulary is cut over.
-        options: as of `vocab_parallel_cross_entropy`.
+        tp: the axis over which the vocabulary is sharded.
+        options: the other arguments of `vocab_parallel_cross_entropy`.
 
     Example:
         >>> loss_function = mpcore.VocabParallelCrossEntropy(8, label_smoothing=0.1, reduction="sum")
@@ -497,5 +496,5 @@ class VocabParallelCrossEntropy(nn.Module):
         self.vocab_size, self.tp, self.options = vocab_size, tp, options
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        """[..., V/tp], [...] -> scalar, or [...] with reduction "none"."""
+        """Logits [..., V/tp] and targets [...] -> a scalar, or [...] with reduction "none"."""
         return vocab_parallel_cross_entropy(logits, target, tp=self.tp, vocab_size=self.vocab_size, **self.options)

@@ -17,24 +17,25 @@ from mpcore.kernels.rope import rope
 
 
 class RotaryEmbedding(nn.Module):
-    """Table of rotary angles: `cos, sin = rope(positions)`, with which `apply_rope` rotates queries and keys.
+    """Compute the cosines and sines of rotary position embedding: `cos, sin = rope(positions)`, for `apply_rope`.
 
     Args:
         head_dim: K.
         base: the base of the geometric series of frequencies.
-        fraction: the part of each head that is rotated; the rest passes through. `fraction * K` must be even.
-        scaling: None, or a mapping as in Hugging Face configs, its `rope_type` one of "default", "linear" (`factor`),
-            "llama3" (`factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) and "yarn"
+        fraction: the fraction of each head that is rotated; the other dimensions are unchanged. `fraction * K` must be
+            even.
+        scaling: None, or a mapping as in Hugging Face configs with a `rope_type`: "default", "linear" (`factor`),
+            "llama3" (`factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) or "yarn"
             (`factor`, `original_max_position_embeddings`; optional `beta_fast`, `beta_slow`, `attention_factor`,
             `mscale` with `mscale_all_dim`, `truncate`).
-        interleaved: pairs are neighbours (2i, 2i+1) instead of halves (i, i + K/2).
+        interleaved: rotate neighbouring pairs (2i, 2i+1) instead of pairs (i, i + K/2) from the two halves.
 
     Attributes:
-        score_factor: what `MultiLatentAttention` multiplies its scores by: with YaRN's `mscale_all_dim` the square of
-            its amplitude, which `mscale` takes out of cos and sin in turn; 1 without.
+        score_factor: the factor on the scores of `MultiLatentAttention`. With YaRN's `mscale_all_dim` it is the square
+            of YaRN's amplitude; otherwise 1.
 
     Raises:
-        ValueError: for an odd number of rotated dimensions, or an unknown scaling.
+        ValueError: if the number of rotated dimensions is odd, or the scaling is unknown.
 
     Example:
         >>> rope = mpcore.RotaryEmbedding(8, fraction=0.5)
@@ -74,15 +75,15 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions' angles.
+        """Return the cosines and sines of the positions' angles.
 
         Args:
             positions: [T] or [B, T] integers.
-            dtype: of the result; angles are computed in fp32, or in fp64 for fp64; frequencies are in fp32 for both, as
-                Hugging Face has them, worked out in fp64 and rounded once.
+            dtype: the dtype of the result. Angles are computed in fp32, or in fp64 for fp64. Frequencies are rounded to
+                fp32 for both, as in Hugging Face.
 
         Returns:
-            cos, sin: [T, R/2] or [B, T, R/2], R the rotated dimensions.
+            cos, sin: [T, R/2] or [B, T, R/2], where R is the number of rotated dimensions.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq.to(positions.device, wide)
@@ -90,17 +91,20 @@ class RotaryEmbedding(nn.Module):
         return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
 
     def extra_repr(self) -> str:
-        """What distinguishes this table."""
+        """Return the sizes and options of the table."""
         return f"{self.dim}, base={self.base}, scaling={self.scaling or None}, interleaved={self.interleaved}"
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate each pair of dimensions by its angle (RoPE); dimensions beyond the table pass through.
+    """Rotate each pair of dimensions by its angle. Dimensions beyond those of the table are unchanged.
 
     Args:
-        x: [B, T, H, K], any floating dtype; computed in the wider of its dtype and fp32.
-        cos, sin: [T, R/2] or [B, T, R/2] with R <= K.
-        interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
+        x: [B, T, H, K], any floating dtype; computed in at least fp32.
+        cos, sin: [T, R/2] or [B, T, R/2] with R <= K, from `RotaryEmbedding`.
+        interleaved: rotate pairs (2i, 2i+1) instead of (i, i + R/2).
+
+    Returns:
+        A tensor of the shape and dtype of x.
 
     Example:
         >>> cos, sin = mpcore.RotaryEmbedding(4)(torch.arange(3))
@@ -121,10 +125,10 @@ _OPTIONAL = {"yarn": {"beta_fast", "beta_slow", "attention_factor", "mscale", "m
 
 
 def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Angular frequency of each pair, in radians a position, and the factor on cos and sin.
+    """Return the angular frequency of each pair, in radians per position, and the factor on cos and sin.
 
     Raises:
-        ValueError: for an unknown `rope_type`, or numbers that it lacks or doesn't know.
+        ValueError: if `rope_type` is unknown, or a number of the scaling is missing or unknown.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _NEEDED:
@@ -149,7 +153,7 @@ def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
 
         def scaled(f: float) -> float:
-            turns = old * f / (2 * math.pi)  # whole turns within the length the model was first trained on
+            turns = old * f / (2 * math.pi)  # full rotations within the original training length
             smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
             return (1 - smooth) * f / factor + smooth * f
 

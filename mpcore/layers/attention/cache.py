@@ -1,4 +1,4 @@
-"""Keys and values of tokens that a layer has seen, so that decoding computes each token once."""
+"""The keys and values of past tokens, so that decoding computes each token once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from mpcore.layers.module import input_error
 
 
 class KVCache:
-    """The keys and values of one attention layer: those of this rank's KV heads, on its device and in its dtype.
+    """The keys and values of one attention layer, for this rank's KV heads, on the layer's device and in its dtype.
 
-    Make it by `attention.new_cache(max_length)`, and give it to each call of that layer. The first call allocates it;
-    each call adds its tokens.
+    Create a cache with `attention.new_cache(max_length)` and pass it to each call of that layer. The first call
+    allocates it; each call appends its tokens.
 
     Args:
-        max_length: tokens of the longest sequence, prompt included; or of the memory of a cross-attention layer.
+        max_length: the number of tokens of the longest sequence, including the prompt. For a cross-attention layer: the
+            number of tokens of its memory.
 
     Attributes:
-        length: tokens that are held. Set it lower to forget the last ones, as speculative decoding does.
-        keys, values: [B, max_length, heads, width], of which the first `length` tokens count; None before the first
+        length: the number of tokens held. Set it to a smaller number to drop the last tokens, as in speculative
+            decoding.
+        keys, values: [B, max_length, heads, width]; only the first `length` tokens are valid. None before the first
             call.
 
     Example:
@@ -40,7 +42,7 @@ class KVCache:
         self._layer: int | None = None
 
     def check(self, layer: torch.nn.Module, rows: int, tokens: int) -> None:
-        """Raise if tokens or rows don't fit the cache, or if another layer uses it."""
+        """Raise ValueError if the cache is another layer's, the batch size differs, or `max_length` is exceeded."""
         if self._layer is None:
             self._layer = id(layer)
         if self._layer != id(layer):
@@ -56,7 +58,7 @@ class KVCache:
             )
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values [B, T, heads, width] of T tokens. Returns those of all tokens, as views."""
+        """Append the keys and values [B, T, heads, width] of T tokens. Return those of all tokens, as views."""
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise input_error("a cache passes no gradients: decode under torch.inference_mode() or torch.no_grad()")
         if self.keys is None or self.values is None:
@@ -67,12 +69,12 @@ class KVCache:
         return self.held()
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens that are held."""
+        """Return the keys and values of all tokens held, as views."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, : self.length], self.values[:, : self.length]
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order, such as the beams of a search or unfinished sequences."""
+        """Keep these rows of the batch, in this order. Use it to choose beams or to drop finished sequences."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]

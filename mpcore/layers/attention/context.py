@@ -1,17 +1,20 @@
 """Attention over a sequence that is sharded over the context-parallel axis.
 
-    kind         a rank's tokens                   what travels
-    alltoall     one run                           q, k, v and the output change between token and head shards
-    ring         one run                           keys and values, from rank to rank
-    zigzag       a run in front, its mirror image  as ring; with a causal mask all ranks have the same work
-    allgather    as zigzag                         keys and values, to every rank at once
-    two-level    as zigzag, over the outer level   alltoall within the inner level, ring over the outer
+    kind         tokens of a rank                    communication
+    alltoall     one run                             all-to-all turns token shards of q, k, v into head shards, and back
+    ring         one run                             keys and values are sent from rank to rank
+    zigzag       one run from each end of the        the same as ring; causal attention is equal work on all ranks
+                 sequence, mirrored
+    allgather    the same as zigzag                  keys and values are all-gathered
+    two-level    the same as zigzag, over the        all-to-all on the inner axis, ring on the outer axis
+                 outer axis
 
-Each query sees one run of keys [low, high): causal and full masks, windows and packed documents are all of this kind.
-A block of keys from another rank is met with these bounds in the block's own places. A block is neither computed nor
-sent further than queries see its keys: the host decides from the mask, and from `cu_seqlens` in CPU memory.
+A run is a contiguous range of tokens. Each query sees one run of keys [low, high): causal and full masks, windows and
+packed documents all have this form. For a block of keys from another rank, the bounds are shifted to indices in that
+block. A block that no query of a rank sees is not computed there, and is not sent beyond the last rank that needs it.
+The host decides this from the mask, and from `cu_seqlens` if it is in CPU memory.
 
-Partial results, and gradients of keys and values, are merged in fp32, in an order that only the ranks' places decide.
+Partial outputs, and gradients of keys and values, are merged in fp32, in an order that depends only on rank numbers.
 
 Source: Jacobs et al. 2023 (arXiv:2309.14509) for alltoall; Liu et al. 2023 (arXiv:2310.01889) for the ring; Brandon et
 al. 2023 (arXiv:2311.09431) for equal causal work; Llama 3 (arXiv:2407.21783), section 3.3.2, for allgather; Fang and
@@ -41,7 +44,7 @@ from mpcore.sharding.declare import Run
 
 
 def check_heads(kind: str, cp: Axis, heads: int) -> None:
-    """Refuse fewer heads on this rank than all-to-all has ranks."""
+    """Raise ValueError if this rank has fewer heads than the all-to-all has ranks."""
     size = cp.size if kind == "alltoall" else cp.levels[1].size if kind == "two-level" and cp.levels else 1
     if heads < size:
         what = "cp size" if kind == "alltoall" else "cp_inner size"
@@ -51,7 +54,7 @@ def check_heads(kind: str, cp: Axis, heads: int) -> None:
 
 
 def check_mask(mask: Tensor, rows: int, tokens: int, kind: str, cp: Axis) -> None:
-    """Refuse a mask that doesn't fit `rows` sequences with `tokens` tokens on this rank, or that `kind` can't serve."""
+    """Raise ValueError if a mask doesn't fit `rows` sequences of `tokens` local tokens, or `kind` supports no masks."""
     check_boolean(mask)
     shape, length = tuple(mask.shape), mask.shape[-1] if mask.dim() else 0
     if cp.size > 1 and kind not in ("alltoall", "allgather"):  # others meet keys in blocks
@@ -84,25 +87,26 @@ def context_attention(
     softcap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Attend from this rank's queries to the keys and values of the whole sequence.
+    """Attend from this rank's queries to the keys and values of the full sequence.
 
     Args:
-        q: [B, T/cp, H, K], tokens as `shard_sequence` shards them, already rotated.
-        k, v: [B, T/cp, Hkv, K] and [B, T/cp, Hkv, V]; H is a multiple of Hkv.
+        q: [B, T/cp, H, K], the tokens that `shard_sequence` gives this rank. RoPE is already applied.
+        k, v: [B, T/cp, Hkv, K] and [B, T/cp, Hkv, V]. H must be a multiple of Hkv.
         kind: one of `KINDS`.
-        cp: the axis.
-        causal, window, scale, softcap, impl: as of `mpcore.kernels.attention.attention`.
-        cu_seqlens: [n + 1] ends of packed documents in the B whole rows one after another, the same on every rank.
-        length: T; None: all ranks have as many tokens as this one.
+        cp: the context-parallel axis.
+        causal, window, scale, softcap, impl: see `mpcore.kernels.attention.attention`.
+        cu_seqlens: [n + 1] document ends, counted over the B full rows concatenated; the same on every rank. None: one
+            document per row.
+        length: T. None: every rank has as many tokens as this one.
 
     Returns:
         [B, T/cp, H, V].
 
     Raises:
-        ValueError: before anything is sent, if `kind` can't cut this sequence or these heads.
+        ValueError: before any communication, if `kind` can't shard this sequence or these heads.
 
     Note:
-        - Twelve parameters: q, k and v, how they lie, and the options of `mpcore.kernels.attention.attention`.
+        - Twelve parameters: q, k and v, how they are sharded, and the options of `mpcore.kernels.attention.attention`.
 
     Example:
         >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
@@ -120,7 +124,7 @@ def context_attention(
     check_heads(kind, cp, q.shape[2])
     if window is not None and (not causal or window < 1):
         raise input_error(f"window {window} needs a causal mask and at least 1 token")
-    B, documents, rows = q.shape[0], None, 1  # documents pack all rows in one, on each rank its tokens of every row
+    B, documents, rows = q.shape[0], None, 1  # with documents, the tokens of all rows are packed in one row
     if cu_seqlens is not None:
         rows = max(B, 1)
         check_documents(cu_seqlens, rows * length)
@@ -152,16 +156,17 @@ def context_attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, sinks: AttentionSinks | None = None, **options: Any
 ) -> Tensor:
-    """`mpcore.kernels.attention.attention` of whole rows, with `cu_seqlens` that pack all of them, and with sinks."""
+    """Call `mpcore.kernels.attention.attention` on full rows. `cu_seqlens` counts all rows concatenated; adds sinks."""
     rows = q.shape[0] if cu_seqlens is None else 1
     y, lse = attention(*(_as_rows(t, rows) for t in (q, k, v)), cu_seqlens=cu_seqlens, **options)
     return _as_rows(y if sinks is None else sinks(y, lse), q.shape[0])
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, **scores: Any) -> Tensor:
-    """`scored_attention` under any mask that `check_mask` accepts, in memory T^2.
+    """Compute `scored_attention` under any mask that `check_mask` accepts. Needs O(T^2) memory.
 
-    Returns [B, T/cp, H, V]; 0, without a gradient, where a query sees no key.
+    Returns:
+        [B, T/cp, H, V]. A query that sees no key gets 0 and no gradient.
     """
     length = mask.shape[-1]
     runs = sequence_runs(length, cp, kind)
@@ -177,12 +182,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, c
 
 
 def _as_rows(x: Tensor, rows: int) -> Tensor:
-    """[B, T, ...] as so many longer or shorter rows of the same tokens."""
+    """Reshape [B, T, ...] to `rows` rows that hold the same tokens in the same order."""
     return x if x.shape[0] == rows else x.reshape(rows, x.shape[0] * x.shape[1] // rows, *x.shape[2:])
 
 
 def _packed(runs: Runs, rows: int, length: int) -> Runs:
-    """The runs of every row's tokens, where rows of this length lie one after another."""
+    """Return the runs of every row's tokens when `rows` rows of `length` tokens are concatenated."""
     return tuple((row * length + start, row * length + end) for row in range(rows) for start, end in runs)
 
 
@@ -192,7 +197,7 @@ def _at(bounds: Bounds, runs: Runs) -> Bounds:
 
 
 def _join(runs: Sequence[Runs]) -> Runs:
-    """The runs of several ranks as one rank's; runs that touch become one."""
+    """Merge the runs of several ranks into one list. Adjacent runs become one."""
     joined: list[Run] = []
     for start, end in sorted(run for of_rank in runs for run in of_rank):
         if joined and joined[-1][1] == start:
@@ -202,7 +207,7 @@ def _join(runs: Sequence[Runs]) -> Runs:
 
 
 def _to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token shards to head shards: [B, T/n, H, K] -> [B, T, H/n, K]; a rank gets the KV heads its query heads read."""
+    """All-to-all: [B, T/n, H, K] -> [B, T, H/n, K]. Each rank gets the KV heads that its query heads read."""
     if axis.size == 1:
         return q, k, v
     group = q.shape[2] // k.shape[2]
@@ -222,7 +227,7 @@ def _to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple
 
 
 class _AllGather(Function):
-    """Gather keys and values of all ranks; again in backward, so that only shards are kept."""
+    """All-gather keys and values; gather them again in backward, so that only shards are kept."""
 
     @staticmethod
     def forward(ctx, q, k, v, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):

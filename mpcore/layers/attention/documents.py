@@ -12,14 +12,14 @@ from mpcore.kernels.attention import check_documents, key_bounds
 
 
 def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
-    """Number the document of each token in its row, from 0. A token that ends a document belongs to it.
+    """Number the documents in each row of tokens, from 0. An end-of-document token counts to the document it ends.
 
     Args:
-        tokens: [B, T] token ids of whole sequences, before `shard_sequence`.
-        end_of_document: the id that ends a document.
+        tokens: [B, T] token ids of full sequences. Call this before `shard_sequence`.
+        end_of_document: the id of the token that ends a document.
 
     Returns:
-        int32 [B, T], rising along each row.
+        int32 [B, T], the document of each token, nondecreasing along each row.
 
     Example:
         >>> mpcore.document_ids(torch.tensor([[7, 8, 0, 9, 0, 0, 7]]), end_of_document=0)
@@ -30,15 +30,15 @@ def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
 
 
 def document_ends(documents: Tensor) -> Tensor:
-    """Return where the documents of a batch end, the `cu_seqlens` of every attention layer. The host reads no value.
+    """Return where the documents of a batch end, to pass as `cu_seqlens` to attention. The host does not synchronize.
 
     Args:
-        documents: [B, T] the document of each token, the same for neighbours in one document, as `document_ids`
-            numbers them; the same on every rank of tp and cp. [B, 1, T] works too.
+        documents: [B, T] or [B, 1, T], the document of each token, for example from `document_ids`. A document is a run
+            of equal values. The tensor must be the same on every rank of tp and cp.
 
     Returns:
-        int32 [B T + 1], a fixed length: the ends of the documents in the rows one after another, from 0 to B T. The
-        rest repeats B T.
+        int32 [B T + 1]: 0, then the end of each document, counted over the concatenated rows. The last value, B T, is
+        repeated to fill the tensor, so the length does not depend on the documents.
 
     Example:
         >>> mpcore.document_ends(torch.tensor([[0, 0, 1], [0, 1, 1]]))
@@ -55,12 +55,12 @@ def document_positions(cu_seqlens: Tensor, rows: int, length: int, device: torch
     """Return the position of each token in its document, for `RotaryEmbedding` and `PositionEmbedding`.
 
     Args:
-        cu_seqlens: [n + 1] ends of documents, as `document_ends` returns them.
-        rows, length: B and T, of whole sequences.
-        device: of the result; None: that of `cu_seqlens`.
+        cu_seqlens: [n + 1] document ends, as `document_ends` returns them.
+        rows, length: B and T of the full sequences.
+        device: the device of the result; None: the device of `cu_seqlens`.
 
     Returns:
-        [B, T]; under context parallelism select this rank's tokens, `[:, sequence_index(...)]`.
+        int64 [B, T]. Under context parallelism select this rank's tokens: `[:, sequence_index(...)]`.
 
     Example:
         >>> mpcore.document_positions(torch.tensor([0, 2, 3, 6]), rows=2, length=3)
@@ -76,7 +76,7 @@ def document_positions(cu_seqlens: Tensor, rows: int, length: int, device: torch
 def visible_keys(
     rows: int, length: int, device: torch.device, cu_seqlens: Tensor | None, causal: bool, window: int | None
 ) -> Tensor:
-    """Return the mask of causality, window and documents: bool [B, T, T], or [1, T, T] without documents."""
+    """Return the combined mask of causality, window and documents: bool [B, T, T], or [1, T, T] without documents."""
     if cu_seqlens is None:
         rows = 1
     else:

@@ -1,4 +1,4 @@
-"""What attention layers share: this rank's heads against the whole sequence, and the options of every kind."""
+"""The base class of all attention layers: attention of this rank's heads over the full sequence, and its options."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ if TYPE_CHECKING:
 
 
 class HeadOptions(TensorParallelOptions, total=False):
-    """Keyword arguments of every attention layer, of its heads.
+    """Keyword arguments of every attention layer, except those of its projections.
 
     Attributes:
-        rope: the rotary table; None: no rotation.
-        causal: each token sees itself and the tokens before it; False: all of its document.
-        window: with causal, the number of tokens each one sees, itself counted; None: all.
-        softcap: c of scores c tanh(s / c); None: scores as they are.
-        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`; None: torch's `scaled_dot_product_attention`
-            for causal and full masks, and else the kernel that the device has.
-        context, cp: with cp, input and output are this rank's tokens of `shard_sequence(..., cp, context)`, and
-            context says how queries meet the keys of other ranks: "alltoall", "ring", "zigzag", "allgather" or
-            "two-level" (`mpcore.layers.attention.context`). Sequence parallel shards this rank's part once more.
+        rope: the `RotaryEmbedding`; None: no rotation.
+        causal: each token sees itself and earlier tokens. False: each token sees its whole document.
+        window: with `causal`, the number of tokens that each token sees, including itself; None: no limit.
+        softcap: c, replaces each score s by c tanh(s / c); None: no soft cap.
+        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`. None: torch's `scaled_dot_product_attention`
+            for causal and full masks, and the device's default kernel otherwise.
+        context: how queries reach keys of other cp ranks: "alltoall", "ring", "zigzag", "allgather" or "two-level" (see
+            `mpcore.layers.attention.context`). Required if cp has more than one rank.
+        cp: the context-parallel axis. Input and output are the tokens that `shard_sequence(..., cp, context)` gives
+            this rank. Sequence parallelism shards these tokens again over tp.
     """
 
     rope: RotaryEmbedding | None
@@ -70,27 +71,27 @@ class HeadOptions(TensorParallelOptions, total=False):
 
 
 class AttentionOptions(HeadOptions, LayerOptions, total=False):
-    """Keyword arguments of every attention layer: `HeadOptions`, `LayerOptions`, and of its output projection.
+    """Keyword arguments of every attention layer: `HeadOptions`, `LayerOptions` and `output_init`.
 
     Attributes:
-        output_init: fills the weight of the output projection; None: as `init`.
+        output_init: fills the weight of the output projection; None: use `init`.
     """
 
     output_init: Init | None
 
 
 class HeadAttention(ParallelLayer):
-    """Attention of this rank's heads to the whole sequence. A subclass makes q, k and v, and has an `output`.
+    """Attention of this rank's heads over the full sequence. A subclass computes q, k and v and defines `output`.
 
     Args:
-        head_dim: K, of queries and keys.
-        scale: of the scores; None: K^(-1/2).
-        others: `HeadOptions`.
+        head_dim: K, the width of queries and keys.
+        scale: factor on the scores; None: K^(-1/2).
+        others: the other fields of `HeadOptions`.
 
     Attributes:
-        num_heads, local_heads: query heads, of all ranks and of this one.
-        kv_repeats: how many query heads each KV head serves, where those are unequal.
-        alibi, sinks, memory_dim: of a subclass that has them.
+        num_heads, local_heads: the number of query heads of the unsharded layer, and of this rank.
+        kv_repeats: how many query heads each local KV head serves; None if all serve the same number.
+        alibi, sinks, memory_dim: see `ParallelAttention`. A subclass without them leaves the defaults.
     """
 
     num_heads: int
@@ -130,18 +131,22 @@ class HeadAttention(ParallelLayer):
         self.scale, self.softcap, self.impl, self.sinks = scale, softcap, impl, None
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, T/cp, heads, width] of the layer's input, rotated where there is a `rope`."""
+        """Return queries, keys and values [B, T/cp, heads, width] of the layer's input, after RoPE if there is one."""
         raise NotImplementedError
 
     def cross_heads(self, x: Tensor, memory: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the layer's input, keys and values of `memory` or held, where there is a `memory_dim`."""
+        """Return queries of the input, and keys and values of `memory` (or of the cache). Only with `memory_dim`."""
         raise NotImplementedError
 
     def new_cache(self, max_length: int) -> KVCache:
-        """Make an empty cache for decoding, of up to `max_length` tokens, prompt included; or of a memory.
+        """Create an empty cache for decoding.
+
+        Args:
+            max_length: the largest number of tokens, including the prompt. For a cross-attention layer: tokens of the
+                memory.
 
         Raises:
-            ValueError: if tokens see those behind them, or a rank has a part of the sequence: cp, sequence parallel.
+            ValueError: if the layer is not causal, cp has more than one rank, or sequence parallelism is on.
         """
         self._refuse_cache()
         return KVCache(max_length)
@@ -170,35 +175,35 @@ class HeadAttention(ParallelLayer):
         bias: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """[B, T/cp, D] -> [B, T/cp, D] (dimensions 0 and 1 exchanged with `sequence_dim` 0).
+        """[B, T/cp, D] -> [B, T/cp, D]. With `sequence_dim=0`: [T/cp, B, D] -> [T/cp, B, D].
 
         Args:
-            memory: [B, S, memory_dim], for a layer with `memory_dim`: keys and values are made of it. With sequence
-                parallel it is this rank's shard, as x is.
-            rotary: `rope(positions)` where the caller computes it once for all blocks.
-            positions: [T/cp] or [B, T/cp] for the rotation; None: 0 .. T-1, in each document.
-            cu_seqlens: [n + 1] ends of packed documents in the whole rows one after another, from 0 to B T, the same on
-                every rank of tp and cp; tokens see their own document. `document_ends` makes them of token ids or
-                document ids. With cp best in CPU memory: blocks of other documents then don't travel.
-            length: T, of the whole sequence, where cp's shards are uneven; None: from the end of `cu_seqlens` where
-                that is in CPU memory, or else all ranks have as many tokens as this one.
-            mask: [T, T], or of each sample [B, T, T], or [B, 1, T] of keys alone, as padding has it: booleans, the same
-                on every rank of tp and cp, True where a query (row) sees a key. To a query that sees none attention is
-                0, without a gradient. A query sees a key that this mask and all others (`causal`, `window`,
-                `cu_seqlens`) let it see. Takes memory T^2. Under cp "alltoall" and "allgather" support it. With a
-                `memory` it is [T, S], [B, T, S] or [B, 1, S].
-            bias: [H, T, T] or [B, H, T, T] (with a `memory`, S keys), added to the scores after the soft cap. It has
-                all H heads, the same on every rank of tp, and gets its whole gradient; or it has this rank's heads, as
-                a `ColumnParallelEmbedding` makes them. Takes memory T^2. Hide keys with `mask`: a row of -inf is NaN.
-            cache: of `new_cache`. x are the tokens behind those that it holds, which they see too, and then it holds
-                them as well. Positions are counted on; masks and biases have all keys: [T, past + T]. A cache of a
-                cross-attention layer holds the first `memory`, which later calls need not give.
+            memory: [B, S, memory_dim], the input of keys and values in a layer with `memory_dim`. With sequence
+                parallelism it is this rank's shard of the S tokens.
+            rotary: the result of `rope(positions)`. Pass it to compute the table once for all blocks.
+            positions: [T/cp] or [B, T/cp], the positions for RoPE. None: 0 .. T-1, restarting in each document.
+            cu_seqlens: [n + 1] document ends from 0 to B T, counted over the concatenated full rows; the same on every
+                rank of tp and cp. Tokens see only their own document. `document_ends` computes it. With cp keep it in
+                CPU memory: keys that no query sees are then not sent.
+            length: T, needed if the shards of cp are uneven. None: T is taken from `cu_seqlens` if that is in CPU
+                memory; otherwise every rank has as many tokens as this one.
+            mask: bool [T, T], [B, T, T] or [B, 1, T] (a padding mask over keys), the same on every rank of tp and cp.
+                True lets a query (row) see a key. With a `memory`: [T, S], [B, T, S] or [B, 1, S]. The mask is combined
+                (and) with `causal`, `window` and `cu_seqlens`. A query that sees no key gets 0 and no gradient. Needs
+                O(T^2) memory. With cp, only "alltoall" and "allgather" support masks.
+            bias: [H, T, T] or [B, H, T, T], added to the scores after the soft cap. With a `memory` the last dimension
+                is S. Pass all H heads, the same on every rank of tp: the gradient then covers all heads. Or pass this
+                rank's heads, as `ColumnParallelEmbedding` returns them. Needs O(T^2) memory. Hide keys with `mask`,
+                because a row of -inf gives NaN.
+            cache: a `KVCache` from `new_cache`. x continues the tokens in the cache, sees them, and is appended.
+                Positions continue from the cache's length; masks and biases are over all keys: [T, past + T]. For a
+                cross-attention layer the cache holds the memory of the first call, and later calls may omit `memory`.
 
         Raises:
             ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
 
         Note:
-            - Nine parameters beside x: what is seen, where tokens lie, and what is kept.
+            - Nine parameters besides x: positions, masks and biases, and the cache.
         """
         past = 0 if cache is None else self._check_cache(x, cache, memory, cu_seqlens, length)
         if memory is None and self.memory_dim is None:
@@ -227,7 +232,7 @@ class HeadAttention(ParallelLayer):
         return self.output(rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)"))
 
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
-        """B, and the tokens on all ranks of tp."""
+        """Return B, and the number of tokens over all ranks of tp."""
         if x.dim() != 3:
             raise input_error(
                 f"{name} has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
@@ -239,7 +244,7 @@ class HeadAttention(ParallelLayer):
     def _check_cache(
         self, x: Tensor, cache: KVCache, memory: Tensor | None, cu_seqlens: Tensor | None, length: int | None
     ) -> int:
-        """Tokens that the cache holds; refuses what it has no place for."""
+        """Return the number of tokens in the cache; raise ValueError if it can't take the new ones."""
         self._refuse_cache()
         if cu_seqlens is not None or length is not None:
             raise input_error("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
@@ -258,7 +263,7 @@ class HeadAttention(ParallelLayer):
         bias: Tensor | None,
         past: int,
     ) -> int:
-        """T of the whole sequence, of which x is this rank's part; refuses what doesn't fit it."""
+        """Return T of the full sequence; raise ValueError if x or another argument doesn't fit it."""
         B, T = self._rows_and_tokens(x)
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
@@ -272,7 +277,7 @@ class HeadAttention(ParallelLayer):
         return past + T * self.cp.size if length is None else length
 
     def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> int:
-        """S of the memory; refuses what doesn't fit it."""
+        """Return S of the memory; raise ValueError if the memory doesn't fit x or the layer."""
         if self.memory_dim is None:
             raise input_error("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
@@ -289,7 +294,7 @@ class HeadAttention(ParallelLayer):
         return keys
 
     def _check_scores(self, x: Tensor, mask: Tensor | None, bias: Tensor | None, keys: int) -> None:
-        """Refuse a mask or a bias that isn't of x and so many keys, or that this layer can't serve."""
+        """Raise ValueError if a mask or a bias doesn't fit x and `keys` keys, or this layer does not support it."""
         B, T = self._rows_and_tokens(x)
         if self.impl is not None and (mask is not None or bias is not None):
             raise input_error(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
@@ -312,7 +317,7 @@ class HeadAttention(ParallelLayer):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """softmax(scale q k^T) v: q [B, T/cp, H/tp, K], k and v of KV heads, v [..., V] -> [B, T/cp, H/tp, V]."""
+        """softmax(scale q k^T) v: queries [B, T/cp, H/tp, K] -> [B, T/cp, H/tp, V], with this rank's KV heads."""
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
         cu_seqlens = cu_seqlens if q.shape[0] else None  # no rows have no documents
@@ -334,15 +339,15 @@ class HeadAttention(ParallelLayer):
         options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
         K, V = q.shape[-1], v.shape[-1]
         if V < K and v.device.type == "cpu":
-            # Its fused kernel takes one width alone, and what else there is needs T^2 memory. A GPU gets them narrow:
-            # cuDNN (192 beside 128, on Hopper and later, where it is asked first) and the memory-efficient kernel can.
+            # The CPU's fused kernel needs equal widths, and its other kernel O(T^2) memory: pad v. On a GPU, cuDNN
+            # (widths 192 and 128, on Hopper and later, tried first) and the memory-efficient kernel take a narrow v.
             y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, K - V)), **options)[..., :V]
         else:
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.transpose(1, 2)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        """`core` of the last tokens alone, whose keys are the last of k."""
+        """Compute `core` for queries that are the last tokens of k."""
         if q.shape[1] == 1 and self.impl is None:  # it sees all keys, or those in its window
             k, v = (t if self.window is None else t[:, -self.window :] for t in (k, v))
             return scored_attention(q, k, v, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
@@ -360,7 +365,7 @@ class HeadAttention(ParallelLayer):
         mask: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """`core` where scores have more than one run of keys says."""
+        """Compute `core` with a mask, a bias or ALiBi, where a query does not simply see one run of keys."""
         if self.causal or cu_seqlens is not None:
             see = visible_keys(q.shape[0], length, q.device, cu_seqlens, self.causal, self.window)
             if self.cp.size == 1:
@@ -380,9 +385,9 @@ class HeadAttention(ParallelLayer):
 
 
 def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | None) -> int:
-    """Length of the whole sequence, from the end of `cu_seqlens`; `tp` shards a rank's part of it once more.
+    """Return the length of the full sequence from the end of `cu_seqlens`. `tp` is given if it shards the tokens again.
 
-    Raises ValueError if x, with `tokens` on this rank, is another part.
+    Raises ValueError if this rank's share of that length is not `tokens`.
     """
     length = end // max(B, 1)
     mine = shard_sizes(length, cp.size)[cp.rank]
@@ -397,6 +402,6 @@ def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | N
 
 
 def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:
-    """Repeat head i `repeats[i]` times; without an index tensor, which would be copied to the GPU each time."""
+    """Repeat head i `repeats[i]` times. Uses no index tensor, which would be copied to the GPU in each call."""
     heads = zip(x.split(1, dim=2), repeats, strict=True)
     return torch.cat([head.expand(-1, -1, n, -1) for head, n in heads], dim=2)

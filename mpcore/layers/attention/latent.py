@@ -1,19 +1,20 @@
-"""Self-attention whose keys and values all come from one narrow latent of each token, its heads cut over tp.
+"""Multi-head latent attention: keys and values come from one narrow latent per token. Heads are sharded over tp.
 
-    c_q  = norm(W_dq x)                          [q_lora_rank]      or x itself
-    c_kv = norm(W_dkv x),  k_r = turn(W_kr x)    [kv_lora_rank], [qk_rope_head_dim]: one rotary key for all heads
-    q = [W_uq c_q, turn(W_qr c_q)],  k = [W_uk c_kv, k_r],  v = W_uv c_kv           of each head
+    c_q  = norm(W_dq x)                          [q_lora_rank]; x itself without q_lora_rank
+    c_kv = norm(W_dkv x),  k_r = RoPE(W_kr x)    [kv_lora_rank], [qk_rope_head_dim]: one rotary key for all heads
+    q = [W_uq c_q, RoPE(W_qr c_q)],  k = [W_uk c_kv, k_r],  v = W_uv c_kv           for each head
     y = W_o softmax(q k^T / sqrt(qk_nope_head_dim + qk_rope_head_dim)) v
 
-The projections down and their norms are whole on each rank; those up are cut by heads, and the output's with them. So
-between the ranks go latents: q_lora_rank + kv_lora_rank + qk_rope_head_dim numbers a token (2,112 of DeepSeek-V3, whose
-x has 7,168), each message once in forward and once in backward:
+The down projections and their norms are replicated. The up projections and the output projection are sharded by heads.
+The ranks of tp therefore communicate latents: q_lora_rank + kv_lora_rank + qk_rope_head_dim numbers per token (2,112
+in DeepSeek-V3, whose x has 7,168). Each latent is communicated once in forward (with sequence parallelism) and once in
+backward:
 
-    sequence parallel   each rank makes the latents of its own tokens; all-gather, and in backward reduce-scatter
-    without             each rank makes those of all tokens; in backward their gradients are summed, so that all before
-                        them, the weights and x, has its whole gradient on each rank
+    with sequence parallelism   each rank computes the latents of its own tokens: all-gather, reduce-scatter in backward
+    without                     each rank computes the latents of all tokens; backward all-reduces their gradients, so
+                                the down projections and x get the full gradient on each rank
 
-Without a q_lora_rank x stands in the place of c_q, D numbers.
+Without q_lora_rank, x (D numbers per token) is communicated instead of c_q.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C; DeepSeek-V3 (arXiv:2412.19437), section 2.1.1.
 """
@@ -41,26 +42,28 @@ if TYPE_CHECKING:
 
 
 class MultiLatentAttention(HeadAttention):
-    """Multi-head latent attention of DeepSeek-V2 and V3, Kimi K2 and others; each rank computes its share of the heads.
+    """Multi-head latent attention of DeepSeek-V2 and V3, Kimi K2 and others, with the heads sharded over tp.
 
-    The logical weights are those of Hugging Face's `DeepseekV3Attention`, row by row: `kv_down` is [kv_lora_rank +
-    qk_rope_head_dim, D], and `q_up` and `kv_up` go head by head, [nope | rope] and [keys | values] in each.
+    The logical weights have the row order of Hugging Face's `DeepseekV3Attention`. `kv_down` is [kv_lora_rank +
+    qk_rope_head_dim, D]. The rows of `q_up` and `kv_up` are ordered by head, with [nope | rope] and [keys | values] in
+    each head.
 
     Args:
         dim: D, the model width.
-        num_heads: H, logical; at least the tp size, shards may be uneven.
-        kv_lora_rank: width of the latent that keys and values are computed from.
-        qk_nope_head_dim, qk_rope_head_dim: features of each query and key head without rotation, and with RoPE.
-        v_head_dim: features of each value head; may differ from those of a key.
-        q_lora_rank: width of the latent that queries are computed from; None: queries are computed from x.
-        bias: biases of the projections down and of the output.
-        norm_eps: of the latents' norms.
-        options: `AttentionOptions`. `rope` is a table of `qk_rope_head_dim`, whose `score_factor` multiplies the
-            scores. All kinds of `context` take values narrower than keys.
+        num_heads: H of the unsharded layer, at least the tp size. Shards may be uneven.
+        kv_lora_rank: width of the latent for keys and values.
+        qk_nope_head_dim: width of the part of each query and key head without RoPE.
+        qk_rope_head_dim: width of the part of each query and key head with RoPE.
+        v_head_dim: width of each value head. It may be smaller than that of a key head.
+        q_lora_rank: width of the latent for queries; None: queries are projected from x.
+        bias: whether the down projections and the output projection have biases.
+        norm_eps: eps of the norms of the latents.
+        options: `AttentionOptions`. `rope` must have width `qk_rope_head_dim`; its `score_factor` multiplies the
+            scores.
 
     Raises:
-        ValueError: if there are fewer heads than ranks, `rope` rotates another number of dimensions, a window is asked
-            of a full mask, or `context` is unknown, missing, or can't cut these heads over cp.
+        ValueError: if there are fewer heads than ranks, `rope` has another width, `window` is given without `causal`,
+            or `context` is unknown, missing, or can't shard these heads over cp.
 
     Example:
         >>> sizes = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
@@ -119,7 +122,7 @@ class MultiLatentAttention(HeadAttention):
         self.output = RowParallelLinear(num_heads * v_head_dim, dim, bias, unit=v_head_dim, **layer)
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to latents, and these to this rank's heads; the rotary key is the same for all heads."""
+        """Project x to latents, and the latents to this rank's heads. All heads share the rotary key."""
         latent, k_rope = self.kv_down(x).split(self.latent_dims, -1)
         q = self.q_up(x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)))
         kv, k_rope = self.kv_up(self.kv_norm(latent)), self._to_heads(k_rope)
@@ -135,7 +138,7 @@ class MultiLatentAttention(HeadAttention):
         return q, torch.cat([k_nope, k_rope.expand(-1, -1, self.local_heads, -1)], -1), v
 
     def _to_heads(self, shared: Tensor) -> Tensor:
-        """What all heads share, for this rank's heads; in backward the ranks' gradients are summed."""
+        """Return a tensor that all heads share, for this rank's heads. Backward sums its gradients over tp."""
         if self.sequence_parallel:
             return collectives.all_gather(shared, self.tp, self.sequence_dim)
         return collectives.copy(shared, self.tp)

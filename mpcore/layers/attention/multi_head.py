@@ -1,4 +1,4 @@
-"""Attention with its heads cut over the tensor-parallel axis.
+"""Attention with its heads sharded over the tensor-parallel axis.
 
 Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped queries: Ainslie et al. 2023
 (arXiv:2305.13245).
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 
 class ParallelAttention(HeadAttention):
-    """Multi-head, grouped-query or multi-query attention; each rank computes its share of the query heads.
+    """Multi-head, grouped-query or multi-query attention, with the query heads sharded over tp.
 
     Args:
         dim: D, the model width.
-        num_heads: H, logical; at least the tp size, shards may be uneven.
-        num_kv_heads: KV heads; None: H. Fewer than the tp size are replicated as needed.
+        num_heads: H of the unsharded layer, at least the tp size. Shards may be uneven.
+        num_kv_heads: the number of KV heads; None: H. If there are fewer KV heads than tp ranks, they are replicated.
         head_dim: K; None: D / H.
-        bias: biases of the projections.
-        output_bias: bias of the output projection; None: as `bias`.
-        qk_norm: RMSNorm of each query and key head, before the rotation.
-        norm_eps: of that norm.
-        alibi: add minus the distance of query and key to the scores, times a fixed slope of each head. Takes memory
-            T^2.
-        sinks: one learned logit a head takes part in the softmax, and has no value.
-        memory_dim: cross-attention: keys and values come from the `memory` [B, S, memory_dim] given to `forward`.
-            Then each token sees all of it, and `causal` is False.
+        bias: whether the projections have biases.
+        output_bias: whether the output projection has a bias; None: use `bias`.
+        qk_norm: apply RMSNorm to each query and key head, before RoPE.
+        norm_eps: eps of that RMSNorm.
+        alibi: add ALiBi to the scores: minus the distance of query and key, times a fixed slope per head. Needs O(T^2)
+            memory.
+        sinks: add one learned logit per head to the softmax, without a value (an attention sink).
+        memory_dim: make this a cross-attention layer: keys and values are projected from the `memory` [B, S,
+            memory_dim] passed to `forward`. Each token sees the full memory, and `causal` is False.
         options: rope, causal, window, softcap, impl, context, cp: see `HeadOptions`; tp, sequence_parallel,
             sequence_dim, init, device, dtype: see `LayerOptions`; output_init fills the output projection's weight.
 
     Raises:
-        ValueError: if D isn't a multiple of H and no head_dim is given, a window is asked of a full mask,
-            `context` is unknown, missing, or can't cut these heads over cp, or two options can't go together: cp has
-            no alibi, sinks or memory, and a memory has no causal mask, rope or alibi.
+        ValueError: if D is not a multiple of H and no head_dim is given; if `window` is given without `causal`; if
+            `context` is unknown, missing, or can't shard these heads over cp; or if two options exclude each other: cp
+            excludes alibi, sinks and memory_dim, and memory_dim excludes causal, rope and alibi.
 
     Note:
-        - Twelve parameters: the sizes of the layer, and what changes its scores.
+        - Twelve parameters: the sizes of the layer, and the options that change its scores.
 
     Example:
         >>> rope = mpcore.RotaryEmbedding(4)
@@ -96,7 +96,7 @@ class ParallelAttention(HeadAttention):
             raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
         layer = pick(options, LayerOptions)
         heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
-        # Each may be wrapped, as LoRA does, or be any other module of that output.
+        # Users may wrap a projection, as LoRA does, or replace it by a module with the same output shape.
         if memory_dim is None:
             projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
         else:
@@ -110,14 +110,14 @@ class ParallelAttention(HeadAttention):
         self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
         check_heads(self.context, self.cp, self.local_heads)
         self.q_norm = self.k_norm = None
-        if qk_norm:  # one weight for all heads, of which this rank sees its own: its gradient is one term of a sum
+        if qk_norm:  # all heads share one weight and this rank has some of them: the gradient is partial over tp
             norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
             self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
         if sinks:
             self.sinks = AttentionSinks(num_heads, tp=self.tp, **pick(options, TensorOptions))
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to this rank's heads, normalize q and k where asked, and rotate them."""
+        """Project x to this rank's heads, normalize q and k if `qk_norm` is set, and apply RoPE."""
         qkv = self.qkv(x)
         sizes = [self.local_heads, self.local_kv_heads, self.local_kv_heads]
         norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
@@ -140,7 +140,7 @@ class ParallelAttention(HeadAttention):
         )
 
     def cross_heads(self, x: Tensor, memory: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to this rank's queries and `memory` to its keys and values; normalize q and k where asked."""
+        """Project x to this rank's queries and `memory` to its keys and values; normalize q and k with `qk_norm`."""
         q = self._to_heads(self.q(x))
         q = q if self.q_norm is None else self.q_norm(q)
         if cache is not None and cache.length:
@@ -157,5 +157,5 @@ class ParallelAttention(HeadAttention):
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether the fused rotation computes this norm: a user may have put one of their own in its place."""
+    """Return whether the fused RoPE kernel may compute this norm. It may not if a user has replaced the module."""
     return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)

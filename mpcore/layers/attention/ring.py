@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel from rank to rank, and partial results are merged."""
+"""Ring attention: keys and values are sent from rank to rank, and each rank merges its partial results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from mpcore.sharding.declare import Run
 
 @dataclass(frozen=True)
 class _Ring:
-    """Which block of keys is where at which step: rank r holds the block of rank r - step, if it came so far.
+    """Which rank holds which block of keys at which step.
+
+    At a given step, rank r holds block r - step, if that block is sent so far.
 
     Attributes:
-        axis: the axis.
-        blocks: for each rank the tokens of its block.
-        reads: for each rank the blocks of which its queries see a key; its own is one of them.
-        reach: for each block how far it travels.
+        axis: the ring's axis.
+        blocks: for each rank, the tokens of its block.
+        reads: for each rank, the blocks with keys that its queries see, including its own block.
+        reach: for each block, the number of ranks it is sent along the ring.
     """
 
     axis: Axis
@@ -36,44 +38,44 @@ class _Ring:
 
     @property
     def steps(self) -> int:
-        """How often blocks are sent on."""
+        """The number of times that blocks are sent on."""
         return max(self.reach)
 
     def block(self, rank: int, step: int) -> int:
-        """The block at `rank`, or the one that would be if it came so far."""
+        """Return the block that `rank` holds at a step, or would hold if the block were sent that far."""
         return (rank - step) % self.axis.size
 
     def here(self, step: int) -> bool:
-        """Whether this rank holds a block at a step."""
+        """Return whether this rank holds a block at a step."""
         return step <= self.reach[self.block(self.axis.rank, step)]
 
     def to(self, rank: int, step: int, home: bool) -> int | None:
-        """Where `rank` sends what it holds after a step; `home`: from the end of its way a block returns."""
+        """Return where `rank` sends its block after a step, or None. With `home`, a block's last rank sends it home."""
         block = self.block(rank, step)
         if step < self.reach[block]:
             return (rank + 1) % self.axis.size
         return block if home and 0 < step == self.reach[block] else None
 
     def receipts(self, unit: int, step: int, home: bool) -> list[int]:
-        """How many elements each rank sends here after a step, `unit` a token."""
+        """Return how many elements each rank sends to this rank after a step, with `unit` elements per token."""
         senders = (self.to(rank, step, home) == self.axis.rank for rank in range(self.axis.size))
         return [unit * tokens_of(self.blocks[self.block(rank, step)]) * here for rank, here in enumerate(senders)]
 
     def pass_on(self, x: Tensor, unit: int, step: int, home: bool = False) -> Tensor:
-        """Begin to send what this rank holds after a step; `wait` gives what comes."""
+        """Start to send what this rank holds after a step; `wait` returns what this rank receives."""
         to = self.to(self.axis.rank, step, home)
         return collectives.start_send(x, self.axis, to, self.receipts(unit, step, home))
 
     def returned(self, flying: Tensor, unit: int, step: int, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """What was sent after a step: by the rank before, and from the end of its way this rank's own, if it came."""
+        """Return what the previous rank sent to this rank, and this rank's own block if it came home, else `mine`."""
         parts = collectives.wait(flying).split(self.receipts(unit, step, True))
         rank, far = self.axis.rank, self.reach[self.axis.rank]
         return parts[rank - 1], parts[(rank + far) % self.axis.size] if step == far > 0 else mine
 
     def bounds(self, low: Tensor, high: Tensor, block: int) -> Bounds:
-        """Bounds in the whole sequence -> in a block's own places."""
+        """Convert key bounds from indices in the full sequence to indices in a block."""
 
-        def place(bound: Tensor) -> Tensor:  # how many of the block's tokens lie before
+        def place(bound: Tensor) -> Tensor:  # the number of tokens of the block before the bound
             return torch.stack([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]]).sum(0, dtype=bound.dtype)
 
         return place(low), place(high)
@@ -82,7 +84,7 @@ class _Ring:
 def ring_attention(
     axis: Axis, blocks: tuple[Runs, ...], causal: bool, window: int | None, documents: list[int] | None
 ) -> _Ring:
-    """Decide on the host which blocks the mask needs where."""
+    """Decide on the host which rank needs which block of keys, from the mask."""
 
     def seen(run: Run) -> Run:  # the keys that a run of queries sees: one run, as each query sees itself
         first, last = run[0], run[1] - 1
@@ -109,7 +111,7 @@ def ring_attention(
 
 
 class _RingAttention(Function):
-    """Keys and values go round, one rank further each step; the next block travels while one is computed."""
+    """Ring attention: each step sends the next block while the current block is computed."""
 
     @staticmethod
     def forward(ctx, q, k, v, low, high, ring: _Ring, options: dict):
@@ -133,7 +135,7 @@ class _RingAttention(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Gradients of a block travel with it, a step behind, and from the end of its way home to its rank."""
+        """Send each block's gradients along the ring, one step behind the block, and finally to the block's rank."""
         refuse_second_derivative("context-parallel attention")
         q, k, v, output, lse, low, high = ctx.saved_tensors
         ring, shapes, wide = ctx.ring, _Shapes(k, v), torch.promote_types(q.dtype, torch.float32)
@@ -163,25 +165,25 @@ class _RingAttention(Function):
 
 
 class _Shapes:
-    """Keys and values of some tokens as one flat tensor, `unit` elements a token."""
+    """Packs keys and values of some tokens in one flat tensor, with `unit` elements per token."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         (self.B, _, self.heads, self.K), self.V = k.shape, v.shape[-1]
         self.unit = self.B * self.heads * (self.K + self.V)
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """[B, T, Hkv, K] and [B, T, Hkv, V], side by side."""
+        """Concatenate [B, T, Hkv, K] and [B, T, Hkv, V] in one flat tensor."""
         return torch.cat([k.reshape(-1), v.reshape(-1)])
 
     def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `pack`; views."""
+        """Return keys and values as views of the flat tensor."""
         tokens = x.numel() // max(self.unit, 1)
         k, v = x.split([self.B * tokens * self.heads * d for d in (self.K, self.V)])
         return k.view(self.B, tokens, self.heads, self.K), v.view(self.B, tokens, self.heads, self.V)
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, K] and log-sum-exp [B, H, T] over two sets of keys, from those of each (lse -inf: saw none)."""
+    """Merge attention over two sets of keys: outputs [B, T, H, K], log-sum-exps [B, H, T] (-inf: no key seen)."""
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -torch.inf, 0)
     weight, other_weight = (rearrange((t - finite).exp(), "b h t -> b t h 1") for t in (lse, other_lse))

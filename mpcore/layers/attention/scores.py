@@ -1,4 +1,4 @@
-"""Attention whose scores have more than one run of keys says: masks, additive biases, ALiBi and sinks.
+"""Attention with masks, additive biases, ALiBi or sinks, where a query does not simply see one run of keys.
 
     z = softcap(scale q k^T) + bias,  p = e^z / (e^sink + sum e^z) over the keys that a query sees
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class AttentionSinks(ParallelModule):
-    """One learned logit for each head, 0 at first, that takes part in the softmax and has no value.
+    """One learned logit per head, initialized to 0, that takes part in the softmax and has no value.
 
     Args:
-        num_heads: H, logical, sharded over tp.
+        num_heads: H of the unsharded layer; the logits are sharded over tp.
         options: `LayerOptions`.
 
     Example:
         >>> sinks = mpcore.layers.attention.AttentionSinks(2)
-        >>> sinks(torch.ones(1, 3, 2, 4), torch.zeros(1, 2, 3))[0, 0, 0]  # half of each head's weight is the sink's
+        >>> sinks(torch.ones(1, 3, 2, 4), torch.zeros(1, 2, 3))[0, 0, 0]  # the sink gets half of each head's weight
         tensor([0.5000, 0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>)
     """
 
@@ -45,27 +45,28 @@ class AttentionSinks(ParallelModule):
         self.declare("weight", (num_heads,), constant(0.0), shard=cut(num_heads, self.tp, 0))
 
     def forward(self, y: Tensor, lse: Tensor) -> Tensor:
-        """Attention [B, T, H, V] without a sink and its log-sum-exp [B, H, T] -> attention with it."""
+        """Add the sink to an attention result [B, T, H, V] computed without it, using its log-sum-exp [B, H, T]."""
         share = torch.sigmoid(lse.transpose(1, 2) - self.weight.to(lse.dtype))
         return (y * share.unsqueeze(-1)).to(y.dtype)
 
 
 def alibi_bias(heads: range, num_heads: int, queries: range, keys: int, like: Tensor) -> Tensor:
-    """[len(heads), len(queries), keys] of ALiBi: minus the distance of query and key, times the slope of the head.
+    """Return the ALiBi bias [len(heads), len(queries), keys]: minus the distance, times the head's slope.
 
     Args:
-        heads: of all `num_heads`, whose slopes are 2^(-8/n), 2^(-16/n), ... for n heads, a power of two; otherwise
-            those of the power below, and then every other slope of the power above.
-        queries: their places among the keys.
-        keys: how many.
-        like: gives device and dtype.
+        heads: the indices of the heads to compute.
+        num_heads: the number of heads n of the layer. If n is a power of two, the slopes are 2^(-8/n), 2^(-16/n), ...;
+            otherwise the slopes of the next lower power, then every other slope of the next higher power.
+        queries: the indices of the queries among the keys.
+        keys: the number of keys.
+        like: a tensor with the device and dtype of the result.
     """
     below = 2 ** int(math.log2(num_heads))
     exponents = [8 * (i + 1) / below if i < below else 4 * (2 * (i - below) + 1) / below for i in heads]
     wide = torch.promote_types(like.dtype, torch.float32)
     place = torch.arange(keys, device=like.device, dtype=wide)
     distance = (place[queries.start : queries.stop, None] - place).abs()
-    # One product for each head: a tensor of slopes would be copied to the GPU each time.
+    # Multiply head by head: a tensor of slopes would be copied to the GPU in each call.
     return torch.stack([distance * -(2.0**-exponent) for exponent in exponents]).to(like.dtype)
 
 
@@ -80,23 +81,23 @@ def scored_attention(
     softcap: float | None = None,
     sinks: AttentionSinks | None = None,
 ) -> Tensor:
-    """Attention by torch's own, or written out where that lacks a soft cap or sinks; in memory T S.
+    """Compute attention with torch's kernel, or in plain torch operations for a soft cap or sinks. Needs O(T S) memory.
 
     Args:
-        q, k, v: [B, T, H, K], [B, S, Hkv, K] and [B, S, Hkv, V]; H is a multiple of Hkv.
-        mask: bool [T, S], [B, T, S] or [B, 1, S], True where a query sees a key.
+        q, k, v: [B, T, H, K], [B, S, Hkv, K] and [B, S, Hkv, V]. H must be a multiple of Hkv.
+        mask: bool [T, S], [B, T, S] or [B, 1, S], True if a query sees a key; None: all keys are seen.
         bias: [H, T, S] or [B, H, T, S], added to the scores.
-        scale, softcap: as of `mpcore.kernels.attention.attention`.
-        sinks: of these heads.
+        scale, softcap: see `mpcore.kernels.attention.attention`.
+        sinks: the `AttentionSinks` of these heads.
 
     Returns:
-        [B, T, H, V]; 0, without a gradient, where a query sees no key.
+        [B, T, H, V]. A query that sees no key gets 0 and no gradient.
     """
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(1)  # the same of all heads
     blind = None if mask is None else ~mask.any(-1, keepdim=True)
     if mask is not None and blind is not None:
-        mask = mask | blind  # a softmax over no key may be NaN: these see all, and are zeroed after
+        mask = mask | blind  # a softmax over no key may be NaN: let such queries see all keys, then zero the result
     bias = None if bias is None else bias.to(q.dtype)
     group = q.shape[2] // max(k.shape[2], 1)
     q, k, v = (rearrange(t, "b t h k -> b h t k") for t in (q, k, v))
@@ -116,7 +117,7 @@ def scored_attention(
 
 
 def check_scores_mask(mask: Tensor, rows: int, queries: int, keys: int) -> None:
-    """Refuse a mask that isn't of `rows` samples, `queries` and `keys`."""
+    """Raise ValueError if the mask's shape doesn't fit `rows` samples, `queries` and `keys`."""
     check_boolean(mask)
     shape = tuple(mask.shape)
     if (
@@ -131,7 +132,7 @@ def check_scores_mask(mask: Tensor, rows: int, queries: int, keys: int) -> None:
 
 
 def check_boolean(mask: Tensor) -> None:
-    """Refuse a mask of numbers."""
+    """Raise ValueError if the mask is not bool."""
     if mask.dtype != torch.bool:
         raise input_error(
             f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool(), or add it as `bias`"
@@ -139,7 +140,7 @@ def check_boolean(mask: Tensor) -> None:
 
 
 def check_bias(bias: Tensor, rows: int, heads: tuple[int, int], queries: int, keys: int) -> None:
-    """Refuse a bias that is neither of all heads nor of this rank's; `heads` are both numbers."""
+    """Raise ValueError if a bias fits neither all heads nor this rank's heads. `heads` holds these two numbers."""
     shape = tuple(bias.shape)
     fits = (
         len(shape) in (3, 4)

@@ -20,10 +20,10 @@ Batch = TypeVar("Batch", Tensor, Mapping[str, Tensor])
 
 
 def sequence_runs(length: int, cp: Axis, pattern: str) -> tuple[Runs, ...]:
-    """For each rank of cp the runs `(start, end)` of the sequence that it holds, in order.
+    """Return, for each rank of cp, the runs `(start, end)` of the sequence that the rank holds, in order.
 
-    Rank r holds `shard_sizes(length, cp.size)[r]` tokens under every pattern, so that lengths may be odd. Raises
-    ValueError for an unknown pattern, fewer tokens than ranks, or two levels of an axis that has one.
+    Under every pattern rank r holds `shard_sizes(length, cp.size)[r]` tokens, so lengths may be odd. Raises ValueError
+    if the pattern is unknown, there are fewer tokens than ranks, or "two-level" is given for an axis with one level.
     """
     check_kind(pattern, cp)
     if cp.size > 1 and length < cp.size:  # one rank may hold nothing
@@ -43,7 +43,7 @@ def sequence_runs(length: int, cp: Axis, pattern: str) -> tuple[Runs, ...]:
 
 
 def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
-    """Deal the tokens of `runs` out in order, `sizes` of them at a time."""
+    """Split `runs` in order into consecutive parts of `sizes` tokens."""
     pieces: list[Runs] = []
     for a, b in pairwise([0, *accumulate(sizes)]):
         offset, mine = 0, []
@@ -57,9 +57,17 @@ def cut_runs(runs: Runs, sizes: Sequence[int]) -> list[Runs]:
 
 
 def sequence_index(length: int, cp: Axis, pattern: str, device: torch.device | None = None) -> Tensor:
-    """[T/cp] the place in the whole sequence of each token that this rank holds, rising.
+    """Return the position in the full sequence of each token that this rank holds: int64 [T/cp], increasing.
 
-    Pass it to `RotaryEmbedding`, `PositionEmbedding` and `Dropout`. The arguments are those of `shard_sequence`.
+    Pass it to `RotaryEmbedding`, `PositionEmbedding` and `Dropout`.
+
+    Args:
+        length: T, the number of tokens of the full sequence.
+        cp, pattern: see `shard_sequence`.
+        device: the device of the result; None: torch's default device.
+
+    Raises:
+        ValueError: if the pattern is unknown or there are fewer tokens than ranks.
 
     Example:
         >>> mpcore.sequence_index(8, mpcore.Axis(size=2, rank=0), "zigzag")
@@ -81,26 +89,28 @@ def order_of_runs(runs: Sequence[Runs], device: torch.device | None) -> Tensor:
 
 
 def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch:
-    """Return this rank's tokens of whole sequences. Use it for tokens, targets, positions and masks.
+    """Keep this rank's tokens of full sequences. Shard tokens, targets, positions and masks with this function.
 
-    Shift targets first, by `tokens[:, :-1], tokens[:, 1:]`: then no token at a border is lost. I -> S(dim): the same on
-    every rank of cp; backward gathers the shards' gradients.
+    Shift the targets first (`tokens[:, :-1], tokens[:, 1:]`), so that no token at a shard's border is lost. The input
+    must be the same on every rank of cp. Backward all-gathers the shards' gradients (I -> S(dim) in
+    `mpcore.collectives`).
 
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
-        cp: the axis.
-        pattern: the `context` of the model's attention.
-        dim: the dimension of each tensor that is the sequence.
+        cp: the context-parallel axis.
+        pattern: the `context` of the model's attention layers.
+        dim: the sequence dimension of each tensor.
 
     Returns:
-        `[..., T/cp]`, or a dictionary; rank r has `shard_sizes(T, cp.size)[r]` tokens.
+        `[..., T/cp]`, or a dictionary of such tensors. Rank r gets `shard_sizes(T, cp.size)[r]` tokens.
 
     Raises:
-        ValueError: for an unknown pattern, fewer tokens than ranks, or tensors of several lengths.
+        ValueError: if the pattern is unknown, there are fewer tokens than ranks, or the tensors have different lengths.
 
     Note:
-        - Do not use this on activations, such as images merged into text: parameters' gradients are summed over cp as
-          over data, so theirs would count cp times. Use `x.index_select(dim, sequence_index(...))`.
+        - Do not use this on activations, such as images merged into text. Parameter gradients are summed over cp as
+          over data, so gradients of these activations would count cp times. Use `x.index_select(dim,
+          sequence_index(...))`.
 
     Example:
         >>> tokens = torch.arange(9).unsqueeze(0)
@@ -123,11 +133,15 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
 
 
 def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: int | None = None) -> Tensor:
-    """Gather whole sequences, the inverse of `shard_sequence`: S(dim) -> I. Backward keeps this rank's shard.
+    """Undo `shard_sequence`: gather the full sequence on every rank. Backward keeps this rank's shard (S(dim) -> I).
 
     Args:
-        x, cp, pattern, dim: this rank's tokens of a tensor, and as of `shard_sequence`.
-        length: T; None: all ranks have as many tokens as this one.
+        x: this rank's tokens of a tensor.
+        cp, pattern, dim: see `shard_sequence`.
+        length: T. None: every rank has as many tokens as this one.
+
+    Returns:
+        The tensor with all T tokens in their original order.
 
     Example:
         >>> cp, x = mpcore.Axis(name="cp"), torch.arange(8)
@@ -143,7 +157,7 @@ def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: i
 
 
 def check_kind(kind: str, cp: Axis) -> None:
-    """Refuse an unknown pattern, or two levels of an axis that has one."""
+    """Raise ValueError if the pattern is unknown, or is "two-level" and the axis has one level."""
     check_axis(cp)
     if kind not in KINDS:
         raise ValueError(f"context {kind!r} is none of {', '.join(map(repr, KINDS))}")

@@ -1,4 +1,4 @@
-"""A mixture of experts: the router, the dispatch of tokens over ep, and the experts. Open `layer.py` first."""
+"""Mixture of experts: the router, the dispatch of tokens over ep, and the experts. Open `layer.py` first."""
 
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.experts import Experts, GroupedLinear

@@ -1,13 +1,13 @@
-"""Dropless all-to-all that never waits for the device between dispatch and combine.
+"""Dropless all-to-all in which the host does not wait for the device between dispatch and combine.
 
-The buffers of a step have fixed sizes, which the loads of earlier steps chose. The device counts what each buffer would
-have needed; the host reads that once, when the step's backward is done. If a buffer was too small on any rank, every
-rank drops the step's gradients and computes the step again with larger ones. So no token is ever lost.
+The buffers of a step have fixed sizes, chosen from the loads of earlier steps. The device counts the rows that each
+buffer needed; the host reads the counts once, at the end of the step's backward. If a buffer was too small on any rank,
+every rank drops the step's gradients and computes the step again with larger buffers, so no token is lost.
 
-The sizes are those of the loads so far: at first `FIRST` times the rows of even loads; `MARGIN` times the rows that an
-overflow needed; and every `REVIEW` steps `MARGIN` times the most that these needed, if that saves a tenth. `LEAST` of
-the rows of even loads stay. A repetition may overflow too, as what came after the overflow was not yet exact. The third
-repetition has room for the worst case.
+The buffers start with `FIRST` times the rows of even loads. After an overflow they get `MARGIN` times the rows that
+were needed. Every `REVIEW` steps they shrink to `MARGIN` times the largest need of those steps, if that saves a tenth,
+but never below `LEAST` times the rows of even loads. A repeated step may overflow again, because layers after the first
+overflow saw inexact inputs. The third repetition has room for the worst case.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 class DispatchBounds:
-    """Compute steps with dispatch buffers of fixed sizes, and repeat a step that overflowed a buffer.
+    """Run steps with dispatch buffers of fixed sizes, and run a step again if a buffer overflowed.
 
-    Every `Run` has one. For a training loop of your own make one after the model.
+    Every `Run` has one. In your own training loop, create one after the model.
 
     Args:
-        model: the model, or this rank's stage of it.
-        mesh: the mesh it lies on.
+        model: the model, or this rank's pipeline stage.
+        mesh: the model's mesh.
 
     Attributes:
-        is_used: whether any rank of the pipeline has a `ParallelMoE` with `dispatch="all_to_all"`, ep > 1 and no
-            capacity. If there is none, `exact` only calls `compute`.
+        is_used: True if any pipeline rank has a `ParallelMoE` with `dispatch="all_to_all"`, ep > 1 and no capacity. If
+            False, `exact` calls `compute` once.
         repeats: how often the last step was computed again.
-        rows: how many rows a rank sends over ep for each of its tokens, in the layer with the most of them. All-gather
-            sends ep.
+        rows: the number of rows that a rank sends over ep per token, in the layer that sends the most. All-gather sends
+            ep rows per token.
 
     Example:
         >>> from mpcore.layers.moe import DispatchBounds
@@ -70,17 +70,19 @@ class DispatchBounds:
         self.is_used = any(gather_objects(len(self.dispatches), mesh.pp.group))
 
     def exact(self, compute: Callable[[], T], forget: Callable[[], object]) -> T:
-        """Compute forward and backward of a step until no buffer overflowed. The host waits for the device once each.
+        """Compute a step's forward and backward, and repeat them until no buffer overflows.
 
-        A repeated step must compute the same from the same arguments. mpcore's dropout and jitter do. torch's
-        generators, and buffers that a forward changes, are not reset.
+        The host waits for the device once per attempt.
+
+        A repeated step must give the same result for the same arguments. mpcore's dropout and jitter do. torch's
+        generators do not: they are not rewound. Buffers that a forward changes are not restored.
 
         Args:
-            compute: forward and backward of all micro-batches.
-            forget: drops the gradients of `compute`.
+            compute: runs forward and backward of all micro-batches.
+            forget: drops the gradients of `compute`; called before each repetition.
 
         Returns:
-            What `compute` returned the last time.
+            The result of the last call of `compute`.
         """
         self.repeats = 0
         if not self.is_used:
@@ -103,7 +105,7 @@ class DispatchBounds:
 
     @torch.no_grad()
     def _overflowed(self) -> bool:
-        """Whether a buffer was too small on any rank; sets the sizes of the next attempt, or step."""
+        """Return whether a buffer was too small on any rank, and set the sizes for the next attempt or step."""
         mesh = self.mesh
         zero = torch.zeros(1, dtype=torch.float64, device=mesh.device)
         found = [zero.expand(2 * each.ep.size + 1) if each.needed is None else each.needed for each in self.dispatches]
@@ -117,7 +119,7 @@ class DispatchBounds:
             mine, loads = loads[: 2 * ep], loads[2 * ep + 1 :]
             sent, run = mine[:ep], mine[ep:]
             for rank in range(ep):
-                if sent[rank] > each.bound.sent[rank]:  # its experts have not seen all rows: guess theirs
+                if sent[rank] > each.bound.sent[rank]:  # the rank's experts did not get all rows: estimate the number
                     run[rank] = max(run[rank], sent[rank] / each.even.sent[rank] * each.even.run[rank])
             fit = Bound(tuple(sent), tuple(run)).times(MARGIN).with_each(min, each.worst)
             if over:

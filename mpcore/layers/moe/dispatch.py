@@ -1,14 +1,14 @@
-"""Send tokens to the experts that they chose, on whichever rank of ep x etp these lie, and bring the outputs back.
+"""Send tokens to their experts on the ranks of ep x etp, and bring the outputs back.
 
-"all_gather"   every token goes to every rank of ep, and the outputs are summed in a reduce-scatter.
-"all_to_all"   a token goes once to each rank that holds some of its experts; that rank returns one row, the weighted
-               sum of their outputs. Over etp a rank then gathers what its peers received.
+"all_gather"   every rank of ep gets every token; a reduce-scatter sums the outputs.
+"all_to_all"   each token is sent once to each rank that holds some of its experts. That rank returns one row per token,
+               the weighted sum of the experts' outputs. With etp, each rank also all-gathers what its etp peers got.
 
-The host needs the sizes of all buffers before the device knows how many tokens there are. all_gather has room for the
-worst case, `ep` times N tokens, and all_to_all with a capacity for what the capacity allows. Without a capacity the
-worst case is N rows for each rank, as many as all_gather sends. So `DispatchBounds`, which every `Run` has, gives the
-buffers fixed sizes that the loads of earlier steps fit, and computes a step again that overflowed one. Elsewhere, as in
-evaluation or in a layer without `prepare`, the host reads the sizes from the device, twice a layer.
+The host must choose the buffer sizes before the device has counted the tokens. all_gather has room for the worst case,
+`ep` times N tokens. all_to_all with a capacity has room for what the capacity allows. Without a capacity the worst case
+is N rows for each rank, which is what all_gather sends. `DispatchBounds` (every `Run` has one) therefore gives the
+buffers fixed sizes that fitted the loads of earlier steps, and repeats a step whose buffers overflowed. Without it, for
+example in evaluation, the host reads the sizes from the device, twice per layer.
 
 Sources: one row for each token and rank: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2; etp inside ep: Megatron-LM,
 `MoEAlltoAllTokenDispatcher`.
@@ -30,36 +30,36 @@ from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.mesh.axis import Axis
 
 DISPATCHES = ("all_gather", "all_to_all")
-FIRST = 2.0  # the first buffers hold so many times the rows of even loads
+FIRST = 2.0  # the first buffers have FIRST times the rows of even loads
 
 Experts = Callable[[Tensor, Tensor], Tensor]
 
 
 class Bound(NamedTuple):
-    """How many rows the buffers of all-to-all have, for each token of a rank.
+    """The number of rows of the all-to-all buffers, per token of a rank.
 
     Attributes:
-        sent: rows that each rank sends to the first, second, .. rank of ep.
-        run: rows that the experts of the first, second, .. rank of ep compute.
+        sent: for each rank of ep, the rows that every rank sends to it.
+        run: for each rank of ep, the rows that its experts compute.
     """
 
     sent: tuple[float, ...]
     run: tuple[float, ...]
 
     def with_each(self, change: Callable[..., Any], *others: Bound) -> Bound:
-        """Each number changed, together with the same one of the others."""
+        """Return a `Bound` with `change` applied to corresponding numbers of this and the other bounds."""
         return Bound(*(tuple(map(change, *each)) for each in zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> Bound:
-        """All, so many times as large."""
+        """Multiply every number of rows by `factor`."""
         return self.with_each(lambda rows: rows * factor)
 
 
 class AllGather:
-    """Bring every token to every rank of ep x etp, and sum the outputs. The host reads nothing.
+    """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device.
 
     Args:
-        ep, etp: the axes.
+        ep, etp: the axes of the experts.
         num_experts, top_k: E and K.
 
     Example:
@@ -75,13 +75,14 @@ class AllGather:
         self.peers, self.local = ep.size * etp.size, num_experts // ep.size
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None, run: Experts) -> Tensor:
-        """[N, D] tokens -> [N, D], the weighted sum over each token's experts.
+        """Map tokens [N, D] to [N, D], the weighted sum of each token's expert outputs.
 
         Args:
-            experts: [N, K] the experts of each token; E is none.
-            weights: [N, K].
-            room: how many of these N tokens an expert takes at most; None: all.
-            run: `run(rows, counts)`, this rank's experts.
+            x: [N, D], this rank's tokens.
+            experts: int64 [N, K], the experts of each token; E means no expert.
+            weights: [N, K], the weight of each expert's output.
+            room: the largest number of these N tokens that one expert takes; None: no limit.
+            run: `run(rows, counts)`, which computes this rank's experts.
         """
         route = _route(experts, weights)
         for axis in (self.etp, self.ep):
@@ -92,12 +93,12 @@ class AllGather:
         return reduce_scatter(reduce_scatter(y, self.ep, 0), self.etp, 0)
 
     def _worst(self, tokens: int, room: int | None) -> tuple[int, int]:
-        """The most rows that can be sent to a rank, and that its experts can have."""
+        """Return the largest possible number of rows sent to a rank, and of rows for its experts."""
         n, room = self.local, tokens if room is None else room
         return min(tokens, n * room), self.peers * min(tokens * min(self.top_k, n), n * room)
 
     def _rows_here(self, route: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each choice among those of this rank's experts, and how many each of these has."""
+        """Return the row of each choice among those for this rank's experts, and the number of rows per expert."""
         experts = route[:, self.top_k :].detach().long() - 1
         return moe_rows(experts - self.ep.rank * self.local, self.local)
 
@@ -106,19 +107,22 @@ class AllGather:
 
 
 class AllToAll(AllGather):
-    """Send each token once to each rank that holds some of its experts. All ranks send one rank equally many rows.
+    """Send each token once to each rank that holds some of its experts.
+
+    All ranks send equally many rows to a given rank.
 
     Args:
-        ep, etp, num_experts, top_k: as of `AllGather`.
+        ep, etp, num_experts, top_k: see `AllGather`.
 
     Attributes:
-        even: the rows where every set of K experts is chosen equally often.
-        worst: the rows that are always enough.
-        bound: the rows of the buffers while `is_bounded`; `shares` has those of `sent` on the device.
-        is_bounded: the buffers have the rows of `bound`, and tokens beyond them go nowhere: `DispatchBounds` sees to it
-            that no such step counts.
-        needed: [2 ep + 1] on the device, of all calls while `is_bounded`: the rows that were needed for each token, as
-            `Bound` has them, and whether any buffer was too small. None before the first.
+        even: the rows needed if every set of K experts is chosen equally often.
+        worst: the rows that always suffice.
+        bound: the rows of the buffers while `is_bounded` is True.
+        shares: `bound.sent` on the device.
+        is_bounded: if True, the buffers have the rows of `bound`, and further tokens are dropped. `DispatchBounds`
+            repeats such a step.
+        needed: [2 ep + 1] on the device, the maximum over all calls while `is_bounded`: the needed rows per token, in
+            the order of `Bound`, and a positive number if a buffer was too small. None before the first call.
 
     Example:
         >>> from mpcore.layers.moe.dispatch import AllToAll
@@ -136,12 +140,12 @@ class AllToAll(AllGather):
         self.needed: Tensor | None = None
 
     def set_bound(self, bound: Bound, device: torch.device) -> None:
-        """Change the rows of the buffers, between steps: the copy to the device waits for it."""
+        """Change the rows of the buffers. Call it between steps: the copy to the device waits for the device."""
         self.bound = bound
         self.shares = torch.tensor(bound.sent, dtype=torch.float64, device=device)
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None, run: Experts) -> Tensor:
-        """As `AllGather`."""
+        """See `AllGather.__call__`."""
         N, ep, route = len(x), self.ep.size, _route(experts, weights)
         owner = experts // self.local  # ep: nobody
         again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(-1)  # an earlier choice brings the token there
@@ -154,7 +158,7 @@ class AllToAll(AllGather):
         row = torch.where((row >= 0) & (place < size), start + place, -1)
 
         def sent(tokens: Tensor) -> Tensor:
-            """[N, C] -> [etp x ep x slots, C], what all peers sent here; empty slots are zero."""
+            """[N, C] -> [etp x ep x slots, C], the rows that all peers sent to this rank; empty slots are zero."""
             arrived = all_to_all_rows(moe_permute(tokens, row, sum(send)), self.ep, send, receive)
             return all_gather(arrived, self.etp, 0)
 
@@ -169,8 +173,10 @@ class AllToAll(AllGather):
         return moe_unpermute(all_to_all_rows(y, self.ep, receive, send), row)
 
     def _sizes(self, counts: Tensor, tokens: int, room: int | None) -> tuple[list[int], Tensor, int | None]:
-        """The slots for each rank, alike on all ranks, on the host and on the device, and the rows of this rank's
-        experts; None: not yet known."""
+        """Return the slots per rank on the host, the slots on the device, and the rows of this rank's experts.
+
+        All ranks get the same slots. The rows are None if the host does not know them yet.
+        """
         slots, rows = self._worst(tokens, room)
         if room is not None:
             return [slots] * self.ep.size, counts.new_full(counts.shape, slots), rows
@@ -186,7 +192,7 @@ class AllToAll(AllGather):
 
     @torch.no_grad()
     def _note(self, sent: Tensor, run: Tensor, slots: Tensor, rows: int, tokens: int) -> None:
-        """Note what was needed. A recomputed forward needs the same, and changes nothing."""
+        """Record the rows that were needed. A recomputed forward needs the same rows and changes nothing."""
         over = (sent > slots).any() | (run > rows)
         mine = F.pad(run[None], (self.ep.rank, self.ep.size - self.ep.rank - 1))
         needed = torch.cat([sent, mine, over[None] * max(tokens, 1)]).double() / max(tokens, 1)
@@ -194,5 +200,5 @@ class AllToAll(AllGather):
 
 
 def _route(experts: Tensor, weights: Tensor) -> Tensor:
-    """[N, 2K], one message: the weights, and the experts + 1, so that 0 in an empty slot is none. Exact in fp32."""
+    """Pack weights and experts in one message [N, 2K]. Experts are stored plus 1, so 0 means none. Exact in fp32."""
     return torch.cat([weights, (experts + 1).to(weights.dtype)], 1)

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class GroupedLinear(ParallelModule):
-    """A linear layer without bias of each expert: `y = x W[e]^T`.
+    """One linear layer without bias per expert: `y = x W[e]^T`.
 
     Args:
-        num_experts, in_features, out_features: logical sizes.
-        ep: the axis that experts are sharded over.
+        num_experts, in_features, out_features: sizes of the unsharded layer.
+        ep: the axis over which experts are sharded.
         shard: how each expert is sharded.
-        blocks: lengths of the matrices that the output features of each expert are made of, such as gate and up; Muon
-            orthogonalizes each of them alone. (): the output features are one matrix.
-        used_share: share of the experts that a token goes through; those who count the work of a layer read it.
-        init: fills the logical weight [E, F, D]; None: as `torch.nn.Linear`.
+        blocks: lengths of the matrices that are concatenated in each expert's output features, for example gate and up.
+            Muon orthogonalizes each of them separately. (): the output features are one matrix.
+        used_share: the fraction of the experts that each token uses, for FLOP counts.
+        init: fills the logical weight [E, F, D]; None: the initial values of `torch.nn.Linear`.
         like: `TensorOptions`.
 
     Example:
@@ -61,14 +61,22 @@ class GroupedLinear(ParallelModule):
         self.declare("weight", shape, init, shard=shards, blocks=blocks, block_dim=1)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """[R, D] rows, expert by expert, `counts` [E/ep] of them each -> [R, F]; in the dtype of autocast if on."""
+        """Multiply rows [R, D], sorted by expert, with their expert's weight -> [R, F], in the dtype of autocast if on.
+
+        Args:
+            x: [R, D], the rows of the first local expert, then those of the second, and so on.
+            counts: integers [E/ep], the number of rows of each local expert.
+
+        Raises:
+            ValueError: if x and the weight differ in dtype and autocast is off.
+        """
         dtype = autocast_dtype(x)
         if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:
             raise input_error(f"x is of {x.dtype}, the experts of {self.weight.dtype}: cast one, or use torch.autocast")
         return grouped_linear(cast(x, dtype), self.weight, counts)
 
     def extra_repr(self) -> str:
-        """Global sizes."""
+        """Return the sizes of the unsharded layer."""
         return "{} experts, {}, {}".format(*self.sizes)
 
 
@@ -77,9 +85,9 @@ class Experts(nn.Module):
 
     Args:
         num_experts, dim, hidden_dim: E, D and F.
-        activation: as of `ParallelMLP`; `gate_up` is [E, 2F, D], gate above up, or [E, F, D] where there is no gate.
-        ep, etp: the axes; the output is a pending sum over etp.
-        used_share: of `GroupedLinear`.
+        activation: see `ParallelMLP`. `gate_up` is [E, 2F, D] with gate above up, or [E, F, D] without a gate.
+        ep, etp: the axes of the experts. The output is partial over etp (must be summed).
+        used_share: see `GroupedLinear`.
         init, output_init: fill the logical weights of `gate_up` and `down`.
         like: `TensorOptions`.
 
@@ -115,5 +123,5 @@ class Experts(nn.Module):
         self.down = GroupedLinear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """[R, D] rows, expert by expert -> [R, D], the hidden [R, F/etp] between."""
+        """Map rows [R, D], sorted by expert, to [R, D]. The hidden activations are [R, F/etp]."""
         return self.down(self.activation(self.gate_up(x, counts)), counts)

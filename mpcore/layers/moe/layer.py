@@ -1,10 +1,10 @@
-"""The mixture of experts: each token goes through the few experts that its router chose, on whichever rank they lie.
+"""The mixture of experts: each token is computed by the few experts that its router chose, on the ranks that hold them.
 
-Every rank of tp x cp x dp brings tokens that no other has: with sequence parallel they are sharded over tp already,
-without it they are sharded here. Experts lie on other axes of the same ranks: ep shards the list of experts, etp each
-expert, and edp holds replicas. So each token is computed once, whatever the sizes of tp and etp.
+Every rank of tp x cp x dp brings different tokens: sequence parallelism shards them over tp, and without it this layer
+does. The experts are on other axes of the same ranks: ep shards the list of experts, etp shards each expert, and edp
+holds replicas. Each token is therefore computed once for all sizes of tp and etp.
 
-    to experts over ep x etp -> experts, a sum pending over etp -> back     (`mpcore.layers.moe.dispatch`)
+    tokens to experts over ep x etp -> experts (output partial over etp) -> back     (`mpcore.layers.moe.dispatch`)
 
 Sources: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668), section 3; Fedus et al. 2021 (arXiv:2101.03961); shared
 experts: Dai et al. 2024, "DeepSeekMoE" (arXiv:2401.06066), equation 9; upcycling: Komatsuzaki et al. 2022
@@ -43,30 +43,32 @@ from mpcore.sharding.declare import Sharding, cut
 
 
 class ParallelMoE(ParallelLayer):
-    """`shared(x) + sum over the K chosen experts e of weight_e(x) expert_e(x)`.
+    """Mixture of experts: `shared(x) + sum over the K chosen experts e of weight_e(x) expert_e(x)`.
 
     Args:
-        dim, hidden_dim: D and F, the width of each expert.
+        dim, hidden_dim: D, and F, the width of each expert.
         num_experts, top_k: E and K.
-        activation: as of `ParallelMLP`.
-        shared_experts: size of the MLP that every token also goes through, in expert widths; 0: none.
+        activation: see `ParallelMLP`.
+        shared_experts: the number of experts that every token uses in addition; 0: none. They are one MLP of their
+            joint width.
         dispatch: how tokens reach experts on other ranks: "all_gather" or "all_to_all". None: all_to_all with a
-            capacity, else all_gather. Dropless all_to_all sends less; outside of a `Run` or `DispatchBounds` the host
-            waits for its sizes.
-        ep, etp: the axes of the experts; etp None: as tp, the axis of the layers around this one.
-        cp, data: the other axes that tokens are sharded over.
-        output_init: fills the weights of down; None: as `init`, which fills those of router and gate_up.
+            capacity, otherwise all_gather. all_to_all without a capacity sends less, but the host waits for its sizes
+            outside a `Run` or `DispatchBounds`.
+        ep: the axis over which the experts are sharded.
+        etp: the axis over which each expert is sharded; None: tp.
+        cp, data: the other axes over which tokens are sharded.
+        output_init: fills the weights of down; None: `init`. `init` fills router and gate_up.
         options: `LayerOptions`, and `RouterOptions` for the router.
 
     Raises:
-        ValueError: if K is more than E, ep doesn't divide E, F is smaller than etp, or a name is unknown.
+        ValueError: if K is larger than E, ep does not divide E, F is smaller than etp, or a name is unknown.
 
     Note:
         - Twelve parameters: four sizes, three choices, and five axes or initial values that only this layer has.
 
     Example:
         >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, aux_loss="sequence")
-        >>> y = moe(torch.randn(2, 5, 8), loss_scale=1 / 10)  # as the main loss: divided by the tokens of the step
+        >>> y = moe(torch.randn(2, 5, 8), loss_scale=1 / 10)  # 10 tokens in the step: the factor of the main loss
         >>> y.shape
         torch.Size([2, 5, 8])
     """
@@ -120,20 +122,22 @@ class ParallelMoE(ParallelLayer):
         positions: Tensor | None = None,
         loss_scale: Tensor | float | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D] (or [T, B, D]), or this rank's shard of the sequence to the same.
+        """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`); this rank's shard under sequence parallelism.
 
-        All ranks of ep and etp, and with a capacity of cp too, must have inputs of one shape: pad, and give a mask.
+        All ranks of ep and etp must pass inputs of one shape; with a capacity, all ranks of cp too. Pad, and pass a
+        mask.
 
         Args:
-            samples: [B] global sample index of each row, for jitter in training.
-            mask: [B, T] bool, False for padding, which isn't routed or counted. It has this cp rank's whole sequence,
-                also with sequence parallel.
-            positions: [T] global index of each token of this cp rank's sequence; None: cp ranks hold one run each.
-            loss_scale: factor of the main loss's sum over tokens, a number or [B]. Balance losses need it in training:
-                they are scaled alike, and their gradient joins in backward.
+            samples: int64 [B], the global sample index of each row. Jitter needs it in training.
+            mask: bool [B, T], False for padding, which is neither routed nor counted. T is this cp rank's full
+                sequence, also under sequence parallelism.
+            positions: int64 [T], the position of each token of this cp rank in the full sequence. None: each cp rank
+                holds one contiguous run.
+            loss_scale: the factor that multiplies the main loss's sum over tokens: a number, or [B]. Balance losses
+                need it in training: they are multiplied by the same factor, and backward adds their gradients.
 
         Raises:
-            ValueError: before anything is sent, if shapes don't fit each other, or the mask isn't of booleans.
+            ValueError: before any communication, if shapes don't fit each other or the mask is not bool.
         """
         check_last(x, self.dim, "dim")
         if x.dim() != 3:
@@ -147,7 +151,7 @@ class ParallelMoE(ParallelLayer):
         ordered = rearrange(x, "t b d -> b t d") if self.sequence_dim == 0 else x
         split = self.tp.size > 1 and not self.sequence_parallel
         tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions)
-        if split:  # the same tokens lie on every rank of tp: each takes its part
+        if split:  # every rank of tp has the same tokens: each keeps its shard
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
             here = slice(self.tp.rank * len(tokens), (self.tp.rank + 1) * len(tokens))
@@ -157,7 +161,7 @@ class ParallelMoE(ParallelLayer):
         capacity = self.router.capacity(places.length)
         room = None if capacity is None else min(len(tokens), capacity * places.sequences)
         weights = routing.weights
-        if routing.loss is not None:  # not with y: torch.compile would take this view of its result for the result
+        if routing.loss is not None:  # attached to the weights, not to y: torch.compile would return a wrong view of y
             weights = _WithLoss.apply(weights, routing.loss)
         y = self.dispatcher(tokens, routing.experts, weights, room, self.experts)
         if split:
@@ -183,12 +187,12 @@ class ParallelMoE(ParallelLayer):
         return Places(rows.reshape(-1), position.reshape(-1), real, B, self.cp.size * whole)
 
     def extra_repr(self) -> str:
-        """How tokens travel."""
+        """Return the dispatch and the sizes of the axes."""
         return f"dispatch={self.dispatch}, ep={self.ep.size}, etp={self.etp.size}"
 
 
 class _WithLoss(Function):
-    """The weights; their backward also begins that of a loss already scaled, so no stage hands the loss on."""
+    """Return the weights; their backward also starts that of a scaled loss, so layers need not return the loss."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, loss: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ class _WithLoss(Function):
 
 
 def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
-    """Refuse mixtures whose experts lie otherwise than on the mesh: gradients would be summed over the wrong ranks."""
+    """Raise ValueError if a mixture's axes are not the mesh's: gradients would be summed over the wrong ranks."""
     for name, moe in named_modules(model):
         if not isinstance(moe, ParallelMoE):
             continue
@@ -217,7 +221,7 @@ def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
 
 
 def check_replicas(model: nn.Module | ModelTree) -> None:
-    """Refuse trained experts with replicas over tp whose gradients nothing sums."""
+    """Raise ValueError if trained experts have replicas over tp whose gradients are never summed."""
     for name, moe in named_modules(model):
         if isinstance(moe, ParallelMoE) and moe.tp.size > moe.etp.size * moe.ep.size:
             for leaf, parameter, sharding in declarations(moe.experts):

@@ -1,17 +1,19 @@
-"""Which experts each token goes to, and what keeps their loads even.
+"""Choose the experts of each token, and balance the experts' loads.
 
-Everything here is in fp32 (fp64 for fp64), and nothing depends on the layout: ties go to the lower expert, jitter
-follows the token's global place, capacity is of a sequence, and every balance loss is a sum over tokens.
+Everything is computed in fp32 (fp64 for fp64), and no result depends on the layout: ties go to the expert with the
+lower index, jitter depends on the token's global position, capacity is counted per sequence, and every balance loss is
+a sum over tokens.
 
-Balance losses. With p the router's probabilities and f_i = E / (K |S|) x (choices of expert i in a scope S), each token
-of S has the loss sum_i f_i p_i, whose mean over S is the usual E sum_i f_i P_i. It is summed over tokens and divided by
-the step's token count as the main loss is (`loss_scale`), so tp, cp, dp, ep, pp and padding change nothing. Counts have
-no gradient. The scope is
+Balance losses. Let p be the router's probabilities, and f_i = E / (K |S|) x (choices of expert i in a scope S). Each
+token of S has the loss sum_i f_i p_i; its mean over S is the usual E sum_i f_i P_i. The loss is summed over tokens and
+divided by the step's token count like the main loss (`loss_scale`), so it does not depend on tp, cp, dp, ep, pp or
+padding. Counts have no gradient. The scope is one of
 
-    "sequence"     the token's sequence: exact for any layout and any micro-batches (Switch, a group a sequence)
-    "micro_batch"  the tokens that all ranks hold of one micro-batch: by definition another loss for other micro-batches
-    "global"       all tokens of the step before, so that f is known when the first micro-batch needs it: exact for any
-                   layout and any micro-batches, one step late; f is 1 in the first step, which has no gradient
+    "sequence"     the token's sequence. Exact for any layout and any micro-batches (as in Switch, one group per
+                   sequence).
+    "micro_batch"  the tokens of one micro-batch on all ranks. Other micro-batches give another loss, by definition.
+    "global"       all tokens of the previous step, so that f is known at the first micro-batch. Exact for any layout
+                   and any micro-batches, one step late. In the first step f is 1, which has no gradient.
 
 Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6; z-loss: Zoph et
 al. 2022 (arXiv:2202.08906), equation 5; bias: Wang et al. 2024 (arXiv:2408.15664), algorithm 1; groups and the scale of
@@ -45,18 +47,18 @@ from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
 
 AUX_LOSSES = ("sequence", "micro_batch", "global")
-_REST = 5  # of a tally, after the counts: tokens, dropped choices, sums of entropy, balance loss, z-loss
+_REST = 5  # numbers of a tally after the counts: tokens, dropped choices, sums of entropy, balance loss and z-loss
 
 
 class Places(NamedTuple):
-    """Where the tokens of a rank come from.
+    """Which row and position each token of a rank comes from.
 
     Attributes:
-        sequence: [N] int64, row of the batch.
-        position: [N] int64, global index in the sequence.
-        real: [N] bool, whether it is a token and not padding.
-        sequences: rows of the batch.
-        length: tokens of a whole sequence, padding too.
+        sequence: int64 [N], the row of the batch.
+        position: int64 [N], the position in the full sequence.
+        real: bool [N], False for padding.
+        sequences: the number of rows of the batch.
+        length: the number of tokens of the full sequence, including padding.
     """
 
     sequence: Tensor
@@ -67,12 +69,12 @@ class Places(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a router decided.
+    """The decisions of a router.
 
     Attributes:
-        experts: [N, K] int64; E where a token goes nowhere.
-        weights: [N, K] what the experts' outputs are multiplied by.
-        loss: this rank's share of the step's balance losses; None where there is none.
+        experts: int64 [N, K], the chosen experts; E if the choice is dropped or the token is padding.
+        weights: [N, K], the factors on the experts' outputs.
+        loss: this rank's share of the step's balance losses; None if there are none.
     """
 
     experts: Tensor
@@ -82,27 +84,30 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """How a router chooses experts, and what keeps their loads even.
+    """How a router chooses experts and balances their loads.
 
     Attributes:
-        score: "softmax" or "sigmoid", of the logits.
-        normalize: weights of a token sum to 1. None: where K > 1. One weight divided by itself is always 1, and the
-            router would learn nothing from the loss; with K = 1 the weight is the score, as in the Switch Transformer.
-        routed_scale: what the weights are multiplied by. K normalized weights make the output of K experts a mean; with
-            a scale of K it is as large as that of a dense layer of their joint width, from the first step on.
-        groups, top_groups: only experts of the best `top_groups` groups of equal size may be chosen; a group is as good
-            as the sum of its ceil(K / top_groups) best experts. Megatron-LM sums floor(K / top_groups), another choice
-            where top_groups doesn't divide K, and none where it is larger.
-        aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no such loss.
-        aux_coefficient, z_loss: factors of the balance loss and of the squared log-sum-exp of the logits.
-        bias_rate: how far `update_routers` moves each expert's bias in selection.
-        bias: whether there is one; None: where the rate is not 0. With a rate of 0 it stays as it was loaded.
-        jitter: in training the input is multiplied by uniform values in [1 - jitter, 1 + jitter].
-        capacity_factor: an expert takes at most ceil(factor x tokens x K / E) of each sequence: first choices before
-            second ones, earlier tokens before later ones; what is over goes nowhere. None: all are taken.
+        score: "softmax" or "sigmoid", the function of the logits.
+        normalize: divide a token's weights by their sum. None: True if K > 1. With K = 1 a normalized weight would
+            always be 1, and the router would get no gradient from the loss; there the weight is the score, as in the
+            Switch Transformer.
+        routed_scale: factor on the weights. With normalized weights the output is a mean over K experts; a scale of K
+            makes it as large as that of a dense layer with their joint width, from the first step on.
+        groups, top_groups: split the experts into `groups` equal groups, and choose only among experts of the best
+            `top_groups` groups; None: all groups. A group's score is the sum of its ceil(K / top_groups) best experts.
+            Megatron-LM sums floor(K / top_groups) experts, which differs if top_groups does not divide K.
+        aux_loss: scope of the balance loss, one of `AUX_LOSSES`; None: no balance loss.
+        aux_coefficient: factor of the balance loss.
+        z_loss: factor of the squared log-sum-exp of the logits.
+        bias_rate: the amount by which `update_routers` changes each expert's selection bias.
+        bias: whether experts have a selection bias; None: True if `bias_rate` is not 0. With a rate of 0, a loaded bias
+            stays unchanged.
+        jitter: in training, multiply the input by uniform values in [1 - jitter, 1 + jitter].
+        capacity_factor: each expert accepts at most ceil(factor x tokens x K / E) choices per sequence. First choices
+            go before second choices, and earlier tokens before later ones; other choices are dropped. None: no limit.
 
     Raises:
-        ValueError: for a factor or a name that has no meaning.
+        ValueError: if a factor is out of range or a name is unknown.
     """
 
     score: str = "softmax"
@@ -134,7 +139,7 @@ class RouterOptions:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
 
     def best_groups(self, num_experts: int, top_k: int) -> int:
-        """How many groups a token may choose from; refuses groups and a K that don't fit E."""
+        """Return how many groups a token may choose from; raise ValueError if groups or K don't fit E."""
         E, K, groups = num_experts, top_k, self.groups
         if not 1 <= K <= E:
             raise ValueError(f"top_k {K} is not between 1 and the number of experts {E}")
@@ -149,10 +154,10 @@ class RouterOptions:
         return top_groups
 
     def normalizes(self, top_k: int) -> bool:
-        """Whether the weights of a token's K experts sum to 1.
+        """Return whether the weights of a token's K experts are divided by their sum.
 
         Raises:
-            ValueError: if one weight is to be normalized.
+            ValueError: if `normalize` is True and K is 1.
         """
         if self.normalize and top_k == 1:
             raise ValueError(
@@ -166,14 +171,14 @@ class Router(ParallelModule, RandomModule):
     """Score the experts for each token, choose the best K, and return their weights and the balance losses.
 
     Args:
-        dim: D, the features of a token.
-        num_experts, top_k: the number of experts E, and of experts for each token K.
+        dim: D, the number of features of a token.
+        num_experts, top_k: E, the number of experts, and K, the number of experts per token.
         tp, cp, data: the axes over which tokens are sharded: every rank holds different tokens.
-        init, device, dtype: as of `LayerOptions`.
-        options: the fields of `RouterOptions` as keyword arguments, such as `score="sigmoid"`.
+        init, device, dtype: see `LayerOptions`.
+        options: the fields of `RouterOptions` as keyword arguments, for example `score="sigmoid"`.
 
     Attributes:
-        options: as given.
+        options: the `RouterOptions`.
         bias_rate: the step size of the experts' biases in `update_routers`. You can change it between steps.
         tally: statistics summed over this rank's tokens of the step, for `update_routers`; None before a forward.
         key: seeds the jitter; None until `materialize` or `seed_dropout` sets it.
@@ -215,7 +220,7 @@ class Router(ParallelModule, RandomModule):
         self.top_groups, self.bias_rate = rule.best_groups(num_experts, top_k), rule.bias_rate
         self.tally: Tensor | None = None
         self.declare("weight", (num_experts, dim), init or uniform(1 / math.sqrt(dim)), partial=(tp,))
-        # Not trained, but parameters: they begin and are saved as all others are.
+        # Not trained, but declared as parameters, so that they are initialized and saved with the others.
         biased = rule.bias_rate > 0 if rule.bias is None else rule.bias
         for name, value, there in (("expert_bias", 0.0, biased), ("fractions", 1.0, rule.aux_loss == "global")):
             if there:
@@ -227,12 +232,12 @@ class Router(ParallelModule, RandomModule):
 
     @property
     def statistics(self) -> list[nn.Parameter]:
-        """What `update_routers` moves by small steps: replicated, in fp32 or fp64 even if the model is not."""
+        """The parameters that `update_routers` changes in small steps: replicated, always in fp32 or fp64."""
         found = (self._parameters[name] for name in ("expert_bias", "fractions"))
         return [parameter for parameter in found if parameter is not None]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
-        """As torch, but `statistics` stay in fp32: in bfloat16 their small steps would be lost."""
+        """Convert the module like torch, but keep `statistics` in fp32: bfloat16 would lose their small steps."""
         kept = [parameter.data for parameter in self.statistics]
         super()._apply(fn, recurse)
         for parameter, data in zip(self.statistics, kept, strict=True):
@@ -241,7 +246,7 @@ class Router(ParallelModule, RandomModule):
         return self
 
     def capacity(self, length: int) -> int | None:
-        """The most tokens that an expert takes of a sequence of `length`; None: all."""
+        """Return the largest number of tokens that an expert takes of a sequence of `length`; None: no limit."""
         factor = self.options.capacity_factor
         if factor is None:
             return None
@@ -250,9 +255,12 @@ class Router(ParallelModule, RandomModule):
     def forward(
         self, x: Tensor, places: Places, samples: Tensor | None = None, loss_scale: Tensor | float | None = None
     ) -> Routing:
-        """Choose experts for the tokens x [N, D] at `places`, which no other rank of tp, cp and data holds.
+        """Choose experts for tokens x [N, D]. No other rank of tp, cp and data may hold the same tokens.
 
-        `samples` and `loss_scale` are as of `ParallelMoE.forward`.
+        Args:
+            x: [N, D], this rank's tokens.
+            places: the row and position of each token.
+            samples, loss_scale: see `ParallelMoE.forward`.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -281,7 +289,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
-        """[N, E] -> [N, K], the best first; of equals the lower expert."""
+        """Return the K best experts [N, K] of scores [N, E], best first. Ties go to the lower index."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias.to(scores.dtype)
         if self.top_groups < self.options.groups:
@@ -295,7 +303,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
-        """Send choices of a full expert nowhere. Every rank of a sequence sees all its choices."""
+        """Drop the choices of a full expert. Every rank of a sequence sees all its choices."""
         if self.options.capacity_factor is None:
             return experts
         E, K, n = self.num_experts, self.top_k, len(experts)
@@ -323,7 +331,7 @@ class Router(ParallelModule, RandomModule):
         places: Places,
         loss_scale: Tensor | float | None,
     ) -> Tensor | None:
-        """This rank's share of the balance losses; adds to the step's `tally`."""
+        """Return this rank's share of the balance losses, and add to the step's `tally`."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         E, real, rule = self.num_experts, places.real, self.options
@@ -355,7 +363,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _fractions(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, E] choices of this rank -> [B, E] f of each sequence's tokens."""
+        """Map this rank's choice counts [B, E] to [B, E], the fractions f for the tokens of each sequence."""
         if self.fractions is not None:
             return self.fractions.to(dtype).expand(len(counts), -1)
         if self.options.aux_loss == "sequence":
@@ -365,7 +373,7 @@ class Router(ParallelModule, RandomModule):
         return _as_fractions(counts).to(dtype)
 
     def extra_repr(self) -> str:
-        """Sizes and balance, as users wrote them."""
+        """Return the sizes and the main options."""
         rule = self.options
         return f"{self.num_experts} experts, top_k={self.top_k}, score={rule.score}, aux_loss={rule.aux_loss}"
 
@@ -375,6 +383,6 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _as_fractions(counts: Tensor) -> Tensor:
-    """Choices of each expert over the mean of all experts; 1 where there are none."""
+    """Divide each expert's number of choices by the mean over experts; return 1 if there are no choices."""
     mean = counts.double().mean(-1, keepdim=True)
     return torch.where(mean > 0, counts / mean, 1.0)

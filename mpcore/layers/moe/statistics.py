@@ -1,4 +1,4 @@
-"""Read the routers' statistics once a step, and move the biases that balance the experts' loads."""
+"""Read the routers' statistics once per step, and update the biases that balance the experts' loads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpcore.sharding.declarations import ModelTree, named_modules
 
 
 class RouterStatistics(NamedTuple):
-    """What a router did in a step, over all tokens of all ranks.
+    """The statistics of one router in a step, over all tokens of all ranks.
 
     Attributes:
-        tokens_per_expert: [E], choices, dropped ones too.
-        entropy: of the probabilities, in nats, mean over tokens.
-        dropped: share of the choices that had no room.
-        max_violation: load of the fullest expert over the mean load, less 1.
-        aux_loss, z_loss: means over tokens, without their coefficients.
+        tokens_per_expert: [E], the number of choices of each expert, including dropped ones.
+        entropy: entropy of the probabilities, in nats, averaged over tokens.
+        dropped: fraction of the choices that were dropped for lack of capacity.
+        max_violation: the largest load divided by the mean load, minus 1.
+        aux_loss, z_loss: the losses averaged over tokens, without their coefficients.
 
     Example:
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=2, bias_rate=0.01)
@@ -40,19 +40,21 @@ class RouterStatistics(NamedTuple):
 
 @torch.no_grad()
 def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, RouterStatistics]:
-    """Update the routers' biases after a step, and reset the counts. A collective over tp and data.
+    """Update the biases that balance the experts' loads, and reset the counts. Call it after the optimizer step.
 
-    Only this function changes a bias or the fractions of the "global" loss; no forward does.
+    It is a collective over tp and data. Only this function changes the biases and the fractions of the "global" loss;
+    forward never does.
 
     Args:
-        model: the model, or this rank's stage of it.
-        mesh: the mesh it lies on.
+        model: the model, or this rank's pipeline stage.
+        mesh: the model's mesh.
 
     Returns:
-        The statistics of each router since the last call, by its name, on the device.
+        A dictionary from each router's name to its `RouterStatistics` since the last call, on the device.
 
     Raises:
-        ValueError: before anything is sent, naming a trained router that balances by its counts and has none.
+        ValueError: before any communication, if a trained router that needs its counts has counted nothing. The message
+            names it.
 
     Example:
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=1, bias_rate=0.01)

@@ -1,4 +1,4 @@
-"""Begin a mixture of experts with the weights of a dense model."""
+"""Initialize a mixture of experts from the weights of a dense model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from mpcore.sharding.declarations import named_modules
 
 
 def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor]:
-    """Turn the state dict of a dense model into that of a mixture: each expert is a copy of the layer's MLP.
+    """Convert a dense model's full state dict to that of a mixture: each expert is a copy of the layer's MLP.
 
-    With normalised weights of scale 1 and no shared experts the mixture's first output equals the dense model's, for
-    any router. With a top_k of 1 weights aren't normalised: then it is the dense MLP's output times the router's score.
+    With normalized weights, `routed_scale=1` and no shared experts, the mixture's first output equals the dense model's
+    for any router. With `top_k=1` weights are not normalized: there an MLP's output is multiplied by the router's
+    score.
 
     Args:
-        state: as `mpcore.full_state_dict` gives it, of a model with a `ParallelMLP` where the mixture has a
-            `ParallelMoE`, under any name.
-        mixture: the model that is to load it, or this rank's stage of it; on the meta device too.
+        state: the dense model's state dict from `mpcore.full_state_dict`. The dense model must have a `ParallelMLP`
+            under the name of each `ParallelMoE` of the mixture.
+        mixture: the model that will load the result, or this rank's pipeline stage. It may be on the meta device.
 
     Returns:
-        A new dict. It has no router weights: take those from the mixture's own state dict.
+        A new state dict, without the routers. Take their initial weights from the mixture's own state.
 
     Raises:
-        ValueError: if the model has no `ParallelMoE`, the dense one no MLP there, or one with biases, which experts
-            have not.
+        ValueError: if the mixture has no `ParallelMoE`, the dense model has no MLP of the same name, or the MLP has
+            biases, which experts do not support.
 
     Example:
         >>> dense = nn.Sequential(mpcore.ParallelMLP(4, 8, bias=False))
