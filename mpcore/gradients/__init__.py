@@ -1,7 +1,7 @@
-"""Gradients between backward and the optimizer step: accumulate, reduce, norm, clip, drop.
+"""Gradients between backward and the optimizer step: accumulate, all-reduce, measure the norm, clip, drop.
 
-Everything is derived from what layers declare of their parameters. Stands on `sharding` and `layers`; optimizers and
-data parallelism stand on it. Open `reduce.py` first.
+The functions read how layers declare their parameters. Optimizers and data parallelism use them. Open `reduce.py`
+first.
 """
 
 from mpcore.gradients.accumulate import gradient_of, main_gradients, mark_reduced, zero_gradients

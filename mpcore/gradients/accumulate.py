@@ -21,22 +21,26 @@ from mpcore.sharding.local import is_dtensor
 
 
 def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> nn.Module:
-    """Accumulate gradients in float32 (float64 for float64 parameters), in any dtype of the parameters.
+    """Accumulate gradients in float32 (float64 for float64) for parameters of any dtype.
 
     Each parameter gets `main_grad`, and `.grad` stays None, also for hooks. `reduce_gradients`, `grad_norm`,
-    `clip_gradients` and the optimizers of `mpcore.optim` read it by `gradient_of`. Begin each step with
-    `zero_gradients`, or the `zero_grad` of those optimizers. Torch's optimizers read only `.grad`: `guard_optimizer`
-    makes them raise. `DistributedDataParallel` sums only `.grad` too: use `reduce_gradients(model, mesh)` instead.
+    `clip_gradients` and the optimizers of `mpcore.optim` read it with `gradient_of`.
 
     Args:
-        model: the model, or this rank's stage of it, not sharded over data: `fully_shard` accumulates in its own dtype.
-        parameters: the parameters of the model to do this for; None: all.
+        model: the model, or this rank's pipeline stage. It must not be sharded over data: `fully_shard` accumulates in
+            its own dtype.
+        parameters: the model's parameters to accumulate this way; None: all.
 
     Returns:
         The model.
 
     Raises:
         ValueError: if a parameter is sharded over data, or the model is wrapped in `DistributedDataParallel`.
+
+    Note:
+        - Begin each step with `zero_gradients`, or with `zero_grad` of an mpcore optimizer.
+        - torch's optimizers read only `.grad`: `guard_optimizer` makes them raise an error instead of a wrong step.
+        - `DistributedDataParallel` reads only `.grad` too: use `reduce_gradients(model, mesh)` instead.
 
     Example:
         >>> model = mpcore.main_gradients(mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16))
@@ -59,10 +63,10 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter: its main gradient if something was added to it, else `.grad`.
+    """Return a parameter's gradient: its main gradient if something was added to it, otherwise `.grad`.
 
     Raises:
-        ValueError: for a parameter that data parallelism replaced: it would never have one.
+        ValueError: if data parallelism replaced the parameter, because it would never get a gradient.
     """
     if _REPLACED.data:  # not its length, which is computed
         check_current([parameter])
@@ -75,7 +79,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def accumulate(parameter: Tensor) -> None:
-    """Move what autograd left in `.grad` to the main gradient of a parameter that has one."""
+    """Add `.grad` to the parameter's main gradient, if it has one, and set `.grad` to None."""
     main = main_grad(parameter)
     if parameter.grad is not None and main is not None:
         main.add_(parameter.grad)
@@ -85,7 +89,7 @@ def accumulate(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Drop all gradients: `.grad`, and the float32 main gradients of bfloat16 and float16 parameters.
+    """Drop all gradients: set `.grad` to None, and fill main gradients with zeros.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -104,12 +108,12 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
 
 # --- what is known of a gradient, and of a parameter that has none any more ----------------------------------------
 
-_REDUCED = WeakTensorKeyDictionary()  # `.grad` tensors whose pending sums are done
+_REDUCED = WeakTensorKeyDictionary()  # `.grad` tensors that are fully summed over ranks
 _REPLACED = WeakTensorKeyDictionary()  # parameters that are no longer their model's
 
 
 def mark_reduced(parameter: Tensor) -> None:
-    """Mark the current gradient of a parameter as summed. Call it after you summed the gradient yourself."""
+    """Mark the parameter's current gradient as complete, for example after you all-reduced it yourself."""
     if holds_main_grad(parameter):
         mark_main_grad(parameter, MainGradState.REDUCED)
     elif parameter.grad is not None:
@@ -117,19 +121,19 @@ def mark_reduced(parameter: Tensor) -> None:
 
 
 def is_reduced(parameter: Tensor) -> bool:
-    """Whether nothing was accumulated since `mark_reduced`: no new `.grad` tensor, nothing added to a main gradient."""
+    """Return whether nothing was accumulated since `mark_reduced`, neither in `.grad` nor in the main gradient."""
     if main_grad(parameter) is None:
         return parameter.grad is None or parameter.grad in _REDUCED
     return parameter.grad is None and main_grad_state(parameter) is not MainGradState.ADDED
 
 
 def mark_replaced(parameters: Iterable[Tensor]) -> None:
-    """Note that other parameters have taken the place of these: an optimizer made before still has them."""
+    """Record that other parameters replaced these; an optimizer created before may still hold them."""
     _REPLACED.update(dict.fromkeys(parameters, True))
 
 
 def check_current(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that data parallelism replaced."""
+    """Raise ValueError for parameters that data parallelism replaced."""
     for parameter in parameters if _REPLACED.data else ():
         if parameter in _REPLACED:
             raise ValueError(

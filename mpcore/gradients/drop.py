@@ -1,4 +1,4 @@
-"""Give up a step: drop its gradients, also after a backward that raised."""
+"""Abandon a step: drop its gradients, also after a backward that raised."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from mpcore.sharding.declarations import ModelTree, tree_of
 
 @torch.no_grad()
 def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | None = None) -> None:
-    """Drop the gradients of a step, also those that `shard_data_parallel` has not summed yet.
+    """Drop the gradients of a step, including those that `shard_data_parallel` has not summed yet.
 
-    To give up a step, call it on all ranks: after a backward that raised, or before the step's last micro-batch.
-    `zero_grad` of the model and of `mpcore.optim` call it; that of torch's optimizers sees only summed gradients.
+    To abandon a step, call it on all ranks: after a backward that raised, or before the step's last micro-batch.
+    `zero_grad` of the model and of mpcore's optimizers calls it. `zero_grad` of torch's optimizers drops only summed
+    gradients.
 
     Args:
-        model: the model, or this rank's stage of it; where stages are joined, each of them.
-        parameters: whose gradients are forgotten; None: all of the model's.
+        model: the model, or this rank's pipeline stage. If several stages were joined, call it for each stage.
+        parameters: the parameters whose gradients to drop; None: all of the model's.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)

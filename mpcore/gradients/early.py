@@ -1,8 +1,8 @@
-"""Plain data parallelism: begin to sum large gradients while backward still computes others.
+"""Plain data parallelism: start to all-reduce large gradients while backward still computes others.
 
-All ranks of a group must send the same messages in one order, also where a rank has no gradient for a parameter, or
-backward comes to parameters in another order. So the order is fixed, last layers first. A sum begins when its gradient
-is there and all sums before it have begun. `reduce_gradients` begins the others, and waits for all.
+All ranks of a group must send the same messages in the same order, even if a rank has no gradient for a parameter, or
+its backward reaches parameters in another order. The order is therefore fixed, last layers first. An all-reduce starts
+when its gradient exists and all earlier ones have started. `reduce_gradients` starts the rest, and waits for all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mpcore.sharding.declarations import tree_of
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import local_tensor
 
-# Elements from which a gradient is summed in its own memory: a message each costs less than to pack and unpack it.
+# Gradients of at least this many elements are all-reduced in place: one message is cheaper than packing and unpacking.
 ALONE = 2**18
 
 
 class Begun(NamedTuple):
-    """A sum that runs.
+    """A running all-reduce.
 
     Attributes:
-        axis: what it runs over.
-        total: the sum once it is waited for; the memory of the gradient, or a copy in float32.
+        axis: the axis it runs over.
+        total: the sum, valid after waiting; the memory of the gradient, or a float32 copy.
         here: whether this rank had a gradient.
     """
 
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
 
 class _Pending(threading.local):
-    """The sums of this thread that nobody has waited for: a rank of `mpcore.simulate` is a thread."""
+    """The unfinished all-reduces of this thread. Thread-local, because `mpcore.simulate` runs ranks as threads."""
 
     def __init__(self) -> None:
         self.all: list[EarlySums] = []
@@ -54,11 +54,11 @@ _pending = _Pending()
 
 
 class EarlySums:
-    """The sums over data that a stage begins within the backward of a step's last micro-batch.
+    """The all-reduces over data that a stage starts during the backward of a step's last micro-batch.
 
     Args:
         stage: the stage.
-        stages: all stages of this rank. Parameters that they share wait for `reduce_gradients`.
+        stages: all stages of this rank. Parameters that stages share wait for `reduce_gradients`.
     """
 
     def __init__(self, stage: nn.Module, stages: Sequence[nn.Module]) -> None:
@@ -71,7 +71,7 @@ class EarlySums:
         self.begun: dict[nn.Parameter, Begun] = {}
 
     def arm(self) -> None:
-        """Have the next backward begin the sums; unless that of another stage of this thread has yet to end."""
+        """Let the next backward start the all-reduces, unless another stage of this thread is in its backward."""
         if any(sums.armed for sums in _pending.all if sums is not self):
             return
         self._find()
@@ -82,7 +82,7 @@ class EarlySums:
             _pending.all.append(self)
 
     def check_settled(self) -> None:
-        """Refuse another micro-batch before `reduce_gradients` has taken the sums of the step before."""
+        """Raise ValueError for another micro-batch before `reduce_gradients` has finished the previous step."""
         if self.begun:
             raise ValueError(
                 "the gradients of the last micro-batch are being summed over data, and another forward would add to "
@@ -90,7 +90,7 @@ class EarlySums:
             )
 
     def _find(self) -> None:
-        """Find the parameters, and hook them, once; again where others have taken their places or have more hooks."""
+        """Find the parameters and register hooks once; again if parameters were replaced or got more hooks."""
         if self.found and all(
             module._parameters.get(leaf) is p and has_last_accumulation_hook(p, hook)
             for (module, leaf, p, _), hook in zip(self.places, self.hooks, strict=True)
@@ -125,19 +125,19 @@ class EarlySums:
         self.next += 1
 
     def begin_rest(self) -> None:
-        """After the backward: begin the sums that wait for a gradient which this rank has not."""
+        """After the backward, start the all-reduces of gradients that this rank does not have."""
         while self.armed and self.next < len(self.order):
             self._begin()
         self.armed = False
 
 
 def distinct(axes: Iterable[Axis]) -> dict[object, Axis]:
-    """Return the axes of more than one rank by process group."""
+    """Return the axes that have more than one rank, keyed by process group."""
     return {axis.group: axis for axis in axes if axis.size > 1}
 
 
 def only_axis(parameter: nn.Parameter, sharding: Sharding, over: Mapping[object, Axis]) -> Axis | None:
-    """Return the axis of a large gradient that is summed over that axis alone; else None. `over`: as of `distinct`."""
+    """Return the axis of a large gradient that is summed over only that axis; otherwise None."""
     axis = next(iter(over.values()), None)
     if axis is None or len(over) > 1 or not is_large(parameter, axis):
         return None
@@ -145,13 +145,13 @@ def only_axis(parameter: nn.Parameter, sharding: Sharding, over: Mapping[object,
 
 
 def is_large(parameter: nn.Parameter, axis: Axis) -> bool:
-    """Whether a gradient is summed by itself."""
+    """Return whether a gradient is all-reduced separately."""
     return parameter.numel() >= ALONE and local_tensor(parameter).numel() >= ALONE and not axis.virtual
 
 
 @torch.no_grad()
 def begin_sum(parameter: nn.Parameter, axis: Axis) -> Begun:
-    """Begin to sum a gradient over an axis, a missing one as zeros."""
+    """Start the all-reduce of a gradient over an axis; a missing gradient is sent as zeros."""
     found = gradient_of(parameter)
     here = found is not None
     if not here:
@@ -167,7 +167,7 @@ def begin_sum(parameter: nn.Parameter, axis: Axis) -> Begun:
 
 
 def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, Begun]:
-    """Begin all sums of this thread that are left, and hand over those of some parameters."""
+    """Start all remaining all-reduces of this thread, and hand over those of the given parameters."""
     given = {id(p) for p in parameters} if _pending.all else ()
     begun: dict[nn.Parameter, Begun] = {}
     for sums in tuple(_pending.all):
@@ -179,9 +179,9 @@ def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, Begun]:
 
 
 def drop_begun(parameters: Iterable[Tensor]) -> None:
-    """Wait for the sums of a step that is given up, so that no rank waits for another.
+    """Wait for the all-reduces of an abandoned step, so that no rank waits for another.
 
-    Sums that are announced begin first, as on ranks whose backward did not raise.
+    All-reduces that are announced are started first, as on ranks whose backward did not raise.
     """
     given = {id(p) for p in parameters} if _pending.all else ()
     for sums in tuple(_pending.all):

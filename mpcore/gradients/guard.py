@@ -1,4 +1,4 @@
-"""Refuse an optimizer step, a norm or a clip that would be silently wrong."""
+"""Raise errors for an optimizer step, a norm or clipping that would be silently wrong."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 class ReadsMainGradients:
-    """A base of optimizers that read gradients by `mpcore.gradients.gradient_of`, as those of `mpcore.optim` do."""
+    """Base class of optimizers that read gradients with `gradient_of`, such as those of `mpcore.optim`."""
 
 
 def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]) -> Optimizer:
-    """Make an optimizer raise an error instead of taking a step that would be silently wrong.
+    """Make an optimizer raise an error instead of a silently wrong step.
 
-    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard others once, after they are made. Each step then refuses
+    `mpcore.AdamW` and `mpcore.Muon` guard themselves. Guard another optimizer once, after you created it. Each step
+    then raises ValueError for
 
     - gradients that `reduce_gradients` has not summed since the last backward;
-    - parameters that the model no longer has, because `shard_data_parallel` put shards in their place;
-    - gradients in `main_grad`, where the optimizer reads `.grad` alone (all but those of `ReadsMainGradients`);
-    - sharded tensors, where the optimizer needs whole ones (Adafactor, LBFGS, torch's Muon);
-    - groups of sharded and whole parameters that torch would step at once.
-
-    Between steps, set gradients to None (the default of `zero_grad`): with `set_to_none=False` a forgotten
-    `reduce_gradients` is found in the first step alone.
+    - parameters that `shard_data_parallel` replaced by shards;
+    - gradients in `main_grad`, if the optimizer reads only `.grad` (all but `ReadsMainGradients`);
+    - sharded tensors, if the optimizer needs full ones (Adafactor, LBFGS, torch's Muon);
+    - groups that mix sharded and plain parameters, if torch would update them in one kernel.
 
     Args:
         optimizer: changed in place: it gets a step pre-hook.
-        model: the model, or this rank's stage of it; a list if the optimizer has parameters of several.
+        model: the model, this rank's pipeline stage, or a list of all modules whose parameters the optimizer has.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if the optimizer has a parameter that isn't the model's.
+        ValueError: if the optimizer has a parameter that is not the model's.
+
+    Note:
+        - Between steps, set gradients to None (the default of `zero_grad`). With `set_to_none=False`, a forgotten
+          `reduce_gradients` is found only in the first step.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 6)
@@ -82,7 +84,7 @@ class _Guard:
                 self.names[p] = now[p]
 
     def read(self) -> None:
-        """Read what the models declare of the parameters, by name: modules may hold gathered copies of them now."""
+        """Read the models' declarations by parameter name: modules may hold gathered copies of the parameters now."""
         declared = {(i, name): x for i, model in enumerate(self.models) for name, _, x in declarations(model)}
         found = [(place[1], p, declared[place]) for p, place in self.names.items() if place in declared]
         self.pending = [(name, p, sharding.pending) for name, p, sharding in found if sharding.pending]
@@ -133,13 +135,13 @@ def _check_mixed(kind: str, group: dict[str, Any]) -> None:
 
 
 def _steps_together(group: dict[str, Any]) -> bool:
-    """Whether torch's optimizers take their foreach or fused path, which on a GPU is the default."""
+    """Return whether torch takes its foreach or fused path, the default on a GPU."""
     said = group.get("foreach"), group.get("fused")
     return any(said) or ("foreach" in group and said == (None, None) and any(p.is_cuda for p in group["params"][:1]))
 
 
 def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
-    """Refuse the gradient of a parameter whose pending sums over `axes` are not done."""
+    """Raise ValueError if the parameter's gradient must still be all-reduced over `axes`."""
     if axes and parameter.requires_grad and not is_reduced(parameter):
         over = " and ".join(f"{axis.name} ({axis.size} ranks)" for axis in axes)
         raise ValueError(
@@ -149,7 +151,7 @@ def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
 
 
 def check_all_reduced(model: nn.Module | ModelTree) -> None:
-    """Refuse gradients of a model whose pending sums are not done."""
+    """Raise ValueError if a gradient of the model must still be all-reduced."""
     tree = tree_of(model)
     for _, module in tree.modules:  # takes less time than to join the declarations of tied parameters
         for leaf, sharding in declared_by(module).items():

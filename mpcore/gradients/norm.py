@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, and clipping by it."""
+"""The gradient norm of the unsharded model, and clipping by it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_
 
 @torch.no_grad()
 def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tensor:
-    """Return the p-norm of the whole model's gradient, the same on every rank, as an fp64 scalar tensor.
+    """Return the p-norm of the unsharded model's gradient.
 
     Args:
-        model: the model, or this rank's stage of it, after `reduce_gradients`.
-        mesh: the mesh it lies on.
+        model: the model, or this rank's pipeline stage. Call `reduce_gradients` first.
+        mesh: the model's mesh.
         p: 1, 2, ... or `math.inf`.
 
+    Returns:
+        An fp64 scalar tensor, the same on every rank.
+
     Raises:
-        ValueError: if p isn't above 0, `reduce_gradients` was forgotten, or a parameter lies on another mesh.
+        ValueError: if p is not positive, `reduce_gradients` was not called, or a parameter is on another mesh.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -44,7 +47,7 @@ def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tenso
 
 @torch.no_grad()
 def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
-    """As `grad_norm`, of any tensors that lie as the parameters do; `of` gives a parameter's, or None."""
+    """Compute `grad_norm` of any tensors sharded like the parameters; `of` maps a parameter to its tensor or None."""
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
@@ -59,7 +62,7 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
 
 @torch.no_grad()
 def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
-    """As `grad_norm`, the same bits on every layout: squares are summed as integers, which no order changes."""
+    """Compute `grad_norm` with the same bits on every layout: integer sums of squares do not depend on the order."""
     largest = grad_norm(model, mesh, math.inf)
     unit = largest.clamp(min=torch.finfo(largest.dtype).tiny)
     digits = torch.zeros(3, dtype=torch.int64, device=mesh.device)  # each holds 20 bits of every square
@@ -81,11 +84,11 @@ def _norm(grad: Tensor, p: float) -> Tensor:
 
 
 class TensorNorms:
-    """Measure the 2-norm of each tensor of the whole model, to compare two runs.
+    """Measure the 2-norm of each tensor of the unsharded model, for example to compare two runs.
 
     Args:
-        model: the model, or this rank's stage of it.
-        mesh: the mesh it lies on.
+        model: the model, or this rank's pipeline stage.
+        mesh: the model's mesh.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4, bias=False)
@@ -101,10 +104,13 @@ class TensorNorms:
 
     @torch.no_grad()
     def __call__(self, of: Callable[[Tensor], Tensor | None]) -> dict[str, float]:
-        """Measure, on all ranks, the tensors that `of` gives for each parameter, or None for one without.
+        """Measure the norms. All ranks must call it.
+
+        Args:
+            of: maps each parameter to the tensor to measure, or to None.
 
         Returns:
-            The norms by the parameters' full names, the same on every rank; 0 where no rank has a tensor.
+            A dictionary from the parameters' full names to norms, the same on every rank; 0 if no rank has a tensor.
         """
         if self.names is None:  # of all stages of a pipeline
             every = gather_objects([name for name, _, _ in declarations(self.tree)], self.mesh.world.group)
@@ -120,7 +126,7 @@ class TensorNorms:
 def _owned(
     model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors by name, without the elements that a lower rank holds as well."""
+    """Yield this rank's tensors by name, without elements that a lower rank also holds."""
     for name, parameter, sharding, holds_first in _held(tree_of(model), mesh):
         found = of(parameter)
         if found is None or not (is_first_replica(found) if is_dtensor(found) else holds_first):
@@ -153,18 +159,20 @@ def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor | float) -> None:
-    """Scale all gradients so that their norm is at most `max_norm`. No communication, no wait for the device.
-
-    Don't call torch's `clip_grad_norm_` on a sharded model: each rank would clip by the norm of its own shards, and
-    replicas would drift apart. It also divides by the norm + 1e-6, this function by the norm.
+    """Scale all gradients so that their norm is at most `max_norm`, without communication or waiting for the device.
 
     Args:
-        model: the model, or this rank's stage of it.
-        max_norm: the bound; 0 or less: no clipping.
-        norm: what `grad_norm` returned, or a float. If it isn't finite gradients stay as they are: skip the step.
+        model: the model, or this rank's pipeline stage.
+        max_norm: the largest norm; 0 or less: no clipping.
+        norm: the result of `grad_norm`, or a float. If it is not finite, gradients stay unchanged; skip the step then.
 
     Raises:
-        ValueError: if `reduce_gradients` was forgotten.
+        ValueError: if `reduce_gradients` was not called.
+
+    Note:
+        - Don't call torch's `clip_grad_norm_` on a sharded model: each rank would clip by the norm of its own shards,
+          and replicas would diverge.
+        - torch's function divides by norm + 1e-6; this function divides by the norm.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)

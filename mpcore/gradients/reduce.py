@@ -1,4 +1,4 @@
-"""Sum the gradients that layers declare as pending."""
+"""All-reduce the gradients that layers declare partial."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ UNSUMMED = (
 
 @torch.no_grad()
 def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
-    """Sum the gradients that layers declare as pending. Call it once a step, after the last backward.
+    """All-reduce the gradients that layers declare partial. Call it once per step, after the last backward.
 
-    Pending are the gradients of replicated parameters that saw only this rank's part of the work: weights of norm
-    layers under sequence parallel and of sharded heads, replicated KV heads, embeddings tied across pipeline stages.
-    They are summed in fp32 (fp64 for fp64). A parameter of at least `early.ALONE` elements is summed by itself; smaller
-    ones are packed into buckets of up to `BUCKET` elements. With `shard_data_parallel(zero=0)` the sums of large
-    parameters have started during the last backward. A parameter without a gradient on some rank counts as zero there;
-    one without on all ranks keeps None.
+    A gradient is partial if a replicated parameter saw only this rank's part of the work: norm weights under sequence
+    parallelism and of sharded heads, replicated KV heads, and embeddings tied across pipeline stages. Gradients are
+    summed in fp32 (fp64 for fp64). A parameter of at least `early.ALONE` elements is all-reduced separately; smaller
+    ones are packed into buckets of up to `BUCKET` elements. With `shard_data_parallel(zero=0)` the all-reduces of large
+    parameters have started during the last backward. If some ranks have no gradient for a parameter, it counts as zero
+    there; if no rank has one, it stays None.
 
     Args:
-        model: the model, or this rank's stage of it. Its gradients must have been zeroed since the last call.
-        over: for plain data parallelism without `shard_data_parallel`: the mesh, to sum each parameter over its own
-            `Sharding.data_axis`, or axes over which all parameters are replicated and the ranks' data differ.
+        model: the model, or this rank's pipeline stage. Its gradients must have been zeroed since the last call.
+        over: for plain data parallelism without `shard_data_parallel`. Pass the mesh, to sum each parameter over its
+            own `Sharding.data_axis`; or pass axes over which all parameters are replicated and the ranks' data differ.
 
     Raises:
-        ValueError: before anything is sent, if `shard_data_parallel` sums over one of these axes already, or has not
+        ValueError: before any communication, if `shard_data_parallel` already sums over one of these axes, or has not
             summed a gradient because the last backward is missing or raised (then call `drop_gradients`); if a trained
             parameter was added after `shard_data_parallel`, is still gathered, or has a hook that would never run; or
-            if experts don't lie as the mesh says, or have replicas over tp that nothing sums.
+            if experts are not sharded as on the mesh, or have replicas over tp that nothing sums.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> mpcore.reduce_gradients(model, mpcore.Mesh())  # sums what several ranks hold; here nothing
+        >>> mpcore.reduce_gradients(model, mpcore.Mesh())  # on one rank there is nothing to sum
     """
     tree = tree_of(model)
     for on in over:
@@ -136,7 +136,7 @@ def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:
 
 
 def buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Cut a sequence into lists whose sizes sum to at most `most`, or of one item."""
+    """Split a sequence into lists whose sizes sum to at most `most`. A larger item gets its own list."""
     bucket: list[T] = []
     size = 0
     for item in items:
@@ -151,7 +151,7 @@ def buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Itera
 
 
 def _sent_elements(entry: _Entry) -> int:
-    """How many elements an entry sends: the same on every rank, though ranks hold more or less of a shard."""
+    """Return how many elements an entry sends: the same on every rank, even if shards are uneven."""
     _, parameter, shard = entry
     if shard is None:
         return local_tensor(parameter).numel()
@@ -161,7 +161,7 @@ def _sent_elements(entry: _Entry) -> int:
 def _reduce_pending(
     axis: Axis, entries: list[_Entry], wide: torch.dtype, apart: Sequence[tuple[nn.Parameter, Begun]]
 ) -> None:
-    """Sum some gradients as one message, which also tells for these and for those `apart` whether a rank has them."""
+    """All-reduce some gradients in one message. It also tells which ranks have these gradients and those of `apart`."""
     here = [begun.here for _, begun in apart] + [gradient_of(p) is not None for _, p, _ in entries]
     parameters = [p for p, _ in apart] + [p for _, p, _ in entries]
     for (_, parameter, _), there in zip(entries, here[len(apart) :], strict=True):

@@ -1,6 +1,6 @@
-"""Optimizers that take on every layout the step of the unsharded model, learning rates and the loss scale.
+"""Optimizers, learning-rate schedules and loss scaling that are the same on every layout.
 
-Stands on `gradients`. Open `adamw.py` first.
+Open `adamw.py` first.
 """
 
 from mpcore.optim.adamw import AdamW

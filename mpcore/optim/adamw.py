@@ -1,8 +1,8 @@
-"""Optimizers whose step is the same on every layout.
+"""Optimizers that take the same step on every layout.
 
-`AdamW` adds float32 masters and bfloat16 moments to torch's. Both it and `Muon` take the model, and read from its
-declarations (`mpcore.sharding`) where each local tensor lies. Their state lies as the parameters do, so
-`mpcore.checkpoint` moves it to any layout.
+`AdamW` adds float32 master weights and bfloat16 moments to torch's AdamW. `AdamW` and `Muon` take the model, and read
+from its declarations (`mpcore.sharding`) how each parameter is sharded. Optimizer state is sharded like the
+parameters, so `mpcore.checkpoint` can load it on any layout.
 
 Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
 """
@@ -31,25 +31,24 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.Optimizer, ReadsMainGradients):
-    """AdamW with float32 masters of half-precision parameters and, by choice, bfloat16 moments.
+    """AdamW with float32 master weights for half-precision parameters, and optional bfloat16 moments.
 
-    Where parameters and moments are float32 (or float64), a step is bitwise that of `torch.optim.AdamW(fused=True)`,
-    except under `prepare(numerics="invariant")`.
-    Otherwise bfloat16 moments are rounded at random, by bits that depend on (seed, the parameter's full name, its step,
-    the element's logical index), so they are the same on every layout.
+    With float32 (or float64) parameters and moments, a step is bitwise equal to `torch.optim.AdamW(fused=True)`, except
+    under `prepare(numerics="invariant")`. bfloat16 moments are rounded stochastically. The random bits depend only on
+    (seed, the parameter's full name, its step, the element's logical index), so they are the same on every layout.
 
     Args:
-        model: the model, or this rank's stage of it. Shard it over data first.
-        lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
+        model: the model, or this rank's pipeline stage. Shard it over data first.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         groups: parameter groups; None: `decay_groups(model, weight_decay)`.
-        state_dtype: of the moments: bfloat16, or None for float32 (float64 for float64 parameters).
-        masters: keep a float32 master of each bfloat16 or float16 parameter. float16 needs it; bfloat16 parameters
-            without masters are rounded at random too. If you write to a parameter, such as by loading weights, the next
-            step copies the parameter to its master.
-        seed: of the rounding.
+        state_dtype: dtype of the moments: bfloat16, or None for float32 (float64 for float64 parameters).
+        masters: keep a float32 master weight of each bfloat16 or float16 parameter. float16 requires it; without it,
+            bfloat16 parameters are rounded stochastically. If you write to a parameter, for example to load other
+            weights, the next step updates its master weight from it.
+        seed: seed of the stochastic rounding.
 
     Raises:
-        ValueError: if an argument is out of range, or a float16 parameter has no master.
+        ValueError: if an argument is out of range, or a float16 parameter has no master weight.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16)
@@ -79,7 +78,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self.model, self.state_dtype, self.masters, self.seed = model, state_dtype, masters, seed
         self._whole_model, self.fused = groups is None, True
         groups = decay_groups(model, weight_decay) if groups is None else list(groups)
-        # `fused` says, to torch and to the checkpoint, that step counts live beside their parameters.
+        # `fused` tells torch and the checkpoint that step counts are on the device of their parameters.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._declared: dict[Tensor, tuple[str, Sharding]] = {}
@@ -87,10 +86,10 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         guard_optimizer(self, model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, of parameters that the model has by now, such as a layer that is thawed.
+        """Add a parameter group, as in torch, for example with the parameters of a layer that is now trained.
 
         Raises:
-            ValueError: if one is none of the model's, or float16 without a master; nothing is added then.
+            ValueError: if a parameter is not the model's, or is float16 without a master weight. Nothing is added then.
         """
         super().add_param_group(param_group)
         if not all(p in self._declared for p in self.param_groups[-1]["params"]):
@@ -110,11 +109,15 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | float | None = None) -> Any:  # type: ignore[override]
-        """Step every parameter that has a gradient, in `.grad` or in `.main_grad`.
+        """Update every parameter that has a gradient in `.grad` or `.main_grad`.
 
         Args:
-            closure: as of torch's optimizers.
-            scale: multiplies the gradients, to unscale or clip them without another pass: a float or a scalar tensor.
+            closure: as in torch's optimizers.
+            scale: a float or scalar tensor that multiplies the gradients, for example to unscale or clip them in the
+                same pass.
+
+        Returns:
+            The result of `closure`, or None.
         """
         if scale is not None and not isinstance(scale, Tensor):
             device = next((p.device for group in self.param_groups for p in group["params"]), None)
@@ -128,23 +131,23 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         return loss
 
     def set_fused(self, fused: bool) -> None:
-        """Choose the step of float32 parameters: torch's fused one, or the one that rounds alike on every layout."""
+        """Choose the step of float32 parameters: torch's fused kernel, or one with the same bits on every layout."""
         self.fused = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all of the model's parameters, with `groups` of theirs: they are None afterwards.
+        """Set the gradients of the model's parameters to None. If `groups` were given, only those of the groups' parameters.
 
-        Main gradients, and gradients that data parallelism hasn't summed yet, are forgotten too.
+        Main gradients, and gradients that data parallelism has not summed yet, are dropped too.
         """
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its dtype, which torch would change to the parameter's.
+        """Load state as in torch, but keep the state's dtype, which torch would convert to the parameter's.
 
         Raises:
-            ValueError: with nothing changed, if a state doesn't lie as its parameter: another layout's, which
-                `mpcore.checkpoint` moves.
+            ValueError: before anything changes, if a state's shape is not its parameter's, for example because it comes
+                from another layout. Load such state with `mpcore.checkpoint`.
         """
         loaded = []
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):  # torch compares lengths
@@ -173,7 +176,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 continue
             state = self._state(p, "exp_avg", "exp_avg_sq")
             if local_tensor(p).numel() == 0:
-                state["step"] += 1  # as on the ranks that hold some of it
+                state["step"] += 1  # this rank holds no element, but the ranks that do count the step
             elif self.fused and "master" not in state and p.dtype not in _HALF and state["exp_avg"].dtype == p.dtype:
                 held = (p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
                 plain.append(tuple(map(local_tensor, held)))
@@ -202,7 +205,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
             adamw_foreach(states, scale=scale, **options)
 
     def _random(self, p: nn.Parameter) -> dict[str, Any]:
-        """The fields of `AdamWState` that random bits depend on, besides the step."""
+        """Return the fields of `AdamWState` that the random bits depend on, except the step."""
         name, sharding = self._declared[p]
         if p not in self._places:
             self._places[p] = logical_indices(p, sharding)
@@ -222,7 +225,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
 
 def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Where the elements of a local tensor lie in the logical one, as int64 `[R]` and `[C]`, R C elements in all.
+    """Return the logical index of each element of a local tensor, as int64 `[R]` and `[C]` with R C elements in all.
 
     Local element i has the logical index `rows[i // C] + columns[i % C]`.
     """

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 def decay_groups(
     model: nn.Module, weight_decay: float, exclude: Iterable[nn.Parameter | nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices decay, vectors (biases, gains of norms) and scalars don't.
+    """Return two parameter groups for any optimizer: matrices with weight decay, vectors and scalars without.
 
-    Both groups exist even if they are empty, so that all pipeline stages have the same groups. Frozen parameters are in
-    neither.
+    Both groups exist even if empty, so that all pipeline stages have the same groups. Frozen parameters are in neither.
 
     Args:
-        model: the model, or this rank's stage of it. Shard it over data first.
-        weight_decay: of the matrices.
-        exclude: parameters, or modules with all of theirs, that belong to other groups.
+        model: the model, or this rank's pipeline stage. Shard it over data first.
+        weight_decay: weight decay of the matrices.
+        exclude: parameters, or modules with all their parameters, to leave out because you put them in other groups.
+
+    Returns:
+        `[{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]`.
 
     Raises:
-        TypeError: if something else is excluded, such as a name.
+        TypeError: if `exclude` holds something other than parameters and modules, such as a name.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -38,13 +40,13 @@ def decay_groups(
 
 
 def check_model(model: object) -> None:
-    """Refuse parameters in the place of a model."""
+    """Raise TypeError if parameters are given instead of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
 
 
 def parameters_of(exclude: Iterable[nn.Parameter | nn.Module]) -> set[Tensor]:
-    """All parameters of some modules, and those given."""
+    """Return the given parameters, and all parameters of the given modules."""
     found: set[Tensor] = set()
     for each in exclude:
         if not isinstance(each, Tensor | nn.Module):

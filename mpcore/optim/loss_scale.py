@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16, on which all ranks agree."""
+"""Dynamic loss scaling for float16; all ranks use the same scale."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from mpcore.sharding.local import local_tensor
 
 
 class LossScaler:
-    """Scale the loss, so that small gradients don't vanish in float16; all ranks of the world decide the same.
+    """Scale the loss so that small gradients don't underflow in float16. All ranks of the world take the same decision.
 
-    A step: backward of `loss * scaler.scale`, the gradient sums, `scaler.unscale(model)`, the norm; then the optimizer
-    steps if `scaler.update(norm.isfinite())` says so, on every rank or on none.
+    In each step, run backward of `loss * scaler.scale`, call `reduce_gradients`, `scaler.unscale(model)` and
+    `grad_norm`. Step the optimizer only if `scaler.update(norm.isfinite())` returns True, which it does on every rank
+    or on none.
 
     Args:
-        mesh: its `world` agrees.
-        scale: the first scale.
-        growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-        backoff_factor: multiplies the scale after a step that is not finite and skipped.
-        growth_interval: in steps.
+        mesh: the mesh; the ranks of `mesh.world` agree.
+        scale: the initial scale.
+        growth_factor: multiplies the scale after `growth_interval` consecutive finite steps.
+        backoff_factor: multiplies the scale after a step with non-finite gradients, which is skipped.
+        growth_interval: the number of steps before the scale grows.
 
     Raises:
-        ValueError: if growing would not grow, or shrinking not shrink.
+        ValueError: if growth_factor does not grow the scale, or backoff_factor does not shrink it.
 
     Example:
         >>> mpcore.LossScaler(scale=1024.0).scale
@@ -55,10 +56,13 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, model: nn.Module | ModelTree) -> None:
-        """Divide all gradients by the scale; call it once a step, after `reduce_gradients`.
+        """Divide all gradients by the scale. Call it once per step, after `reduce_gradients`.
+
+        Args:
+            model: the model, or this rank's pipeline stage.
 
         Raises:
-            ValueError: if `reduce_gradients` was forgotten.
+            ValueError: if `reduce_gradients` was not called.
         """
         tree = tree_of(model)
         check_all_reduced(tree)
@@ -68,10 +72,13 @@ class LossScaler:
                 local_tensor(grad).div_(self.scale)
 
     def update(self, finite: Tensor | bool) -> bool:
-        """Adapt the scale after a backward, and tell whether to take the step: a collective on all ranks of the world.
+        """Adapt the scale after a backward. This is a collective over all ranks of the world.
 
         Args:
-            finite: whether this rank found its gradients finite. One rank that didn't makes all skip the step.
+            finite: whether this rank's gradients are finite. If they are not on any rank, all ranks skip the step.
+
+        Returns:
+            Whether to step the optimizer; the same on every rank.
         """
         found = torch.as_tensor(finite, device=self.mesh.device).to(torch.int32)
         good = bool(all_reduce(found, self.mesh.world, "min"))
@@ -83,10 +90,10 @@ class LossScaler:
         return good
 
     def state_dict(self) -> dict[str, float]:
-        """The state to resume from, as JSON takes it."""
+        """Return the state to resume from, as JSON-serializable numbers."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from a state; values that it lacks stay."""
+        """Restore a state. Values that it lacks stay unchanged."""
         self.scale = float(state.get("scale", self.scale))
         self.good_steps = int(state.get("good_steps", self.good_steps))

@@ -1,4 +1,4 @@
-"""Muon: orthogonalized momentum for matrices, on any layout the step of the unsharded model."""
+"""Muon: orthogonalized momentum for matrices. On every layout it takes the step of the unsharded model."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ from mpcore.sharding.state_dict import full_tensor
 
 
 class Muon(AdamW):
-    """Muon for the matrices of hidden layers, AdamW for all else; on any layout the step of the unsharded model.
+    """Muon for the matrices of hidden layers and AdamW for all other parameters, on any layout.
 
-    Newton-Schulz needs the whole matrix: its momentum is gathered over the axes that shard it. Ranks that then
-    hold the same matrices divide the work: each orthogonalises some of them, and they exchange the results. A parameter
-    of several matrices is done matrix by matrix: the blocks that a layer declares (Q, K and V; gate and up, also of
-    each expert), and in more than two dimensions each matrix of the last two.
+    Newton-Schulz needs the full matrix, so the momentum is all-gathered over the axes that shard it. Ranks that then
+    hold the same matrices divide the work: each orthogonalizes some of them, and they exchange the results. A parameter
+    that consists of several matrices is orthogonalized matrix by matrix: the blocks that a layer declares (Q, K and V;
+    gate and up, also of each expert), and for more than two dimensions each matrix of the last two.
 
-    The class is two optimizers in one, so it takes more than ten arguments: those of torch's Muon and of AdamW, under
-    the same names.
+    The class combines two optimizers, so it has more than ten arguments: those of torch's Muon and of AdamW, under the
+    same names.
 
     Args:
-        model: the model, or this rank's stage of it. If you shard it over data, do so before.
-        lr, weight_decay: of both kinds.
-        mesh: the mesh the model lies on; the work is shared over its tp and data axes.
-        exclude: parameters, or modules, that AdamW steps: name the head, and tables that are bare parameters.
-            Embeddings, convolutions and vectors are AdamW's anyway.
-        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as of `torch.optim.Muon`; by default the last is
-            `"match_rms_adamw"` (Liu et al. 2025, section 2.2): a `lr` that suits AdamW suits Muon.
-        ns_dtype: dtype of Newton-Schulz; None: float32 (float64 for float64). bfloat16 is fast and, as Jordan et al.
-            found, enough; but layouts then differ in the third digit.
-        betas, eps, state_dtype, masters, seed: as of `AdamW`; the momentum is float32.
+        model: the model, or this rank's pipeline stage. If you shard it over data, do so first.
+        lr, weight_decay: learning rate and weight decay of both optimizers.
+        mesh: the model's mesh; the work is divided over its tp and data axes.
+        exclude: parameters or modules that AdamW updates. Name the head, and tables that are bare parameters. AdamW
+            always updates embeddings, convolutions and vectors.
+        momentum, nesterov, ns_coefficients, ns_steps: as in `torch.optim.Muon`.
+        adjust_lr_fn: as in `torch.optim.Muon`. The default `"match_rms_adamw"` (Liu et al. 2025, section 2.2) lets Muon
+            use the learning rate of AdamW.
+        ns_dtype: dtype of Newton-Schulz; None: float32 (float64 for float64). bfloat16 is faster and, according to
+            Jordan et al., accurate enough, but layouts then differ in the third digit.
+        betas, eps: as in `AdamW`.
+        others: state_dtype, masters and seed of `AdamW`. The momentum is always float32.
 
     Raises:
-        ValueError: as `AdamW`, or for an unknown adjust_lr_fn.
+        ValueError: if an argument is out of range (see `AdamW`), or adjust_lr_fn is unknown.
 
     Sources: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
     scalable for LLM training" (arXiv:2502.16982).
@@ -92,10 +94,10 @@ class Muon(AdamW):
         self._whole_model = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `AdamW`'s; `"muon": True` says that matrices are orthogonalised, False that AdamW steps them.
+        """Add a parameter group. `"muon": True` orthogonalizes its matrices; `"muon": False` updates them with AdamW.
 
         Raises:
-            ValueError: as `AdamW`'s, if the group doesn't say which, or Muon is to have a vector.
+            ValueError: if `AdamW.add_param_group` rejects the group, it has no "muon" key, or Muon would get a vector.
         """
         super().add_param_group({**self.options, **param_group} if param_group.get("muon") else param_group)
 
@@ -121,7 +123,7 @@ class Muon(AdamW):
         return None
 
     def _with_gradient(self, parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[nn.Parameter]:
-        """The parameters that have a gradient on any rank: all ranks take part in gathering it."""
+        """Return the parameters that have a gradient on any rank, because all ranks must join the all-gather."""
         grads = [gradient_of(p) for p in parameters]
         if not axes or not parameters:
             return [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]
@@ -133,7 +135,7 @@ class Muon(AdamW):
     def _orthogonal_step(
         self, group: dict[str, Any], parameters: Sequence[nn.Parameter], axes: Sequence[Axis], scale: Tensor | None
     ) -> None:
-        """A step of as many matrices as there are ranks to share the work, or fewer."""
+        """Update at most as many matrices as there are ranks to divide the work."""
         rank = 0
         for axis in axes:
             rank = rank * axis.size + axis.rank
@@ -164,7 +166,7 @@ class Muon(AdamW):
             held.copy_(weight)
 
     def _momentum(self, group: dict[str, Any], p: nn.Parameter, scale: Tensor | None) -> Tensor:
-        """The momentum that is to be orthogonalised, placed as the parameter."""
+        """Return the momentum to orthogonalize, sharded like the parameter."""
         state, grad = self._state(p, "momentum_buffer"), gradient_of(p)
         state["step"] += 1
         buffer = local_tensor(state["momentum_buffer"])
@@ -183,12 +185,12 @@ class Muon(AdamW):
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return about U V^T of x = U S V^T, by Newton-Schulz: singular values come to lie in [0.7, 1.2], tiny ones below.
+    """Return about U V^T of x = U S V^T by Newton-Schulz: singular values move to [0.7, 1.2], tiny ones stay below.
 
     Args:
         x: [..., m, n].
         coefficients: a, b, c of the polynomial a X + b (X X^T) X + c (X X^T)^2 X.
-        steps: how often it is applied.
+        steps: the number of iterations.
 
     Source: Jordan et al. 2024, "Muon", the function `zeropower_via_newtonschulz5`.
     """

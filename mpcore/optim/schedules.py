@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 
 def cosine(step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: float = 0.1) -> float:
-    """Linear warm-up, then a cosine from `lr` down to `floor * lr`, which stays.
+    """Return the learning rate: linear warm-up, then a cosine from `lr` down to `floor * lr`, then constant.
 
-    With `lr=1` it is the factor that `torch.optim.lr_scheduler.LambdaLR` takes.
+    With `lr=1` it returns the factor that `torch.optim.lr_scheduler.LambdaLR` needs.
 
     Args:
-        step: optimizer steps done; a pure function of it.
-        steps: where the descent ends.
-        warmup: steps until `lr` is reached: step `warmup - 1` has it.
-        lr: the peak.
-        floor: the last rate, as a fraction of the peak.
+        step: the number of optimizer steps done.
+        steps: the step at which the rate reaches `floor * lr`.
+        warmup: the number of warm-up steps; step `warmup - 1` has the rate `lr`.
+        lr: the peak learning rate.
+        floor: the final rate as a fraction of the peak.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
     """
@@ -27,7 +27,11 @@ def cosine(step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: fl
 
 
 def linear(step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: float = 0.1) -> float:
-    """Linear warm-up, then a straight line from `lr` down to `floor * lr`, which stays; arguments as of `cosine`."""
+    """Return the learning rate: linear warm-up, then a line from `lr` down to `floor * lr`, then constant.
+
+    Args:
+        step, steps, warmup, lr, floor: see `cosine`.
+    """
     if step < warmup:
         return lr * (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -37,11 +41,11 @@ def linear(step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: fl
 def wsd(
     step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: float = 0.1, decay: int | None = None
 ) -> float:
-    """Warm-up, stable, decay: linear warm-up, `lr` until the last `decay` steps, then a line down to `floor * lr`.
+    """Return the learning rate: linear warm-up, constant `lr`, then a line down to `floor * lr` over the last steps.
 
     Args:
-        step, steps, warmup, lr, floor: as of `cosine`.
-        decay: how many steps the descent takes; None: a fifth of all.
+        step, steps, warmup, lr, floor: see `cosine`.
+        decay: the number of steps of the final descent; None: a fifth of all steps.
 
     Source: Hu et al. 2024, arXiv:2404.06395, section 4; the line: Hägele et al. 2024, arXiv:2405.18392.
     """

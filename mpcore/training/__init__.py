@@ -1,6 +1,6 @@
-"""The front door: `prepare` lays a model out on a mesh and returns a `Run`, which has all that a training loop calls.
+"""`prepare` lays a model out on a mesh and returns a `Run`, which has every call of a training loop.
 
-Stands above every package that it puts in order. Open `prepare.py` first: the order stands there, and nowhere else.
+Open `prepare.py` first: its first lines list the steps in order.
 """
 
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero

@@ -1,4 +1,4 @@
-"""The policies of `prepare`: frozen objects, one for each concern, checked when they are made."""
+"""The policies of `prepare`: frozen dataclasses, one per concern, that check their values."""
 
 from __future__ import annotations
 
@@ -48,25 +48,26 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype to compute in: by 16-bit parameters or by autocast, and optionally with FP8 products in the blocks.
+    """The dtype to compute in: 16-bit parameters or autocast, optionally with FP8 products in the blocks.
 
-    With "bfloat16" the model's parameters are bfloat16, and so are activations, the residual stream, pipeline messages
-    and collectives of activations. The optimizer steps float32 masters, which begin with the values before rounding.
-    Gradients are summed in float32. mpcore's norms, softmax, losses and routers compute in float32. With `Zero` of
-    stage 1 to 3 the float32 shards are the masters, and `Zero.param_dtype`, by default bfloat16, is gathered: any
-    optimizer works. Without it the optimizer must keep the masters: use `mpcore.AdamW` or `mpcore.Muon`. Build the
-    model in float32: `prepare` converts it.
+    With "bfloat16", parameters, activations, the residual stream and their communication are bfloat16. The optimizer
+    steps float32 master weights, which start from the unrounded values. Gradients are summed in float32. mpcore's
+    norms, softmax, losses and routers compute in float32. Build the model in float32: `prepare` converts it.
+
+    With `Zero` stages 1 to 3, the float32 shards are the master weights, and `Zero.param_dtype` (default: bfloat16) is
+    all-gathered, so any optimizer works. With stage 0 the optimizer must keep the master weights: use `mpcore.AdamW` or
+    `mpcore.Muon`.
 
     Args:
         dtype: "float64", "float32", "bfloat16" or "float16", a short name such as "bf16", or a torch.dtype.
-        autocast: keep the parameters as they are built, and cast operands of matrix products to bfloat16 each time
-            (torch.autocast): the residual stream is float32. With "float16" autocast is always on, to float16, and the
-            loss is scaled.
-        fp8: the linear layers of the blocks multiply in FP8 (e4m3, a scale for each 128 elements).
-        first_loss_scale: the first loss scale of float16: halved at an overflow, doubled after 2,000 good steps.
+        autocast: keep the parameters' dtype, and cast the operands of matrix products to bfloat16 (torch.autocast). The
+            residual stream is then float32. With "float16", autocast to float16 is always on, and the loss is scaled.
+        fp8: compute the linear layers of the blocks in FP8 (e4m3, one scale per 128 elements).
+        first_loss_scale: the initial loss scale of float16. It is halved at an overflow, and doubled after 2,000 finite
+            steps.
 
     Raises:
-        ValueError: for another dtype, or autocast in float32 or float64.
+        ValueError: if the dtype is unknown, or autocast is given with float32 or float64.
 
     Example:
         >>> Precision("bfloat16").param_dtype, Precision("bfloat16", autocast=True).param_dtype
@@ -92,28 +93,30 @@ class Precision:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of matrix products under autocast; None: that of the parameters."""
+        """The dtype of matrix products under autocast; None: the parameters' dtype."""
         return self._half if self.autocast or self._half == torch.float16 else None
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """The dtype that parameters are computed in, with float32 masters; None: that which they are built in."""
+        """The 16-bit dtype of the parameters, with float32 master weights; None: the dtype they were built in."""
         return None if self.autocast_dtype else self._half
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute activations of the blocks again in backward instead of keeping them.
+    """Recompute the blocks' activations in backward instead of keeping them.
 
     Args:
-        kind: "none"; "selective" keeps the results of linear layers; "full" keeps each block's input alone.
+        kind: "none"; "selective" keeps the results of linear layers; "full" keeps only each block's input.
         every: recompute only every n-th block.
-        budget: replaces `kind`: the share of their activations' bytes that the blocks may keep, in (0, 1].
-        example: with `budget`, `example(block)` returns `(args, kwargs)` of its call; tensors may be on "meta".
-        preserve_rng_state: rewind torch's generators, for blocks that draw from them. mpcore's layers don't.
+        budget: replaces `kind`: the fraction of the activations' bytes that the blocks may keep, in (0, 1].
+        example: required by `budget`: `example(block)` returns `(args, kwargs)` for a call of the block. Tensors may be
+            on "meta".
+        preserve_rng_state: restore torch's generators for the recomputation, for blocks that draw from them. mpcore's
+            layers don't.
 
     Raises:
-        ValueError: if the kind is unknown, the budget is outside (0, 1], or comes without an example.
+        ValueError: if the kind is unknown, the budget is outside (0, 1], or `example` is missing.
 
     Example:
         >>> Recompute("selective").kind
@@ -139,12 +142,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Offload:
-    """Keep state, activations or parameters in the host's memory until they are needed.
+    """Keep optimizer state, activations or parameters in host memory until they are needed.
 
     Args:
-        optimizer: the optimizer's state; its step runs on the host.
-        activations: what autograd saves for backward.
-        parameters: the blocks' parameters; only with `Zero(stage=0)` or one data-parallel rank.
+        optimizer: offload the optimizer's state; the step runs on the host.
+        activations: offload the tensors that autograd saves for backward.
+        parameters: offload the blocks' parameters. Requires `Zero(stage=0)` or one data-parallel rank.
 
     Example:
         >>> Offload(optimizer=True).parameters
@@ -164,7 +167,7 @@ class Compile:
         backend: one of `torch.compiler.list_backends(())`.
 
     Raises:
-        ValueError: for another backend.
+        ValueError: if the backend is unknown.
 
     Example:
         >>> Compile("aot_eager").backend
@@ -181,12 +184,13 @@ class Compile:
 
 @dataclass(frozen=True)
 class LocalUpdates:
-    """Train the workers of `build_mesh(workers=...)` separately, and merge their parameters from time to time (DiLoCo).
+    """Train the workers of `build_mesh(workers=...)` separately, and merge their parameters periodically (DiLoCo).
 
     Args:
-        every: steps between two merges of a parameter.
-        lr, momentum, nesterov: of the outer optimizer, which merges; lr 1 and momentum 0 average (Local SGD).
-        fragments: split the model in so many parts, and merge them in turn.
+        every: the number of steps between two merges of a parameter.
+        lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
+            the parameters (Local SGD).
+        fragments: the number of parts of the model, which are merged in turn.
 
     Raises:
         ValueError: if a number is out of range.
@@ -218,7 +222,7 @@ POLICIES: dict[str, tuple[type, str]] = {
 
 
 def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
-    """Refuse what is no policy, and policies that don't go together, or not with the mesh or its schedule."""
+    """Raise ValueError for values that are not policies, or that exclude each other or don't fit the mesh."""
     for name, (kind, example) in POLICIES.items():
         if not isinstance(given[name], kind) and (given[name] is not None or name in ("data", "offload")):
             raise ValueError(f"{name} is {given[name]!r}, which is no {kind.__name__}: write {name}={example}")

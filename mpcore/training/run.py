@@ -37,15 +37,15 @@ log = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
-    """The result of a step: the same on every rank; with local updates, on every rank of a worker.
+    """The result of a step, the same on every rank. With local updates, the same on every rank of a worker.
 
     Attributes:
-        loss: the mean over the step's tokens, before the step; with local updates over the worker's tokens.
-        grad_norm: the norm of the whole model's gradient, before clipping.
+        loss: the mean loss over the step's tokens, before the step; with local updates, over the worker's tokens.
+        grad_norm: the gradient norm of the unsharded model, before clipping.
         taken: whether the optimizer stepped; False if the loss or a gradient was not finite.
-        merge: what the merge of the workers after this step did; None if none was due.
-        routers: the loads of the experts, by the name of each router of this rank.
-        repeats: how often the step was repeated because tokens for a rank of experts exceeded a buffer.
+        merge: the result of the merge of the workers after this step; None if no merge was due.
+        routers: the experts' load statistics, by the name of each router of this rank.
+        repeats: how often the step was computed again because a dispatch buffer of the experts overflowed.
 
     Example:
         >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, merge=None, routers={})
@@ -62,9 +62,7 @@ class StepResult(NamedTuple):
 
 
 class Run:
-    """A prepared model and the calls of a training loop, as `prepare` returns it.
-
-    A step is `forward_backward`, then `clip_gradients` if you clip, then `optimizer_step`:
+    """The calls of a training loop, from `prepare`: `forward_backward`, optionally `clip_gradients`, `optimizer_step`.
 
         for step in range(run.step, steps):
             run.forward_backward(x, target)
@@ -73,12 +71,12 @@ class Run:
 
     Attributes:
         model: the prepared model. Several stages are joined in one module, which can be saved and not called.
-        stages: this rank's stages, lowest first.
+        stages: this rank's pipeline stages, in pipeline order.
         optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
-        scaler: the loss scale of float16; else None.
-        invariant: what `numerics="invariant"` changes in a step; else None.
-        bounds: sizes of the buffers through which tokens reach experts on other ranks.
+        scaler: the `LossScaler` of float16; otherwise None.
+        invariant: sums the gradients with `numerics="invariant"`; otherwise None.
+        bounds: the `DispatchBounds` of the experts' dispatch buffers.
         step: the number of optimizer steps that are done, skipped ones included.
 
     Example:
@@ -117,7 +115,7 @@ class Run:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-        """Return a loss that divides a sum over tokens by the step's tokens, and scales it for float16."""
+        """Wrap a loss that sums over tokens: divide it by the step's tokens, and scale it for float16."""
 
         def scaled_loss(output: Any, target: Tensor) -> Tensor:
             total = self._check.call(loss, output, target) if self._check else loss(output, target)
@@ -148,20 +146,24 @@ class Run:
         """Run forward and backward of this rank's part of a batch, micro-batch by micro-batch.
 
         Args:
-            x: [B, ...] the model's input, on every rank of the pipeline. A tensor is cut in micro-batches along
-                dimension 0; a list of tensors has one for each micro-batch, whose shapes may differ.
-            target: [B, ...] what the loss takes; a list if x is one.
-            tokens: divides the summed loss: the number of tokens over all ranks; None: the targets that are not -100.
-            arguments: [B, ...] tensors that the model takes by name; lists if x is one.
+            x: [B, ...], the model's input, on every rank of the pipeline. A tensor is split into micro-batches along
+                dimension 0. Or pass a list with one tensor per micro-batch; their shapes may differ.
+            target: [B, ...], the target of the loss; a list if x is a list.
+            tokens: the divisor of the summed loss, the number of tokens over all ranks. None: count the targets that
+                are not -100.
+            arguments: tensors [B, ...] for the model's keyword arguments; lists if x is a list.
 
         Returns:
-            The mean loss over the step's tokens in float64, the same on every rank; with local updates on every rank
-            of a worker. After the first step nothing waits for the device; with experts and dropless all-to-all the
-            host waits once, at the end, and computes the step again if a buffer of `bounds` was too small.
+            The mean loss over the step's tokens in float64, the same on every rank; with local updates, the same on
+            every rank of a worker.
 
         Raises:
-            ValueError: if gradients of the call before are still there, or the batch doesn't fit the micro-batches; in
-                the first step, if the loss is a mean, or differs over the ranks of tp.
+            ValueError: if gradients of the previous call still exist, or the batch doesn't fit the micro-batches; in
+                the first step, if the loss is a mean, or differs between the ranks of tp.
+
+        Note:
+            - After the first step the host does not wait for the device. With experts and dropless all-to-all it waits
+              once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self._may("forward_backward")
         self.begin_merges()
@@ -191,11 +193,11 @@ class Run:
         return [-1 if grad is None else local_tensor(grad)._version for grad in found]
 
     def set_micro_batches(self, micro_batches: int) -> None:
-        """Set how many micro-batches the next steps have, as a growing batch needs it: a collective of all ranks.
+        """Set the number of micro-batches of the next steps, for example to grow the batch. All ranks must call it.
 
         Raises:
-            ValueError: on every rank, if the schedule can't be had with this number; or between `forward_backward` and
-                `optimizer_step`.
+            ValueError: on every rank, if the schedule does not support this number, or if it is called between
+                `forward_backward` and `optimizer_step`.
         """
         self._may("forward_backward", "set_micro_batches")
         if micro_batches != self.pipeline.micro_batches:
@@ -205,12 +207,12 @@ class Run:
             self.pipeline.set_micro_batches(micro_batches)
 
     def finish_gradients(self) -> Tensor:
-        """Sum the gradients that are pending over ranks, undo the loss scale, and measure the norm.
+        """All-reduce partial gradients, undo the loss scale, and measure the norm.
 
-        `clip_gradients` and `optimizer_step` call it; call it yourself to read gradients before them.
+        `clip_gradients` and `optimizer_step` call it. Call it yourself to read gradients first.
 
         Returns:
-            The norm of the whole model's gradient in float64, the same on every rank.
+            The gradient norm of the unsharded model in float64, the same on every rank.
         """
         if self._next == "clip_gradients":
             if self._written and self._written != self._writes() and self.mesh.job.rank == 0:
@@ -231,15 +233,16 @@ class Run:
         """Scale all gradients so that their norm is at most `max_norm`; 0 or less clips nothing.
 
         Note:
-            - torch's `clip_grad_norm_` divides by the norm + 1e-6, this by the norm: the losses of a loop that clips by
-              torch's differ by about 1e-8 relative.
-            - Don't call torch's: each rank would clip by the norm of its own shards, and replicas would drift apart.
+            - Don't call torch's `clip_grad_norm_`: each rank would clip by the norm of its own shards, and replicas
+              would diverge.
+            - torch's function divides by norm + 1e-6, this one by the norm. Losses of an unsharded loop with torch's
+              function differ by about 1e-8 relative.
 
         Returns:
             The norm before clipping, in float64, the same on every rank.
 
         Raises:
-            ValueError: if there are no gradients, or they are clipped already.
+            ValueError: if there are no gradients, or they are already clipped.
         """
         self._may("clip_gradients")
         norm = self.finish_gradients()
@@ -247,16 +250,19 @@ class Run:
         return norm
 
     def optimizer_step(self, lr: float | None = None) -> StepResult:
-        """Step the optimizer, or skip the step on every rank alike if the loss or a gradient is not finite.
+        """Step the optimizer. If the loss or a gradient is not finite, every rank skips the step.
 
-        Then drop the gradients, update the biases of routers, and merge the workers if a merge is due. The host waits
-        for the device once.
+        Then drop the gradients, update the routers' biases, and merge the workers if a merge is due. The host waits for
+        the device once.
 
         Args:
-            lr: the learning rate, set in every parameter group; None leaves each group its own.
+            lr: the learning rate to set in every parameter group; None: leave the groups' learning rates unchanged.
+
+        Returns:
+            The `StepResult`.
 
         Raises:
-            ValueError: before `forward_backward`.
+            ValueError: if `forward_backward` was not called first.
         """
         norm = self.finish_gradients()
         if lr is not None:
@@ -283,7 +289,7 @@ class Run:
         return StepResult(loss, length, taken, merge, routers, self.bounds.repeats)
 
     def drop_gradients(self) -> None:
-        """Give up a step, also after a `forward_backward` that raised. Call it on every rank."""
+        """Abandon a step, also after a `forward_backward` that raised. Call it on every rank."""
         self._forget()
         for router in self.bounds.routers:
             router.tally = None
@@ -296,12 +302,12 @@ class Run:
             drop_gradients(module)
 
     def _refuse_bare_step(self, *_: object) -> None:
-        """Refuse `run.optimizer.step()`, which would skip the sums over ranks and the check for non-finite values."""
+        """Raise for `run.optimizer.step()`: it would skip the sums over ranks and the check for non-finite values."""
         if not self._stepping:
             raise ValueError("the optimizer of a run was stepped by itself: call run.optimizer_step() instead")
 
     def _may(self, call: str, name: str = "") -> None:
-        """Refuse a call that comes in a wrong order. One of another `name` may come where `call` may."""
+        """Raise if `call` comes in the wrong order. `name` is another call that is allowed where `call` is."""
         order = "forward_backward, clip_gradients (once, or not at all), optimizer_step"
         if self._next == "drop_gradients":
             raise ValueError(f"{call} after a forward_backward that raised: call drop_gradients() on every rank first")
@@ -326,10 +332,10 @@ class Run:
         return self.optimizer if isinstance(self.optimizer, DiLoCo) else None
 
     def begin_merges(self) -> None:
-        """Compare the initial parameters of all workers. The first step calls it for you.
+        """Check that all workers start from the same parameters. The first step does it for you.
 
         Raises:
-            ValueError: on every rank, if workers begin from different merges.
+            ValueError: on every rank, if workers start from different merges.
         """
         if self.workers is not None and not self._begun:
             with self.parameters():
@@ -340,7 +346,7 @@ class Run:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Turn off dropout, gradients and torch.compile, as for generating text."""
+        """Turn off dropout, gradients and torch.compile, for example to generate text."""
         modes = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
@@ -354,11 +360,12 @@ class Run:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.
 
-        It is the same on every rank. With local updates each worker has the loss of its own model and batches.
+        The result is the same on every rank. With local updates, each worker gets the loss of its own model and
+        batches.
 
         Args:
-            batches: `(x, target)` of this rank; every rank has as many.
-            arguments: tensors that the model takes by name; a list has one for each batch.
+            batches: pairs `(x, target)` of this rank. Every rank must have the same number.
+            arguments: tensors for the model's keyword arguments, or lists with one tensor per batch.
         """
         self._may("forward_backward", "evaluate")
         held = list(batches)
@@ -378,7 +385,7 @@ class Run:
 
     @contextmanager
     def parameters(self) -> Iterator[nn.Module]:
-        """Yield the model, to read and write this rank's shards; offloaded parameters are on the device meanwhile."""
+        """Yield the model, to read and write this rank's shards of its parameters. Offloaded ones are on the device."""
         for stage in self.stages:
             reshard(stage)  # after a forward without gradients they are still gathered
         with self.offloaded.here() if self.offloaded else nullcontext():
@@ -444,7 +451,7 @@ class Run:
             The checkpoint's facts, such as `sample` and `config`.
 
         Raises:
-            ValueError: on every rank and before anything changes, as `mpcore.checkpoint.load`.
+            ValueError: on every rank, before anything changes, if the checkpoint doesn't fit (see `checkpoint.load`).
         """
         self._may("forward_backward", "load")
         if not isinstance(path, str | os.PathLike):
