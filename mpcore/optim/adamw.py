@@ -135,9 +135,10 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self.fused = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of the model's parameters to None. If `groups` were given, only those of the groups' parameters.
+        """Set the gradients of the model's parameters to None.
 
-        Main gradients, and gradients that data parallelism has not summed yet, are dropped too.
+        If `groups` were given, drop only the gradients of the parameters in them. Main gradients, and gradients that
+        data parallelism has not summed yet, are dropped too.
         """
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)

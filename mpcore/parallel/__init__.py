@@ -1,6 +1,6 @@
-"""Data parallelism (ZeRO), recompute, offload, precision and local updates of a whole model.
+"""Data parallelism (ZeRO), recomputation, offload, precision and local updates.
 
-Stands on `layers`, `gradients` and `optim`. Open `data.py` first.
+Open `data.py` first.
 """
 
 from mpcore.parallel.data import shard_data_parallel

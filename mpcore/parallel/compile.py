@@ -11,12 +11,13 @@ from mpcore._torch.compile import allow_graphs
 
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
-    """Compile the forward of each block with torch.compile; hooks, such as those of ZeRO-3, stay around it.
+    """Compile the forward of each block with torch.compile. Hooks, such as those of ZeRO-3, stay outside the graph.
 
-    Call it after recompute and sharding. Blocks that are alike share one graph, or two if each has a dropout key.
+    Call it after recomputation and sharding. Blocks of equal structure share one graph, or two graphs if they have
+    dropout keys.
 
     Args:
-        blocks: in place.
+        blocks: the blocks, changed in place.
         backend: one of `torch.compiler.list_backends`.
     """
     allow_graphs(len(blocks))

@@ -1,8 +1,8 @@
 """Data parallelism over plain local shards: ZeRO-0 to 3 and HSDP, by torch's `fully_shard`.
 
-What is exchanged over data a step, in units of a rank's parameters, with M micro-batches:
+Communication over the data ranks per step, in multiples of a rank's parameters, with M micro-batches:
 
-    zero  parameters gathered  gradients summed                    lies whole on each data rank
+    zero  parameters gathered  gradients summed                    replicated on each data rank
     0     -                    once, all-reduced (2)               parameters, gradients, optimizer state
     1     once (1)             once, reduce-scattered (1)          parameters, gradients
     2     once (1)             each micro-batch (M)                parameters
@@ -52,44 +52,49 @@ def shard_data_parallel(
 
     Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. Call
     `reduce_gradients(model)` after each step's last backward. If you run micro-batches without
-    `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last.
+    `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last
+    backward.
 
     Args:
-        model: the model, or this rank's stage of it, with plain parameters (`materialize` first); or a rank's stages,
-            which may share parameters. Changed in place.
-        mesh: the mesh it lies on. With one data rank nothing is sharded; but gradients of experts whose etp isn't tp
-            are declared pending over their replicas in tp.
-        blocks: submodules, a list or an `nn.ModuleDict`, in the order of forward. Each is gathered and summed at once;
-            one within another is a unit of its own.
-        zero: 0 replicates everything and all-reduces gradients: large ones begin within the backward that
-            `sync_gradients` announces as the last, the others in `reduce_gradients`. 1 shards the optimizer state:
-            gradients are reduce-scattered with the last micro-batch, and parameters gathered once a step. 2 shards
-            gradients too: each micro-batch's are reduce-scattered. 3 shards parameters too: a block's are gathered for
-            its forward and again for its backward. Parameters that stages share are gathered and reduced once a step.
+        model: the model, this rank's pipeline stage, or a list of its stages, which may share parameters. Parameters
+            must be plain tensors with values: call `materialize` first. The model is changed in place.
+        mesh: the model's mesh. With one data rank nothing is sharded, but gradients of experts whose etp differs from
+            tp are declared partial over their replicas in tp.
+        blocks: submodules in the order of forward, as a list or an `nn.ModuleDict`. Each block is gathered and reduced
+            as one unit. A block inside another block is a separate unit.
+        zero: the ZeRO stage.
+            0: replicate everything and all-reduce gradients. Large gradients start in the backward that
+            `sync_gradients` marks as the last, the others in `reduce_gradients`.
+            1: shard the optimizer state. Gradients are reduce-scattered with the last micro-batch, and parameters are
+            gathered once per step.
+            2: shard gradients too. They are reduce-scattered in each micro-batch.
+            3: shard parameters too. A block's parameters are gathered for its forward and again for its backward;
+            parameters that stages share are gathered and reduced once per step.
         replicate: shard over groups of `data.size / replicate` consecutive data ranks, such as those of a node, and
             replicate across the groups (HSDP).
-        param_dtype: compute in this dtype; parameters, and so the optimizer's, stay as they are: fp32 masters.
-        reduce_dtype: dtype that gradients are summed in; those of fp64 parameters are in fp64.
+        param_dtype: gather parameters and compute in this dtype. The parameters that the optimizer steps keep their
+            dtype and are the fp32 master weights. None: compute in the parameters' dtype.
+        reduce_dtype: the dtype in which gradients are summed; fp64 for fp64 parameters.
 
     Returns:
         The model, or the stages.
 
     Raises:
-        ValueError: on every rank and before anything is changed, if an argument doesn't fit the mesh or the model, or
-            ranks ask for different things.
+        ValueError: on every rank, before anything changes, if an argument doesn't fit the mesh or the model, or
+            ranks pass different arguments.
 
     Note:
-        - Add adapters and heads, tie, and copy (EMA, `copy.deepcopy`) before. Make the optimizer, and hooks of
-          gradients (`register_post_accumulate_grad_hook`), afterwards: 1 to 3 replace the model's parameters.
-        - With 1 to 3, return the loss, or the tensors it is made of, from forward: a tensor, or dicts, lists, tuples
-          (from torch 2.13 on dataclasses too). Gradients of a loss kept elsewhere are never reduced.
-        - Call the model itself, and route other methods (encode, generate) through its forward: only the forward
-          gathers parameters that are in no block. A block is run by every rank or by none.
-        - A forward without gradients may run at any time under `torch.no_grad()`; `gathered` saves its gathers. The
-          first one must not run under `torch.inference_mode()`. There is no second derivative.
-        - Scalars, empty parameters and the statistics of routers stay whole on every rank. A parameter that no rank
-          used has no gradient with 0; else zeros, or none where its block was skipped in all steps so far.
-        - To give up a step, also after a backward that raised, call `mpcore.drop_gradients(model)`.
+        - Before the call, add adapters and heads, tie parameters, and make copies (EMA, `copy.deepcopy`). After it,
+          create the optimizer and gradient hooks (`register_post_accumulate_grad_hook`): 1 to 3 replace the parameters.
+        - With 1 to 3, return the loss, or the tensors it is computed from, from forward: as a tensor, or in dicts,
+          lists or tuples (dataclasses from torch 2.13). Gradients of a loss stored elsewhere are never reduced.
+        - Call the model itself, and route other methods (encode, generate) through its forward: only forward gathers
+          the parameters outside the blocks. Every rank must run a block, or none.
+        - A forward under `torch.no_grad()` may run at any time; use `gathered` to gather only once. The first forward
+          must not run under `torch.inference_mode()`. Second derivatives are not supported.
+        - Scalars, empty parameters and the statistics of routers are replicated. A parameter that no rank used gets no
+          gradient with 0. With 1 to 3 it gets zeros, or none if its block was skipped in all steps so far.
+        - To abandon a step, also after a backward that raised, call `mpcore.drop_gradients(model)`.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
 

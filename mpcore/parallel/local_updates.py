@@ -39,13 +39,13 @@ _BUCKET = 2**25  # elements a message, so that a merge needs little memory besid
 
 
 class Merge(NamedTuple):
-    """A merge that was done.
+    """The result of a merge.
 
     Attributes:
-        step: steps done.
-        fragment: which part of the parameters was merged.
-        norm: of the workers' mean movement.
-        norms: of each worker's movement.
+        step: the number of steps done.
+        fragment: the index of the merged part of the parameters.
+        norm: the norm of the mean over workers of the parameters' change since the last merge.
+        norms: the norm of each worker's change.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Merge(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """The mean inner product of two workers' movements over the mean square. 1: all alike; 0: at right angles."""
+        """The mean inner product of two workers' changes, divided by their mean square. 1: all equal; 0: orthogonal."""
         squares, size = sum(norm**2 for norm in self.norms), len(self.norms)
         if size == 1 or squares == 0:
             return 1.0
@@ -152,12 +152,12 @@ class DiLoCo(torch.optim.Optimizer):
         return getattr(self.optimizer, name)  # hooks and defaults are the inner one's
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """A step of the inner optimizer. Call `merge` after it, and also where it is skipped."""
+        """Step the inner optimizer. Call `merge` afterwards, also if you skip the step."""
         self._begin()
         return self.optimizer.step(closure, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -182,11 +182,11 @@ class DiLoCo(torch.optim.Optimizer):
     # --- merges -------------------------------------------------------------------------------------------------------
 
     def merges_until(self, step: int) -> int:
-        """How many merges `step` steps have had. Workers must go on from checkpoints where this is the same."""
+        """Return the number of merges in the first `step` steps. Workers must resume after equally many merges."""
         return sum((step - first) // self.every + 1 for first in self._first_merges() if step >= first)
 
     def due(self, step: int) -> int | None:
-        """The fragment that is merged after `step` steps; None: none is."""
+        """Return the fragment to merge after `step` steps, or None if no merge is due."""
         due = [i for i, first in enumerate(self._first_merges()) if step >= first and (step - first) % self.every == 0]
         return due[0] if due else None
 
@@ -206,14 +206,14 @@ class DiLoCo(torch.optim.Optimizer):
         """Merge the fragment that is due: call it after every step, on all ranks of all workers.
 
         Args:
-            step: steps done since training began, skipped ones included. It alone decides which fragment is due.
+            step: the number of steps since training began, including skipped ones. It decides which fragment is due.
 
         Returns:
-            What was done, the same on all ranks; None where nothing was due, and nothing sent.
+            The `Merge`, the same on all ranks; None if no merge was due. Nothing is sent then.
 
         Raises:
-            ValueError: on every rank, with nothing changed, if a worker's movement is not finite, or workers differ in
-                the values after the last merge.
+            ValueError: on every rank, before anything changes, if a worker's parameter change is not finite, or workers
+                have different values from the last merge.
         """
         fragment = self.due(step)
         if fragment is None:

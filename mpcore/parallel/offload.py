@@ -85,20 +85,21 @@ class _Copies:
 def offload_optimizer(
     optimizer: torch.optim.Optimizer, *, pin_memory: bool | None = None, bucket_bytes: int = 2**26
 ) -> torch.optim.Optimizer:
-    """Move the state and the step of an elementwise optimizer, such as AdamW, to the host.
+    """Keep the state of an element-wise optimizer, such as AdamW, in host memory, and run its step on the host.
 
-    Schedules and checkpoints find its groups, settings and `state` as before; the state's tensors are the host's.
+    Learning-rate schedulers and checkpoints use `param_groups` and `state` as usual; the state's tensors are in host
+    memory.
 
     Args:
-        optimizer: changed in place, before its first step.
-        pin_memory: None: where there is a GPU. Without, copies wait for each other.
+        optimizer: changed in place. It must not have stepped yet.
+        pin_memory: use pinned host memory; None: only if there is a GPU. Without it, copies don't overlap.
         bucket_bytes: bytes of the parameters that are copied and stepped together.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if it has states already, steps whole tensors as Muon does, or memory can't be pinned.
+        ValueError: if the optimizer already has state, is not element-wise (such as Muon), or memory can't be pinned.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -239,16 +240,16 @@ class _Moved:
 
 @contextmanager
 def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**12, ahead: int = 4) -> Iterator[None]:
-    """Copy activations that autograd saves in this context to the host, and back before backward needs them.
+    """Copy the tensors that autograd saves in this context to host memory, and back before backward needs them.
 
-    Each storage is copied once, however many of its views are saved. Parameters and small tensors stay. With
-    recomputation only the tensors that it keeps are copied. Don't write to saved tensors in place: backward raises as
-    torch's does, except for operations that save their own result, such as `exp`.
+    A storage with several saved views is copied once. Parameters and small tensors stay on the device. With
+    recomputation, only the tensors that it keeps are copied. Don't write to saved tensors in place: backward raises an
+    error, as in torch, except for operations that save their own result, such as `exp`.
 
     Args:
-        pin_memory: None: where there is a GPU. Without, forward waits for each copy.
-        min_bytes: smaller tensors stay.
-        ahead: copy so many tensors back before backward asks for them. 0 takes the least memory and waits for each.
+        pin_memory: use pinned host memory; None: only if there is a GPU. Without it, forward waits for each copy.
+        min_bytes: tensors with fewer bytes stay on the device.
+        ahead: how many tensors to copy back before backward needs them. 0 uses the least memory and waits for each.
 
     Raises:
         ValueError: if memory can't be pinned, or `ahead` is negative.
@@ -394,29 +395,29 @@ def offload_parameters(
     keep: int = 2,
     pin_memory: bool | None = None,
 ) -> ParameterOffload:
-    """Keep the parameters of blocks on the host between uses.
+    """Keep the blocks' parameters in host memory between uses.
 
-    The parameters of at most `keep` blocks are on the device: those of the running block, and of the next blocks, which
-    are copied meanwhile. At other times a parameter has a shape and no memory: read and write it only within `here()`.
-    Gradients, and the biases and fractions of routers, stay on the device.
+    The parameters of at most `keep` blocks are on the device: those of the running block, and those of the next block,
+    which are copied meanwhile. All other parameters have a shape but no memory: read and write them only inside
+    `here()`. Gradients, and the biases and fractions of routers, stay on the device.
 
     Args:
-        blocks: modules called one after the other, with plain parameters that no other block shares, which return
-            tensors, or dicts, lists, tuples (from torch 2.13 on dataclasses too) of them.
-        optimizer: its step runs within `here()`.
-        keep: how many blocks' parameters are on the device. With 1 each block waits for its copy.
-        pin_memory: None: where there is a GPU. Without, copies wait for each other.
+        blocks: modules that are called one after another. Their parameters must be plain tensors that no other block
+            shares. They return tensors, or dicts, lists or tuples of tensors (dataclasses from torch 2.13).
+        optimizer: its step then runs inside `here()`; None: step the optimizer inside `here()` yourself.
+        keep: the number of blocks whose parameters are on the device. With 1, each block waits for its copy.
+        pin_memory: use pinned host memory; None: only if there is a GPU. Without it, copies don't overlap.
 
     Returns:
-        The object whose `here()` has all parameters on the device.
+        A `ParameterOffload`. Inside its context `here()` all parameters are on the device.
 
     Raises:
-        ValueError: if parameters are sharded over data, shared by blocks, or memory can't be pinned; from a block, if
-            its output hides its tensors.
+        ValueError: if parameters are sharded over data or shared by blocks, or memory can't be pinned. A block raises
+            it if its output holds tensors in an unsupported type.
 
     Note:
-        - There is no second derivative.
-        - Schedules that split backward are not supported: the second half runs no hooks.
+        - Second derivatives are not supported.
+        - Pipeline schedules that split backward are not supported: the second half runs no hooks.
 
     Example:
         >>> model = nn.Sequential(mpcore.ColumnParallelLinear(4, 4), mpcore.ColumnParallelLinear(4, 4))

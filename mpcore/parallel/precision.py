@@ -20,12 +20,15 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
     """Compute matrix products in `dtype` if that is half precision; norms, softmax, losses and sums stay in float32.
 
     Args:
-        dtype: bfloat16 or float16; others change nothing.
+        dtype: bfloat16 or float16. With another dtype the context does nothing.
         device_type: "cuda" or "cpu".
-        scaler: float16 needs one.
+        scaler: the `LossScaler`; float16 requires one.
+
+    Returns:
+        A context manager.
 
     Raises:
-        ValueError: for float16 without a scaler: gradients below 6e-8 would vanish.
+        ValueError: if dtype is float16 and `scaler` is None: gradients below 6e-8 would underflow.
     """
     if dtype == torch.float16 and scaler is None:
         raise ValueError("float16 without a loss scaler loses gradients below 6e-8: give a LossScaler, or use bfloat16")
@@ -34,10 +37,10 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
 
 @torch.no_grad()
 def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Round the model's parameters to `dtype`, but for shards over data and the statistics of routers.
+    """Round the model's parameters to `dtype`, except shards over data and the statistics of routers.
 
     Returns:
-        The masters: the values before, in float32, by trained parameter.
+        The master weights: for each trained parameter, its float32 values before rounding.
     """
     kept = router_statistics(model)
     rounded = [p for p in model.parameters() if p not in kept and not is_dtensor(p)]
@@ -48,21 +51,22 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter,
 
 
 def convert_to_fp8(blocks: Blocks) -> None:
-    """Convert the parallel linear layers of blocks to FP8 matrix products, forward and backward.
+    """Compute the products of the blocks' parallel linear layers in FP8, in forward and backward.
 
-    Parameters, gradients, the optimizer and all communication stay as they are. Inputs and output gradients are
+    Parameters, gradients, the optimizer and all communication keep their dtypes. Inputs and output gradients are
     quantized in blocks of 128 elements, weights in blocks of 128 x 128 (`mpcore.kernels.quantize_fp8`). No block
-    crosses the ranks of tp: every tp size that divides the KV heads computes the same products; so do data, context and
-    pipeline parallel layouts whose ranks hold multiples of 128 tokens. On other layouts gradients differ by rounding.
+    crosses ranks of tp, so every tp size that divides the KV heads computes the same products. Data, context and
+    pipeline parallel layouts do too if their ranks hold multiples of 128 tokens; otherwise gradients differ by
+    rounding.
 
     Args:
-        blocks: the modules whose parallel linear layers are converted, as a list, an `nn.ModuleList` or a mapping:
-            `model.blocks`, or some linear layers alone. Leave the head out: its errors go into the loss directly.
-            Embeddings, norms, routers and grouped experts stay in their dtype.
+        blocks: a list, `nn.ModuleList` or mapping of modules, for example `model.blocks` or single linear layers. Their
+            parallel linear layers are converted. Leave out the head: its rounding errors would directly change the
+            loss. Embeddings, norms, routers and grouped experts keep their dtype.
 
     Raises:
-        ValueError: with nothing converted, if `blocks` is a single module, a layer's cut over tp isn't at multiples of
-            128, or all linear layers are torch's own or experts'.
+        ValueError: before anything is converted, if `blocks` is a single module, tp does not cut a layer at multiples
+            of 128, or no linear layer can be converted (all are torch's own or experts').
 
     Example:
         >>> blocks = nn.ModuleList(mpcore.ParallelMLP(256, 512) for _ in range(2))

@@ -16,15 +16,15 @@ from mpcore.parallel.fsdp import UnitWrapper
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How `shard_data_parallel` laid out a stage. Read it by `state_of`, write it by `set_state`.
+    """How `shard_data_parallel` sharded a stage. Read it with `state_of`, write it with `set_state`.
 
     Attributes:
         zero: the ZeRO stage.
-        units: with zero 1 to 3 the stage, then the blocks in it: each is gathered and reduced at once.
+        units: with zero 1 to 3, the stage and then its blocks. Each is gathered and reduced as one unit.
         shared: units of the parameters that several stages of this rank share.
-        early: with zero 0 the sums that begin within backward.
-        leaves: hold the gradients of each micro-batch until the step's last, on meshes with virtual degrees.
-        gathered: whether a forward without gradients leaves parameters gathered, see `gathered`.
+        early: with zero 0, the all-reduces that start during backward.
+        leaves: keep each micro-batch's gradients until the step's last one, on meshes with virtual degrees.
+        gathered: whether a forward without gradients leaves parameters gathered; see `gathered`.
     """
 
     zero: int
@@ -45,13 +45,13 @@ UNSEEN = DataParallel(0)
 
 
 def state_of(stage: nn.Module) -> DataParallel:
-    """How a stage is laid out over data."""
+    """Return how a stage is sharded over data."""
     state = getattr(stage, "data_parallel", None)
     return state if isinstance(state, DataParallel) else UNSEEN
 
 
 def set_state(stage: nn.Module, state: DataParallel) -> None:
-    """Note how a stage is laid out over data."""
+    """Record how a stage is sharded over data."""
     stage.data_parallel = state  # pyright: ignore[reportArgumentType]
 
 

@@ -20,10 +20,18 @@ from mpcore.sharding.local import reshard
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Announce a micro-batch before its forward. The backward of the last one completes the sums over data.
+    """Tell a sharded model, before a micro-batch's forward, whether the micro-batch is the last of the step.
 
-    To give up a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`: the `zero_grad`
-    of torch's optimizers leaves gradients that are not summed yet, and the next step would add to them.
+    The backward of the last micro-batch completes the sums over the data ranks.
+
+    Args:
+        model: the model, or a pipeline stage, that `shard_data_parallel` sharded. Other models are unchanged.
+        last: True for the last micro-batch of the step.
+
+    Note:
+        - To abandon a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`.
+          `zero_grad` of torch's optimizers keeps gradients that are not summed yet, and the next step would add to
+          them.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -52,7 +60,10 @@ def _set_backward(state: DataParallel, *, reduce: bool, all_reduce: bool, reshar
 
 
 def finish_gradients(stages: Iterable[nn.Module]) -> None:
-    """Sum the gradients of the parameters that this rank's stages share, after the last backward of a step.
+    """Sum the gradients of parameters that several stages of this rank share. Call it after the step's last backward.
+
+    Args:
+        stages: all pipeline stages of this rank.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -131,12 +142,12 @@ def hides_tensors(out: Any) -> bool:
 def gathered(model: nn.Module | Iterable[nn.Module]) -> Iterator[None]:
     """Gather parameters once for all forwards without gradients in this context, and shard them again at its end.
 
-    With zero 3 the whole model must fit in memory meanwhile. Ranks may run different numbers of forwards, as when they
-    generate texts of different lengths; but all run the first, which gathers.
+    With zero 3 the unsharded stage must fit in memory. Ranks may run different numbers of forwards, for example to
+    generate texts of different lengths, but every rank must run the first one, which gathers.
 
     Args:
-        model: the model or stages that `shard_data_parallel` was given; other models are not changed. Don't step it in
-            here.
+        model: the model or stages given to `shard_data_parallel`; other models are unchanged. Don't step the optimizer
+            inside the context.
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
     held = [(stage, state_of(stage)) for stage in stages if state_of(stage).units]
