@@ -1,6 +1,6 @@
 """mpcore: Megatron-style model-parallel layers in pure PyTorch and Triton, proven equal to the unsharded model.
 
-Each name below is imported when it is first used, so `import mpcore` is cheap.
+Each name below is imported when it is first used, so `import mpcore` is fast.
 """
 
 from importlib import import_module

@@ -44,9 +44,11 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
+    Args:
+        argv: the arguments; None: those of the process.
+
     Returns:
-        Its exit status: 0 if it did what it should and all is well, 1 if it found a difference or a fault, 2 if it
-        could not run.
+        The exit status: 0 for success, 1 if the command found a difference or a fault, 2 if it could not run.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):

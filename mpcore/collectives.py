@@ -1,10 +1,10 @@
-"""Floor 2: the collectives on one axis, as dual pairs of autograd functions.
+"""The collectives on one axis, as dual pairs of autograd functions.
 
-How a tensor lives on an axis:
-    I     the same on every rank, and so is its gradient
-    R     the same on every rank; each rank's gradient is one term of a pending sum
-    S(d)  each rank holds a shard of dimension d
-    P     each rank holds one term of a pending sum
+How a tensor is distributed over an axis:
+    I     replicated; its gradient is replicated too
+    R     replicated; its gradient is partial (each rank has one term of the sum)
+    S(d)  sharded along dimension d
+    P     partial: each rank has one term of the sum
 
     function         in -> out     backward is
     copy             I -> R        reduce
@@ -16,12 +16,12 @@ How a tensor lives on an axis:
     all_to_all       S(c) -> S(s)  all_to_all with the dimensions exchanged
     all_to_all_rows  S(0) -> S(0)  all_to_all_rows with the sizes exchanged
 
-Each backward calls its dual, so gradients of gradients work too. On an axis of size 1 each returns its input. No input
-and no incoming gradient is ever written to: torch's functional collectives make a new tensor.
+Each backward calls the dual function, so second derivatives work too. On an axis of size 1 each function returns its
+input. Inputs and incoming gradients are never changed: torch's functional collectives make a new tensor.
 
-Shards may be uneven: `shard_sizes(10, 4) == [3, 3, 2, 2]`. Where a rank can't know the whole length from its own shard
-(gather, all_gather, all_to_all), `length` gives it; without it, all shards are taken to be equal. No rank can
-see that they aren't without a message: gloo then ends the process with SIGABRT.
+Shards may be uneven: `shard_sizes(10, 4) == [3, 3, 2, 2]`. If they are, pass `length`, the length of the full
+dimension, to gather, all_gather and all_to_all: a rank can't compute it from its own shard. Without `length` the
+functions assume equal shards and do not check it. If shards are uneven then, gloo ends the process with SIGABRT.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual, g and its dual.
 """
@@ -43,12 +43,12 @@ _ops = torch.ops._c10d_functional
 
 
 def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
-    """Length of each rank's shard of a dimension, the longer ones first.
+    """Return the length of each rank's shard of a dimension. Longer shards come first.
 
     Args:
-        length: length of the whole dimension, a multiple of `unit`.
-        size: number of ranks.
-        unit: what may not be cut, such as `head_dim`.
+        length: length of the full dimension, a multiple of `unit`.
+        size: the number of ranks.
+        unit: shards are multiples of `unit`, for example `head_dim`.
     """
     if length % unit:
         raise ValueError(f"length {length} is not a multiple of the unit {unit}")
@@ -57,7 +57,7 @@ def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
 
 
 def shard_range(length: int, axis: Axis, unit: int = 1) -> tuple[int, int]:
-    """Start and end of this rank's shard of a dimension of `length`, cut as by `shard_sizes`."""
+    """Return start and end of this rank's shard of a dimension of `length`, sharded as in `shard_sizes`."""
     check_axis(axis)
     sizes = shard_sizes(length, axis.size, unit)
     start = sum(sizes[: axis.rank])
@@ -89,25 +89,30 @@ def _refuse_gradient(op: OpOverload) -> None:
 
 
 def wait(x: Tensor) -> Tensor:
-    """Wait for a collective that a `start_` function began, and return its result."""
+    """Wait for a collective that a `start_` function started, and return its result."""
     return _call(_wait, x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Begin to reduce `x` over the axis; `wait` gives the result, in a new contiguous tensor."""
+    """Start to all-reduce `x` over the axis. `wait` returns the result, a new contiguous tensor."""
     return _call(_ops.all_reduce.default, x, op, _group(axis))
 
 
 def start_sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """Begin to sum contiguous `x` over the axis in its own memory, which nobody else may read before `wait(x)`."""
+    """Start to all-reduce contiguous `x` in place. Do not read or write `x` before `wait(x)`."""
     return _call(_ops.all_reduce_.default, x, "sum", _group(axis))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """`x` reduced over the axis ("sum", "max", "min"), without autograd; `x` itself at size 1.
+    """All-reduce `x` over the axis without autograd, and return the result; on size 1 return `x`.
+
+    Args:
+        x: a tensor of the same shape on every rank.
+        axis: the axis.
+        op: "sum", "max" or "min".
 
     Raises:
-        ValueError: if `x` needs a gradient, at size 1 too: `reduce` has one.
+        ValueError: if `x` requires a gradient, also on size 1. Use `reduce`, which is differentiable.
     """
     if not _alone(axis):
         if axis.virtual and op == "sum":
@@ -119,24 +124,25 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Begin to gather equal shards along dimension 0; `wait` gives the result."""
+    """Start to all-gather equal shards along dimension 0. `wait` returns the result."""
     group = _group(axis)
     return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, group)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Begin to sum over the axis and keep this rank's equal shard of dimension 0; `wait` gives the result."""
+    """Start to sum over the axis and keep this rank's equal shard of dimension 0. `wait` returns the result."""
     group = _group(axis)
     return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
-    """Begin to send `x` to one rank of the axis; `wait` gives what came, one behind the other by rank.
+    """Start to send `x` to one rank of the axis. `wait` returns what this rank received, ordered by sender.
 
     Args:
-        x: the message, of one dimension.
-        to: the rank that gets it; None: nobody.
-        receive: how many elements each rank sends here.
+        x: the message, one-dimensional.
+        axis: the axis.
+        to: the receiving rank; None: send nothing.
+        receive: the number of elements that each rank sends to this rank.
     """
     group = _group(axis)
     sizes = [x.numel() if rank == to else 0 for rank in range(axis.size)]
@@ -145,7 +151,7 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
 
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum tensors by the binary tree of neighbours: of 2^n terms, each aligned run of 2^m is a sum of its own."""
+    """Sum tensors by a binary tree of neighbours: of 2^n terms, each aligned run of 2^m terms has its own subtotal."""
     parts = list(parts)
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -335,69 +341,77 @@ class _AllToAllRows(Function):
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """I -> R. Identity; in backward the ranks' gradients are summed. Megatron's f."""
+    """I -> R. Return the input; backward all-reduces the gradient. Megatron's f."""
     return x if _alone(axis) or not torch.is_grad_enabled() else _Copy.apply(x, axis)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """P -> I. Sum over the axis; identity in backward. Megatron's g."""
+    """P -> I. All-reduce the input; backward is the identity. Megatron's g."""
     if _alone(axis):
         return x
     return _Reduce.apply(x, axis) if torch.is_grad_enabled() else all_reduce(x, axis)
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """I -> S(dim). This rank's shard of `x`; in backward the shards' gradients are gathered."""
+    """I -> S(dim). Return this rank's shard of `x`; backward all-gathers the gradient."""
     return x if _alone(axis) else _Split.apply(x, axis, dim)
 
 
 def gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
-    """S(dim) -> I. The whole tensor, for a consumer that does the same on every rank; backward keeps the own shard.
+    """S(dim) -> I. Return the full tensor, for a consumer that does the same on every rank; backward keeps this shard.
 
     Args:
         x: this rank's shard.
-        length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
+        axis: the axis.
+        dim: the sharded dimension.
+        length: length of the full dimension. Required if shards are uneven: without it gloo ends the process.
     """
     return x if _alone(axis) else _Gather.apply(x, axis, dim, length)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
-    """S(dim) -> R. The whole tensor, for a consumer that does other work on every rank; backward is reduce_scatter.
+    """S(dim) -> R. Return the full tensor, for a consumer that differs between ranks; backward is reduce_scatter.
 
     Args:
         x: this rank's shard.
-        length: length of the whole dimension, needed where shards are uneven: without it gloo ends the process then.
+        axis: the axis.
+        dim: the sharded dimension.
+        length: length of the full dimension. Required if shards are uneven: without it gloo ends the process.
     """
     return x if _alone(axis) else _AllGather.apply(x, axis, dim, length)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """P -> S(dim). Sum over the axis, of which each rank keeps its shard; backward is all_gather."""
+    """P -> S(dim). Sum over the axis and return this rank's shard; backward is all_gather."""
     return x if _alone(axis) else _ReduceScatter.apply(x, axis, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
-    """S(concat_dim) -> S(split_dim). What was cut along one dimension is whole again, and another is cut.
+    """S(concat_dim) -> S(split_dim). Gather one dimension and shard another.
 
     Args:
-        x: this rank's shard; `split_dim` is whole here.
-        concat_length: length of the whole `concat_dim` where its shards are uneven.
+        x: this rank's shard, with all of `split_dim`.
+        axis: the axis.
+        split_dim: the dimension to shard.
+        concat_dim: the dimension to gather.
+        concat_length: length of the full `concat_dim`. Required if its shards are uneven.
     """
     return x if _alone(axis) else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-    """S(0) -> S(0). Each rank sends some of its rows to each other rank; what arrives lies in the order of ranks.
+    """S(0) -> S(0). Each rank sends some of its rows to each other rank; received rows are ordered by sender.
 
     Args:
         x: [N, ...], the rows for rank 0 first.
-        send, receive: how many rows go to, and come from, each rank; None: N / size each.
+        axis: the axis.
+        send, receive: the number of rows sent to, and received from, each rank; None: N / size each.
 
     Returns:
         [sum(receive), ...].
 
     Raises:
-        ValueError: if N is not what the sizes say.
+        ValueError: if N is not the sum of `send`, or `send` is None and the axis size does not divide N.
     """
     if send is None or receive is None:
         if _alone(axis):

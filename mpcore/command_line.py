@@ -1,4 +1,4 @@
-"""The parser of every command line: flags are written out, and a mistyped one gets the nearest that exists."""
+"""The parser of all command lines. It rejects abbreviated flags, and suggests the nearest flag for a typo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = "exit status: 0 all is well, 1 a difference or a fault was found, 2 it 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean ..?"` with the nearest of the known words, or "" if none is near.
 
-    A word that lacks one of the numbers, such as the size of a model, is not near.
+    A candidate with different numbers, such as another model size, is not suggested.
 
     Example:
         >>> from mpcore.command_line import did_you_mean
@@ -33,11 +33,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P, int | None]], Callable[P, int]]:
-    """Have a command print what it raises in one line, and return status 2 then.
+    """Decorate a command to print its errors in one line and return status 2.
 
     Args:
-        prog: how the line calls the command.
-        errors: what is reported beside ValueError and OSError. All else passes with its traceback.
+        prog: the command's name in the printed line.
+        errors: exceptions to report besides ValueError and OSError. Others keep their traceback.
 
     Example:
         >>> from mpcore.command_line import reports_errors
@@ -52,7 +52,7 @@ def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P,
                 status = run(*args, **kwargs) or 0
                 sys.stdout.flush()
                 return status
-            except BrokenPipeError:  # `mpcore .. | head` has read enough; what is left in the buffer goes nowhere
+            except BrokenPipeError:  # the reader (`mpcore .. | head`) has stopped reading: drop the buffered output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 2
             except (ValueError, OSError, *errors) as error:
@@ -65,14 +65,14 @@ def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P,
 
 
 def find_object(name: str) -> Any:
-    """Return what a command line names as `package.module:name`. The current folder is looked at first.
+    """Import the object that a command line gives as `package.module:name`. The current folder is searched first.
 
     Raises:
         ValueError: if the module can't be imported, or has no such name.
     """
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it, and a console script has not
+        sys.path.insert(0, "")  # `python -m` adds it, a console script does not
     try:
         module = import_module(module_name)
     except (ImportError, ValueError) as problem:
@@ -88,11 +88,11 @@ def find_object(name: str) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that takes no abbreviations, and answers an error in one line, without the usage.
+    """`argparse.ArgumentParser` without abbreviations; it prints errors in one line, without the usage.
 
     Args:
-        examples: command lines that the help ends with.
-        options: as of `argparse.ArgumentParser`.
+        examples: command lines to print at the end of the help.
+        options: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the command line, and refuse what no flag takes."""
+        """Parse the command line; exit with an error for unknown arguments."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             flags = re.findall(r"--[\w-]+", self.format_usage())
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and leave with status 2."""
+        """Print one line and exit with status 2."""
         print(f"{self.prog}: error: {message} ({self.prog} --help lists the flags)", file=sys.stderr)
         sys.exit(2)
 
@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of examples; a column wide enough for the flags."""
+    """Keeps the line breaks of examples, and makes the column wide enough for the flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)

@@ -1,8 +1,8 @@
-"""`mpcore doctor`: check this machine, and print what belongs into an issue.
+"""`mpcore doctor`: check this machine, and print what to paste into a bug report.
 
-It lists which implementation of each kernel runs, and checks each kernel against its reference, each collective
-between two processes against its definition, and what a launch needs: torchrun's port, the host's name, open files and
-shared memory.
+The command lists which implementation of each kernel runs. It checks each kernel against its reference, each collective
+between two processes against its definition, and the requirements of a launch: torchrun's port, the host's name, open
+files and shared memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: what was checked.
+        name: the name of the check.
         state: "ok", "FAILED" or "skipped".
-        detail: numbers, or what is wrong and what to do.
+        detail: numbers, or the problem and how to fix it.
     """
 
     name: str
@@ -73,7 +73,7 @@ def versions() -> Iterator[str]:
 
 
 def check_launch(port: int = PORT) -> Iterator[Finding]:
-    """Check what starting several processes needs."""
+    """Check the requirements for starting several processes."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -140,7 +140,7 @@ def choices() -> Iterator[str]:
 
 
 def _between_two(backend: str) -> list[tuple[str, float]]:
-    """On each of two ranks: the error of each collective and of its backward."""
+    """Return, on each of two ranks, the error of each collective and of its backward."""
     axis, device = mesh(tp=2).tp, "cpu"
     if backend != "gloo":
         device = f"cuda:{dist.get_rank()}"

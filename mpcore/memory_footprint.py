@@ -1,6 +1,6 @@
-"""How many bytes are held, counted from the storages that are alive.
+"""Count the bytes held in memory from the storages that are alive.
 
-Works on real tensors and on fake ones, which have storages of the same sizes and no memory.
+It works on real tensors and on fake tensors, whose storages have the same sizes but no memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mpcore.sharding.local import local_tensor
 
 
 class StorageTracker(TorchDispatchMode):
-    """Knows every storage that an operator makes while this context is entered, and which of them are still alive.
+    """Record every storage that operators make inside this context, and which of them are still alive.
 
     with StorageTracker() as storages:
         y = model(x)
-    storages.held()  # what y and its graph keep, without parameters and x, which were there before
+    storages.held()  # bytes that y and its graph keep, without the parameters and x, which existed before
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class StorageTracker(TorchDispatchMode):
                 where[key] = StorageWeakRef(storage)
 
     def held(self, but: Iterable[Tensor] = ()) -> int:
-        """Bytes of the storages that were made here and are alive, each counted once.
+        """Return the bytes of the storages made inside the context that are still alive, each counted once.
 
         Args:
-            but: tensors whose storages don't count.
+            but: tensors whose storages are not counted.
         """
         others = {address(x.untyped_storage()) for x in but}
         return sum(s.nbytes() for s in self._alive() if address(s) not in others)
@@ -61,10 +61,10 @@ class StorageTracker(TorchDispatchMode):
 
 
 class PeakTracker(StorageTracker):
-    """Notes the most bytes that are held at once, asked after each operator that makes a storage.
+    """Track the peak of the held bytes, measured after each operator that makes a storage.
 
     Attributes:
-        most: since `begin`.
+        most: the peak since `begin`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class PeakTracker(StorageTracker):
         self.most = 0
 
     def begin(self) -> int:
-        """Begin to note anew; the bytes that are held now."""
+        """Reset the peak, and return the bytes held now."""
         self.most = self.held()
         return self.most
 
@@ -84,7 +84,7 @@ class PeakTracker(StorageTracker):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an operator's arguments or results, of DTensors the local ones, which alone take memory."""
+    """Yield the tensors in an operator's arguments or results. For a DTensor, yield its local tensor."""
     if isinstance(tree, Tensor):
         if not tree.is_sparse:
             yield local_tensor(tree)
@@ -94,6 +94,6 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of some tensors, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = {address(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())

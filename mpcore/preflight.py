@@ -1,7 +1,7 @@
-"""`mpcore preflight -- COMMAND`: try on this machine, in minutes, what a large run will do on many GPUs.
+"""`mpcore preflight -- COMMAND`: check on this machine, in minutes, that a large run on many GPUs will work.
 
-The checks of a command `-m package.module FLAGS` stand in `package.preflight`, a module with `checks(flags, options)`
-that returns a list of `Check`; `examples.gpt.preflight` is one. Of a model, `module:build`, the checks are here.
+For a command `-m package.module FLAGS`, the module `package.preflight` must define `checks(flags, options)`, which
+returns a list of `Check`; see `examples.gpt.preflight`. For a model, `module:build`, the checks are defined here.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Skip(Exception):  # noqa: N818  (not an error)
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the page.
+    """One check, printed as one line.
 
     Attributes:
-        name: what is checked.
-        run: does it. Returns the numbers that were found; raises ValueError with what is wrong and the way out, or
-            `Skip` with why the check doesn't apply.
-        meaning: what a failure means, and what to do: one sentence.
-        needed: if it fails, the checks after it are skipped.
+        name: the name of the check.
+        run: runs the check and returns the measured numbers as text. It raises ValueError with the problem and how to
+            fix it, or `Skip` with the reason why the check doesn't apply.
+        meaning: one sentence: what a failure means, and what to do.
+        needed: if True and the check fails, later checks are skipped.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Result:
     """The result of a check.
 
     Attributes:
-        name, meaning: those of the check.
+        name, meaning: the `Check`'s name and meaning.
         state: "ok", "FAILED" or "skipped".
-        detail: numbers, what is wrong, or why it was skipped.
-        seconds: how long it took.
+        detail: the numbers, the problem, or the reason for skipping.
+        seconds: the time the check took.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Options:
-    """What the checks of a command may need to know.
+    """Facts about the run that checks may use.
 
     Attributes:
-        ranks: of the run, as the launcher's words say; None: as many as the axes multiply to.
-        each: ranks of a node; None: not known.
-        memory: bytes of a GPU; None: not known.
-        timeout: seconds that a toy may take.
+        ranks: the number of ranks, from the launcher's arguments; None: the product of the axes.
+        each: the number of ranks per node; None if unknown.
+        memory: bytes of memory per GPU; None if unknown.
+        timeout: seconds that a toy run may take.
     """
 
     ranks: int | None = None
@@ -101,7 +101,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Command:
-    """The command of a run: what it starts, its flags, and its ranks and those of a node, None where nothing says."""
+    """The command of a run: what it starts, its flags, its ranks and its ranks per node (None if not given)."""
 
     target: str
     flags: list[str]
@@ -142,7 +142,7 @@ def _number(flag: str, word: str) -> int:
 
 
 def run_checks(checks: Sequence[Check], begin: Callable[[int], None] = lambda at: None) -> Iterator[Result]:
-    """Run checks one after the other, and yield the result of each. `begin` is called with the place of the next."""
+    """Run checks one after another, and yield each result. `begin` is called with the index of the next check."""
     stopped = ""
     for at, check in enumerate(checks):
         begin(at)

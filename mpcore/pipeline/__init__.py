@@ -1,4 +1,4 @@
-"""Floor 4: pipelines. `Pipeline` runs one step over its micro-batches, on a model that is whole or cut in stages."""
+"""Pipeline parallelism. `Pipeline` runs one training step over its micro-batches, on a full model or on its stages."""
 
 from mpcore.pipeline.engine import Pipeline
 

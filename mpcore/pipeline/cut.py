@@ -30,12 +30,12 @@ BATCH, TOKENS = -1, -2  # in a shape: as many as there are samples, and tokens
 
 
 class Stages(NamedTuple):
-    """What `pipeline_stages` returns, for `prepare`.
+    """The result of `pipeline_stages`, for `prepare`.
 
     Attributes:
-        stages: this rank's stages, lowest first.
-        blocks: their layers by number in the whole model.
-        schedule: the schedule, found by its name.
+        stages: this rank's stages, in pipeline order.
+        blocks: the layers of these stages, by number in the full model.
+        schedule: the `Schedule`.
     """
 
     stages: list[nn.Module]
@@ -46,33 +46,34 @@ class Stages(NamedTuple):
 def pipeline_stages(
     model: nn.Module, mesh: Mesh, *, micro_batches: int, schedule: str = "1f1b", example: Tensor | None = None
 ) -> Stages:
-    """Cut a model into this rank's pipeline stages, with its values. Call it after `parallelize` and `add_lora`.
+    """Split a model into pipeline stages and return this rank's. Call it after `parallelize` and `add_lora`.
 
-    The layers are the largest `nn.ModuleList` or `nn.Sequential` of the model. What the forward calls before them, such
-    as embeddings, goes to the first stage; what it calls after them, such as the norm and the head, to the last one. A
-    table that is tied to the head is on both, and their gradients are summed over `mesh.ends`.
+    The layers are the largest `nn.ModuleList` or `nn.Sequential` of the model. Modules that forward calls before the
+    layers, such as embeddings, go to the first stage. Modules that it calls after them, such as the norm and the head,
+    go to the last stage. A table tied to the head is on both, and its gradients are summed over `mesh.ends`.
 
-    Before it returns, it runs the model and then all stages in a row on a few tokens. Both must be equal, bit for bit.
+    As a check, the function runs the model and the chain of all stages on a few tokens. The results must be bitwise
+    equal.
 
     Args:
-        model: the whole model, the same on every pipeline rank. It takes ids [B, T] as its first argument. It isn't
-            changed; delete it afterwards, to free the layers of other ranks.
-        mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage the model itself is returned.
-        micro_batches: how many a step has.
+        model: the full model, the same on every pipeline rank. Its first argument is ids [B, T]. It is not changed;
+            delete it afterwards to free the layers of other ranks.
+        mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage, the model itself is returned.
+        micro_batches: the number of micro-batches per step.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`.
-        example: ids [B, T] to try; None: random ones.
+        example: ids [B, T] for the check; None: random ids.
 
     Returns:
         `(stages, blocks, schedule)`, the arguments of `prepare`.
 
     Raises:
-        ValueError: on every pipeline rank, if no layers are found, they aren't called once each in their order, there
-            are fewer than stages, a parameter is used in two stages, the model fails on `example`, or the stages don't
-            compute what the model does.
+        ValueError: on every pipeline rank, if no layers are found, forward does not call each layer once in order,
+            there are fewer layers than stages, two stages use a parameter, the model fails on `example`, or the stages'
+            result differs from the model's.
 
     Note:
-        - Pass what all stages need as keyword arguments of `forward_backward`, such as `attention_mask`.
-        - The last stage returns what the model returns, and `loss` takes it; don't pass `labels`.
+        - Pass inputs that all stages need, such as `attention_mask`, as keyword arguments of `forward_backward`.
+        - The last stage returns the model's output, which is the input of `loss`. Don't pass `labels`.
 
     Example:
         >>> mesh = mpcore.build_mesh(device_type="cpu")

@@ -1,7 +1,7 @@
-"""One step over its micro-batches, on a model that is whole or cut in pipeline stages.
+"""Run one training step over its micro-batches, on a full model or on its pipeline stages.
 
-The schedule is data (`mpcore.pipeline.schedules`), proved before anything runs (`mpcore.pipeline.prove`) and run by
-`mpcore.pipeline.executor`.
+The schedule is data (`mpcore.pipeline.schedules`). `mpcore.pipeline.prove` checks it before anything runs, and
+`mpcore.pipeline.executor` runs it.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Pipeline:
         self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 
     def set_micro_batches(self, micro_batches: int) -> None:
-        """Run the next steps with another number of micro-batches, by the schedule of the same name.
+        """Set the number of micro-batches of the next steps; the schedule of the same name is built again.
 
         Raises:
-            ValueError: on every rank, if there is none with this number, or the schedule was no published one.
+            ValueError: on every rank, if the schedule does not support this number, or is not a published one.
         """
         self.plan = agree_on_schedule(self.plan.name, self.pp, micro_batches, len(self.stages))
         self.micro_batches = micro_batches
@@ -110,21 +110,22 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of a batch.
 
-        A tensor is cut in micro-batches along dimension 0. A list has one tensor for each, and their shapes may differ.
+        A tensor is split into micro-batches along dimension 0. A list has one tensor per micro-batch; their shapes may
+        differ.
 
         Args:
-            x: [B, ...] input of the first stage, on every rank.
-            target: [B, ...] what `loss` takes, on every rank.
-            arguments: [B, ...] tensors, cut likewise and passed to every stage.
+            x: [B, ...], the input of the first stage, on every rank.
+            target: [B, ...], the target of `loss`, on every rank.
+            arguments: tensors [B, ...], split in the same way and passed to every stage as keyword arguments.
 
         Returns:
             The sum of the micro-batches' losses in fp64, the same on every stage, without a graph.
 
         Raises:
-            ValueError: on every rank, if B isn't a multiple of the number of micro-batches, tensors have another B, a
-                stage returns what can't be sent or something else than for the first batch of this shape, or the loss
-                is none. On GPUs the last two, and whatever a stage raises, are raised on the rank that has them, and
-                the others return nan.
+            ValueError: on every rank, if B is not a multiple of the number of micro-batches, or tensors differ in B.
+                Also if a stage's output can't be sent, or differs from the first batch of this shape, or the loss is
+                not a scalar that requires grad. On GPUs, errors of a stage are raised only on its rank, and the other
+                ranks return nan.
             RuntimeError: if another rank of the pipeline is gone.
         """
         micro_batches = self._cut({"x": x, "target": target, **arguments})
@@ -144,7 +145,7 @@ class Pipeline:
         return total
 
     def _raise_problems(self, meet: bool = True) -> None:
-        """What a stage noted, raised on its rank and, where all ranks come here, on the others."""
+        """Raise a stage's error on its rank and, if all ranks come here, on the others."""
         mine = self.executor.problems[0] if self.executor.problems else None
         texts: list[str | None] = [None]
         if meet:
@@ -159,7 +160,7 @@ class Pipeline:
                 raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
-        """The micro-batches of a step, checked."""
+        """Check a step's tensors and return its micro-batches."""
         M, as_lists = self.micro_batches, isinstance(tensors["x"], (list, tuple))
         if as_lists:
             for name, given in tensors.items():
@@ -185,7 +186,7 @@ class Pipeline:
         return [MicroBatch(each.pop("x"), each.pop("target"), each, key) for each, key in zip(rows, keys, strict=True)]
 
     def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
-        """The loss, in memory of its own."""
+        """Return the loss in its own memory; raise ValueError if it is not a valid loss."""
         loss: Any = self.loss(output, target)
         is_ = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -216,15 +217,15 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
-        """Run only the forward of several batches through the stages. Shapes may differ from batch to batch.
+        """Run only forward, batch after batch through the stages. Shapes may differ between batches.
 
         Args:
-            batches: inputs of the first stage, on every rank.
-            arguments: passed to every stage: one value with every batch, or a list with one for each batch.
+            batches: the inputs of the first stage, on every rank.
+            arguments: keyword arguments for every stage: one value for all batches, or a list with one value per batch.
 
         Yields:
-            For each batch the model's output on the rank of the last stage, the output of its own last stage on the
-            others.
+            For each batch, the model's output on the rank of the last stage; on other ranks, the output of their last
+            stage.
         """
         with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
@@ -249,14 +250,14 @@ class Pipeline:
                 yield out
 
     def from_last(self, x: Tensor) -> Tensor:
-        """Return the last stage's `x` on every rank; `x` of other ranks gives only the shape and dtype."""
+        """Broadcast a tensor from the last stage's rank. On other ranks `x` gives only the shape and dtype."""
         return all_reduce(x if self.pp.rank == self.last_rank else torch.zeros_like(x), self.pp)
 
     def recorded(self) -> list[Span]:
-        """Return what all ranks did since the last call, in seconds from its start: a collective over pp.
+        """Return what all ranks of this pipeline did since the last call, in seconds. This is a collective over pp.
 
         Raises:
-            ValueError: if this pipeline was made without `trace`.
+            ValueError: if this pipeline was created without `trace`.
         """
         if self.spans is None:
             raise ValueError("nothing was recorded: make the Pipeline with trace=True")
@@ -287,7 +288,7 @@ class Pipeline:
 
 
 def _check_rows(tensors: dict[str, Any]) -> int:
-    """The number of rows, which is that of all tensors of a batch."""
+    """Return the number of rows, which all tensors of a batch must share."""
     x = tensors["x"]
     size = len(x) if isinstance(x, Tensor) and x.dim() else 0
     for name, tensor in tensors.items():

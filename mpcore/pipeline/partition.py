@@ -1,7 +1,7 @@
-"""Floor 4: which blocks of a model make which pipeline stage, and which rank holds it.
+"""Assign the blocks of a model to pipeline stages, and stages to ranks.
 
-Works on any list of modules. Costs may be estimated from parameters, counted from matrix products, or measured;
-`partition` then cuts the list so that the slowest stage is as fast as can be.
+It works on any list of modules. Costs may be estimated from parameters, counted from matrix products, or measured.
+`partition` then splits the list so that the slowest stage is as fast as possible.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mpcore.layers.moe.experts import GroupedLinear
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Cut a list of blocks into consecutive stages, so that the slowest stage is as fast as possible.
+    """Split a list of blocks into consecutive stages so that the slowest stage is as fast as possible.
 
-    Exact, by dynamic programming: first the least possible cost of the slowest stage, then, among all cuts that reach
-    it, the one with the least sum of squares. Where that leaves a choice, earlier stages are the longer ones.
+    The result is exact, by dynamic programming. Among all splits with the least cost of the slowest stage, it is the
+    one with the least sum of squares, so the other stages are even. In a tie, earlier stages get more blocks.
 
     Args:
-        costs: the cost of each block, in any unit, none negative.
-        stages: how many stages; each holds at least one block.
-        first: the cost of the first stage besides its blocks, such as the embedding.
-        last: the cost of the last stage besides its blocks, such as the head and the loss.
+        costs: the cost of each block, in any unit; not negative.
+        stages: the number of stages; each gets at least one block.
+        first: additional cost of the first stage, for example of the embedding.
+        last: additional cost of the last stage, for example of the head and the loss.
 
     Returns:
-        The blocks of each stage.
+        The range of blocks of each stage.
 
     Raises:
         ValueError: if there are more stages than blocks, or a cost is negative or not finite.
@@ -94,7 +94,7 @@ def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
 
 
 def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
-    """The explicit cut: stages of these many blocks.
+    """Split the blocks into stages of the given sizes.
 
     Raises:
         ValueError: if a stage would be empty, or the sizes don't sum to the number of blocks.
@@ -105,15 +105,16 @@ def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
 
 
 def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> list[int]:
-    """The rank of each of the `ranks * virtual_stages` stages.
+    """Return the rank of each of the `ranks * virtual_stages` stages.
 
     Args:
-        ranks: the pipeline size.
-        virtual_stages: how many stages each rank holds.
-        style: "loop": stage s on rank s mod P. "v": there and back again, so that neighbours at the turn share a rank.
+        ranks: the pipeline size P.
+        virtual_stages: the number of stages per rank.
+        style: "loop": stage s is on rank s mod P. "v": ranks go up and back down, so the two middle stages share a
+            rank.
 
     Raises:
-        ValueError: if the style is another.
+        ValueError: if the style is unknown.
     """
     if style not in ("loop", "v"):
         raise ValueError(f"style {style!r} must be 'loop' or 'v'")
@@ -122,16 +123,17 @@ def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> lis
 
 
 def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """A rank's stages as one module under the whole model's names, for all that isn't forward: optimizer, checkpoint.
+    """Join a rank's stages in one module with the unsharded model's names, for the optimizer and checkpoints.
 
-    Modules and parameters are shared with the stages, nothing is copied. Modules of one name in several stages must be
-    one module, hold nothing, or hold others alone, as lists of blocks do: then these are joined likewise.
+    The joined module shares modules and parameters with the stages; nothing is copied. If several stages have a module
+    of one name, it must be the same module, be empty, or hold only other modules, as lists of blocks do. Such lists are
+    joined.
 
     Args:
-        stages: this rank's stages; their submodules bear the names that they have in the whole model.
+        stages: this rank's stages. Their submodules have the names of the full model.
 
     Returns:
-        A module to be materialized, optimized and saved, not to be called.
+        A module to materialize, optimize and save. It can't be called.
 
     Raises:
         ValueError: if two stages hold different parameters or modules under one name.
@@ -161,10 +163,10 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
-    """The number of weights that each module multiplies with: all of two dimensions or more, tables excepted.
+    """Return the number of weights that each module multiplies by.
 
-    Of experts, the share that a token goes through (`GroupedLinear.used_share`).
-    A table is the weight of an embedding, of torch or of mpcore, which is read and not multiplied with.
+    It counts all parameters with two or more dimensions, except tables. Of experts it counts the fraction that a token
+    uses (`GroupedLinear.used_share`). Tables are the weights of embeddings, which are read and not multiplied.
     """
     return [
         float(
@@ -181,13 +183,16 @@ def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
 
 
 def flop_costs(modules: Iterable[nn.Module], x: Tensor) -> list[float]:
-    """The floating-point operations of each module's forward, counted while `x` passes through all in turn.
+    """Count the floating-point operations of each module's forward while `x` passes through all modules in turn.
 
-    Backward takes twice as many, in every module alike. Costs nothing on the meta device.
+    Backward needs twice as many in every module. On the meta device nothing is computed.
 
     Args:
-        modules: called one after the other, each with what the one before returned.
-        x: input of the first.
+        modules: called one after another, each with the result of the previous one.
+        x: the input of the first module.
+
+    Returns:
+        The number of operations of each module.
     """
     costs = []
     for module in modules:
@@ -198,14 +203,17 @@ def flop_costs(modules: Iterable[nn.Module], x: Tensor) -> list[float]:
 
 
 def measured_costs(modules: Sequence[nn.Module], x: Tensor, repeats: int = 5) -> list[float]:
-    """Seconds that forward and backward of each module take, the median of some repeats after one to warm up.
+    """Measure the seconds of forward and backward of each module: the median of `repeats` runs after one warm-up.
 
-    Gradients that the parameters had before stay as they are.
+    Existing gradients of the parameters stay unchanged.
 
     Args:
-        modules: called one after the other, each with what the one before returned.
-        x: input of the first.
-        repeats: how often to measure.
+        modules: called one after another, each with the result of the previous one.
+        x: the input of the first module.
+        repeats: the number of measured runs.
+
+    Returns:
+        The seconds of each module.
     """
     costs = []
     for module in modules:
