@@ -17,7 +17,7 @@ from mpcore.sharding.declarations import declarations
 
 
 def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
-    """Tell the linears of stages whether gradients of inputs and of weights are asked for apart."""
+    """Tell the stages' linear layers whether the gradients of inputs and of weights are computed separately."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, ParallelLinear):
@@ -25,7 +25,7 @@ def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
 
 
 def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Refuse tied parameters whose gradients some ranks would sum over an axis on which others hold none."""
+    """Raise ValueError for tied parameters whose gradients would be summed over an axis where some ranks hold none."""
     for axis in (mesh.pp, mesh.ends):
         shapes = Counter(
             f"of shape {tuple(p.shape)}"
@@ -36,7 +36,7 @@ def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
-    """The schedule, proved, and the same on all ranks; what is wrong with it is raised on all of them."""
+    """Return the proved schedule, the same on all ranks. Errors are raised on all ranks."""
     problem, plan = None, None
     try:
         plan = _check_plan(schedule, pp, micro_batches, stages)

@@ -1,4 +1,4 @@
-"""Floor 4: a picture of a pipeline, of its plan or of its run, in the same colours.
+"""Draw a pipeline's plan or its run, in the same colours.
 
 mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out zbv.png
 """
@@ -23,19 +23,19 @@ MEANINGS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": 
 
 
 def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str = "units") -> None:
-    """Draw what each rank does over time: a row a rank, a box an action with its micro-batch.
+    """Draw what each rank does over time: one row per rank, one box per action with its micro-batch.
 
-    The first stage that a rank holds is drawn in full colour, later ones are lighter.
+    The first stage on a rank is drawn in full colour, later stages are lighter.
 
     Args:
-        spans: what `prove` planned or a `Pipeline` recorded.
-        path: the picture; its ending says which kind (.png, .svg, .pdf).
-        title: what stands above it.
-        unit: of the spans' times.
+        spans: the spans of `prove` or of `Pipeline.recorded`.
+        path: the picture's file; its suffix selects the format (.png, .svg, .pdf).
+        title: the title above the picture.
+        unit: the unit of the spans' times.
 
     Raises:
-        ValueError: if there is nothing to draw.
-        ImportError: if matplotlib isn't there.
+        ValueError: if there are no spans.
+        ImportError: if matplotlib is not installed.
     """
     spans = [span for span in spans if span.action.kind in COMPUTE]
     if not spans:
@@ -76,7 +76,7 @@ def matplotlib_part(name: str) -> Any:
 
 
 def _shades(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
-    """How much lighter each stage of a rank is drawn: not at all the first, up to 0.6 the last."""
+    """Return how much lighter each stage of a rank is drawn: 0 for the first, up to 0.6 for the last."""
     held: dict[int, list[int]] = {}
     for rank, stage in sorted({(s.rank, s.action.stage) for s in spans}):
         held.setdefault(rank, []).append(stage)
@@ -103,7 +103,7 @@ def _legend(spans: Sequence[Span], patches: Any) -> list:
 
 
 def plan_title(schedule: Schedule, proof: Proof) -> str:
-    """What a picture of a plan says above it."""
+    """Return the title for the picture of a plan."""
     peak = max(proof.peaks)
     return (
         f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.stages} stages, {schedule.micro_batches} "
@@ -113,12 +113,12 @@ def plan_title(schedule: Schedule, proof: Proof) -> str:
 
 
 def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: float = 1.0) -> None:
-    """Write spans in the format of chrome://tracing and Perfetto: a thread for each rank.
+    """Write spans in the format of chrome://tracing and Perfetto, with one thread per rank.
 
     Args:
-        spans: what `prove` planned or a `Pipeline` recorded.
+        spans: the spans of `prove` or of `Pipeline.recorded`.
         path: the JSON file.
-        seconds: what one unit of the spans' times is.
+        seconds: the number of seconds per unit of the spans' times.
     """
     begin = min((span.start for span in spans), default=0.0)
     named = [
@@ -143,7 +143,7 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
 
 @reports_errors("mpcore schedule", ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: prove a schedule and draw its plan. Returns 2 if there is no such schedule, otherwise 0."""
+    """Run the command: prove a schedule and draw its plan. Return 2 if there is no such schedule, otherwise 0."""
     parser = Parser(
         prog="mpcore schedule",
         description="Prove a pipeline's schedule, and draw it: time goes to the right, a row is a rank.",

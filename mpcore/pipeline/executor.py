@@ -48,13 +48,14 @@ from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What every stage knows of a micro-batch.
+    """The inputs of a micro-batch.
 
     Attributes:
         x: the input of the first stage.
-        target: what the loss takes.
-        arguments: what every stage takes by name.
-        key: shapes and dtypes of all of them. Micro-batches of one key have messages of one shape.
+        target: the target of the loss.
+        arguments: keyword arguments of every stage.
+        key: shapes and dtypes of all of these tensors. Micro-batches with the same key have messages of the same
+            shapes.
     """
 
     x: Tensor
@@ -68,12 +69,12 @@ class Held:
     """What a stage holds of one micro-batch.
 
     Attributes:
-        inputs: what it takes; None: an earlier stage failed.
-        wanted: of each input, whether the stage before takes its gradient.
-        ends: where its backward begins, one for each output that the next stage returns a gradient of.
-        grads: their gradients, where no message brings them.
-        sent: what the next stage got; None: nothing.
-        deferred: between the halves of a backward.
+        inputs: the stage's inputs; None: an earlier stage failed.
+        wanted: for each input, whether the previous stage needs its gradient.
+        ends: the gradient edges where backward begins, one for each output whose gradient the next stage returns.
+        grads: their gradients, if no message brings them.
+        sent: the tensors sent to the next stage; None: nothing.
+        deferred: the state between the two halves of a split backward.
     """
 
     inputs: Sequence[Tensor] | None = None
@@ -85,18 +86,18 @@ class Held:
 
 
 class Executor:
-    """Runs steps of one schedule on one rank.
+    """Run the steps of one schedule on one rank.
 
     Args:
         stages: this rank's stages by number.
-        plan: the schedule, of F, B, I and W alone.
-        pp: the axis that the stages lie on.
-        device: of messages.
-        loss: of the last stage's output and the target, a tensor of one number.
+        plan: the schedule, with only F, B, I and W.
+        pp: the axis of the stages.
+        device: the device of messages.
+        loss: `loss(output, target)` of the last stage's output, a tensor with one element.
         noted: `noted(kind, stage, micro_batch)`, a context around each action.
 
     Attributes:
-        problems: what failed in the step, in order; the step runs to its end all the same, with zeros.
+        problems: the errors of the step, in order. The step still runs to its end, with zeros.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ class Executor:
         return found
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of a step.
+        """Run forward and backward of a step.
 
         Returns:
-            The sum of the losses in float64, without a graph; 0 where the last stage isn't here.
+            The sum of the losses in float64, without a graph; 0 on ranks without the last stage.
 
         Raises:
-            RuntimeError: if another rank is gone. On one rank alone, whatever a stage raises.
+            RuntimeError: if another rank is gone. On a single rank, errors of a stage are raised directly.
         """
         self.problems.clear()
         return _Step(self, micro_batches).run()

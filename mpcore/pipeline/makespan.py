@@ -1,4 +1,4 @@
-"""Time a proved schedule quickly, again and again with other times: what waits for what is resolved once."""
+"""Compute the duration of a proved schedule quickly and repeatedly, for different times per action."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
 
 @dataclass(frozen=True)
 class Resolved:
-    """A schedule's actions in an order in which each comes after what it waits for.
+    """A schedule's actions in an order in which each action comes after those it waits for.
 
     Attributes:
-        ranks: how many ranks there are.
-        steps: of each action its rank, its kind, its stage, and the place here of the action on another rank whose
-            result it needs, or -1.
+        ranks: the number of ranks.
+        steps: for each action its rank, kind, stage, and the index here of the action on another rank whose result it
+            needs, or -1.
     """
 
     ranks: int
     steps: tuple[tuple[int, str, int, int], ...]
 
     def makespan(self, times: Mapping[str, Sequence[float]], message: float = 0.0) -> float:
-        """Seconds from the first start to the last end.
+        """Return the seconds from the first start to the last end.
 
         Args:
-            times: by kind (F, I, W, B) the seconds of an action of each stage.
-            message: seconds between the end of an action and the start of the one that waits for it on another rank.
+            times: for each kind (F, I, W, B), the seconds of an action of each stage.
+            message: seconds between the end of an action and the start of the action on another rank that waits for it.
         """
         clock, ends = [0.0] * self.ranks, [0.0] * len(self.steps)
         for i, (rank, kind, stage, needed) in enumerate(self.steps):
@@ -42,7 +42,7 @@ def resolve(schedule: Schedule) -> Resolved:
     """Order the actions of a schedule of F, B, I and W.
 
     Raises:
-        ValueError: if it deadlocks; `mpcore.pipeline.prove` says where.
+        ValueError: if the schedule deadlocks; `mpcore.pipeline.prove` reports where.
 
     Example:
         >>> from mpcore.pipeline.makespan import resolve

@@ -1,7 +1,7 @@
-"""Floor 4: what pipeline stages send to each other, and how long a sender keeps it.
+"""The messages between pipeline stages, and how long a sender keeps them in memory.
 
-The tensors of a message follow each other without a name. A header says how many there are, with shapes and dtypes. In
-training it goes before the first message of each shape of batch alone; both ranks keep it.
+The tensors of a message are sent one after another, without names. A header gives their number, shapes and dtypes. In
+training it is sent only before the first message of each batch shape, and both ranks remember it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dty
 
 
 class Meta(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """The shape, dtype and flags of a tensor, which its receiver must know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ _PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64,
 
 
 class Message(NamedTuple):
-    """Tensors on their way between this rank and a peer, by a send or a receive."""
+    """Tensors that are being sent to, or received from, a peer."""
 
     tensors: Sequence[Tensor]
     works: Sequence[dist.Work]
@@ -49,10 +49,10 @@ class Message(NamedTuple):
     peer: int
 
     def wait(self) -> None:
-        """Wait until they are there (on a GPU, the current stream waits).
+        """Wait until the tensors are transferred. On a GPU only the current stream waits.
 
         Raises:
-            RuntimeError: naming the message and the peer, if that is gone.
+            RuntimeError: if the peer is gone. The error names the message and the peer.
         """
         try:
             for work in self.works:
@@ -64,7 +64,7 @@ class Message(NamedTuple):
 
 
 def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer: int, action: Action) -> Message:
-    """Start sends (`dist.isend`) or receives (`dist.irecv`) of contiguous tensors; empty ones don't travel."""
+    """Start sends (`dist.isend`) or receives (`dist.irecv`) of contiguous tensors. Empty tensors are not sent."""
     given = [x if x.dtype in _PLAIN else x.detach().view(-1).view(torch.uint8) for x in tensors if x.numel()]
     if given and given[0].is_cpu:  # as `transfer` does, in half the time
         group: Any = pp.group
@@ -77,7 +77,7 @@ def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer
 
 
 def send_header(metas: Iterable[Meta] | None, pp: Axis, to: int, device: torch.device) -> None:
-    """Tell a rank what tensors it will get; None: there are none, because this stage or one before it failed."""
+    """Tell a rank which tensors it will receive. None: none, because this stage or an earlier one failed."""
     fields = [(_DTYPES.index(str(x.dtype)), int(x.requires_grad), len(x.shape), *x.shape) for x in metas or ()]
     numbers = [number for each in fields for number in each]
     for content in ([len(numbers)], numbers):
@@ -86,7 +86,7 @@ def send_header(metas: Iterable[Meta] | None, pp: Axis, to: int, device: torch.d
 
 
 def receive_header(pp: Axis, source: int, device: torch.device) -> tuple[Meta, ...] | None:
-    """What `send_header` was given on rank `source`. The host waits for it."""
+    """Receive the header that rank `source` sent. The host waits for it."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, group=pp.group, group_src=source)
     if int(size) == 0:
@@ -102,13 +102,13 @@ def receive_header(pp: Axis, source: int, device: torch.device) -> tuple[Meta, .
 
 
 def send_tensors(outputs: Sequence[Tensor] | None, pp: Axis, to: int, device: torch.device) -> None:
-    """Send a header and its tensors, and wait until they are sent; None says that a stage failed."""
+    """Send a header and its tensors, and wait until they are sent. None: a stage failed."""
     send_header(None if outputs is None else map(Meta.of, outputs), pp, to, device)
     post(dist.isend, outputs or (), pp, to, Action("SEND_F", 0, 0)).wait()
 
 
 def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What `send_tensors` was given on rank `source`.
+    """Receive the tensors that rank `source` sent with `send_tensors`.
 
     Raises:
         ValueError: if a stage failed there.
@@ -122,10 +122,10 @@ def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor
 
 
 def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
-    """A stage's output as the tuple of contiguous tensors that the next one takes.
+    """Return a stage's output as a tuple of contiguous tensors, the input of the next stage.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if the output is not a tensor or a tuple of tensors.
     """
     outputs = out if type(out) in (tuple, list) else (out,)
     for i, x in enumerate(outputs):
@@ -141,20 +141,21 @@ def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
 
 
 def peer_of(schedule: Schedule, message: Action) -> int:
-    """The rank at the other end of a send or a receive."""
+    """Return the rank at the other end of a send or a receive."""
     return schedule.rank_of[other_end(message).stage]
 
 
 def input_of(action: Action) -> Action:
-    """The receive that brings what an F, B or I takes, if that comes from another rank."""
+    """Return the receive whose result an F, B or I needs, if it comes from another rank."""
     return action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
 
 
 def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """When a rank may release what it sent: by action, the sends that have arrived once its own input is there.
+    """Return, for each action of a rank, the sends to release once the action's input has arrived.
 
-    A send has arrived when something comes from its receiver that was sent after the receiver used it. No rank waits
-    for that: an action waits for its own input anyway. What no later message confirms is released at the step's end.
+    A send is known to have arrived when its receiver sends something that it computed afterwards. No extra waiting is
+    needed, because an action waits for its own input anyway. Sends that no later message confirms are released at the
+    end of the step.
 
     Args:
         schedule: a schedule with its messages (`mpcore.pipeline.schedules.with_messages`).

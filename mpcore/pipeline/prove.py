@@ -1,4 +1,4 @@
-"""Floor 4: what a schedule does, found without a process group: that it ends, how long it takes, what it holds.
+"""Analyze a schedule without a process group: whether it ends, how long it takes, and what it holds in memory.
 
 proof = prove(build_schedule("1f1b", ranks=4, micro_batches=8))
 proof.bubble    # 0.2727..., which is (P - 1) / (M + P - 1)
@@ -15,16 +15,16 @@ from mpcore.pipeline.schedules import COMPUTE, MESSAGES, Action, Schedule, Span
 
 @dataclass(frozen=True)
 class Times:
-    """How long each kind of action takes on one stage, in any unit.
+    """The duration of each kind of action on one stage, in any unit.
 
     Attributes:
-        forward: F.
-        input: I, the gradient of a stage's input.
-        weight: W, the gradient of its weights.
-        backward: B, both at once; None: input + weight.
-        message: from the end of an action to the start of the one that waits for it on another rank. Ranks compute
-            meanwhile.
-        stages: what the times of each stage are multiplied with; empty: all stages cost the same.
+        forward: duration of F.
+        input: duration of I, the gradient of a stage's input.
+        weight: duration of W, the gradient of a stage's weights.
+        backward: duration of B, both gradients at once; None: input + weight.
+        message: time between the end of an action and the start of the action on another rank that waits for it. Ranks
+            compute meanwhile.
+        stages: a factor on the durations of each stage; empty: all stages cost the same.
     """
 
     forward: float = 1.0
@@ -35,7 +35,7 @@ class Times:
     stages: tuple[float, ...] = ()
 
     def of(self, action: Action) -> float:
-        """How long the action keeps its rank busy."""
+        """Return how long the action occupies its rank."""
         backward = self.input + self.weight if self.backward is None else self.backward
         each = {"F": self.forward, "I": self.input, "W": self.weight, "B": backward}.get(action.kind, 0.0)
         return each * (self.stages[action.stage] if self.stages else 1.0)
@@ -43,18 +43,18 @@ class Times:
 
 @dataclass(frozen=True)
 class Proof:
-    """What `prove` found.
+    """The result of `prove`.
 
     Attributes:
-        bubble: the share of all ranks' time, from the first start to the last end, that nothing is computed in.
-        bubbles: the same of each rank.
-        stalls: of each rank the share of the time between its own first start and last end; what is left of the bubble
-            where steps follow each other without a break.
-        peaks: of each rank the most micro-batches whose activations it holds at once; one that only one of its V
-            stages holds counts 1/V. They are freed by B or W.
-        messages: how many tensors pass from rank to rank.
-        makespan: from the first start to the last end.
-        spans: every action with its time, for `mpcore.pipeline.draw`.
+        bubble: the idle fraction of all ranks' time between the first start and the last end.
+        bubbles: the idle fraction of each rank in the same interval.
+        stalls: for each rank, the idle fraction between its own first start and last end: the bubble that remains when
+            steps follow each other without a break.
+        peaks: for each rank, the largest number of micro-batches whose activations it holds at once. A micro-batch held
+            by one of the rank's V stages counts 1/V. B or W frees the activations.
+        messages: the number of tensors sent between ranks.
+        makespan: the time from the first start to the last end.
+        spans: the time of every action, for `mpcore.pipeline.draw`.
     """
 
     bubble: float
@@ -67,22 +67,22 @@ class Proof:
 
 
 def prove(schedule: Schedule, times: Times = Times()) -> Proof:
-    """Prove that a schedule is complete, keeps dependencies and never deadlocks, and say what it costs.
+    """Prove that a schedule is complete, respects dependencies and does not deadlock; measure its cost.
 
-    A schedule of F, B, I and W alone passes messages whenever their sender is done. One that names its messages is held
-    to them: a send keeps its rank until the receiver has posted the receive, and two ranks must post in one order, for
-    messages between them bear no names and a swapped pair of one shape would pass in silence.
+    A schedule of only F, B, I and W sends each message as soon as its sender is done. In a schedule with send and
+    receive actions, a send blocks its rank until the receiver has posted the receive. Two ranks must then post their
+    messages in the same order: messages have no names, so two swapped messages of one shape would not be noticed.
 
     Args:
         schedule: the schedule.
-        times: how long things take.
+        times: the durations of the actions.
 
     Returns:
-        The times, bubbles, peaks and messages.
+        A `Proof`: times, bubbles, peaks and messages.
 
     Raises:
-        ValueError: if an action is missing, there twice, or on a rank that its stage isn't on; or naming the first
-            action that can't run and what it waits for.
+        ValueError: if an action is missing, occurs twice, or is on a rank without its stage; or if the schedule
+            deadlocks. The message names the first blocked action and what it waits for.
     """
     if times.stages and len(times.stages) != schedule.stages:
         raise ValueError(f"times of {len(times.stages)} stages for a schedule of {schedule.stages}")
@@ -92,10 +92,10 @@ def prove(schedule: Schedule, times: Times = Times()) -> Proof:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage on one rank, with one F and one B, or I and W, of every micro-batch; a message for a message.
+    """Check that every stage is on one rank, with one F and one B (or I and W) per micro-batch, and matching messages.
 
     Raises:
-        ValueError: naming the first action that is missing, too many, or where it can't be.
+        ValueError: naming the first action that is missing, duplicated or misplaced.
     """
     where: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -140,7 +140,7 @@ def _refuse_kinds(stage: int, micro_batch: int, there: list[str]) -> None:
 
 
 def _messages_of(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """The send and the receive that follow an action, where its result is needed on another rank."""
+    """Return the send and the receive that follow an action whose result another rank needs."""
     kind, stage, m = action
     other = stage + 1 if kind == "F" else stage - 1
     if kind == "W" or not 0 <= other < schedule.stages or schedule.rank_of[stage] == schedule.rank_of[other]:
@@ -150,7 +150,7 @@ def _messages_of(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 
 def check_message_order(schedule: Schedule) -> None:
-    """Two ranks that pass several messages post their sends and receives in one order.
+    """Check that two ranks post their sends and receives to each other in the same order.
 
     Raises:
         ValueError: naming the first pair that would be swapped.
@@ -179,18 +179,18 @@ def _peer_stage(message: Action) -> int:
 
 
 def other_end(message: Action) -> Action:
-    """The send of a receive, the receive of a send."""
+    """Return the send of a receive, or the receive of a send."""
     verb, letter = message.kind.split("_")
     return Action(f"{'RECV' if verb == 'SEND' else 'SEND'}_{letter}", _peer_stage(message), message.micro_batch)
 
 
 def needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
-    """Yield what must be done before an action can run.
+    """Yield the actions that must be done before an action can run.
 
     Args:
         schedule: the schedule.
         action: one of its actions.
-        named: whether messages are actions of their own, as in `Schedule.with_messages`.
+        named: whether messages are separate actions, as in `Schedule.with_messages`.
     """
     kind, stage, m = action
     if kind == "F" and stage > 0:
@@ -207,7 +207,7 @@ def needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
 
 
 def _backward(schedule: Schedule, stage: int, micro_batch: int) -> Action:
-    """The action that gives the gradient of a stage's input: B, or I where backward is split."""
+    """Return the action that computes the gradient of a stage's input: B, or I if backward is split."""
     whole = Action("B", stage, micro_batch)
     return whole if whole in schedule.actions else whole._replace(kind="I")
 
@@ -219,7 +219,7 @@ def _arrival(schedule: Schedule, source: Action, named: bool) -> Iterator[Action
 
 
 def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
-    """Start and end of every action: each rank goes through its own in order, each as soon as it can run."""
+    """Return start and end of every action: each rank runs its actions in order, each as early as possible."""
     named = any(action.kind in MESSAGES for actions in schedule.ranks for action in actions)
     done: dict[Action, tuple[float, float]] = {}
     position = [0] * len(schedule.ranks)
@@ -248,7 +248,7 @@ def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
 
 
 def _stuck(schedule: Schedule, done: dict, position: list[int], named: bool) -> str:
-    """Of each rank that can't go on: the action, what it waits for, and where that is."""
+    """Describe, for each blocked rank, the action, what it waits for, and where that is."""
     place = {a: (rank, i) for rank, actions in enumerate(schedule.ranks) for i, a in enumerate(actions)}
     waiting = []
     for rank, actions in enumerate(schedule.ranks):

@@ -1,16 +1,17 @@
-"""Floor 4: a schedule as data, what each rank of a pipeline runs and in which order.
+"""Pipeline schedules as data: what each rank of a pipeline runs, and in which order.
 
-    naive        micro-batches one after the other, one stage at work at a time: the baseline
+    naive        one micro-batch after another, with one stage busy at a time: the baseline
     gpipe        all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)
     1f1b         one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)
-    interleaved  1f1b over V stages a rank (the same, section 2.2.2)
-    bfs          looped breadth-first: gpipe over V stages a rank (Lamy-Poirier 2023, arXiv:2211.05953)
-    zb           backward split in input (I) and weight (W), ZB-H1; V stages a rank (Qi et al. 2024, arXiv:2401.10241)
-    zbv          the same on two stages a rank, laid in a V (the same, section 6)
+    interleaved  1f1b with V stages per rank (the same paper, section 2.2.2)
+    bfs          looped breadth-first: gpipe with V stages per rank (Lamy-Poirier 2023, arXiv:2211.05953)
+    zb           ZB-H1: backward split into input (I) and weight (W); V stages per rank (Qi et al. 2024,
+                 arXiv:2401.10241)
+    zbv          the same split with two stages per rank, placed in a V (the same paper, section 6)
     dualpipev    the V-shaped half of DeepSeek-V3's DualPipe (arXiv:2412.19437)
 
-torch plans the last five; their plans are read here, checked by `mpcore.pipeline.prove` and run by
-`mpcore.pipeline.engine`, so that what is proved and drawn is what runs.
+torch makes the plans of the last five. They are read here, checked by `mpcore.pipeline.prove` and run by
+`mpcore.pipeline.engine`, so the plan that is checked and drawn is the plan that runs.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ V_SHAPED = ("zbv", "dualpipev")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does; printed as torch prints it, `3F0`.
+    """One action of a rank, printed as in torch, for example `3F0`.
 
     Attributes:
-        kind: F forward, B whole backward, I the backward of the input alone, W that of the weights alone; SEND_F,
-            RECV_F, SEND_B, RECV_B pass a stage's output on, and the gradient of its input back.
-        stage: the stage that it is of, 0 the first.
-        micro_batch: the micro-batch, from 0.
+        kind: F forward, B full backward, I backward of the input only, W backward of the weights only. SEND_F and
+            RECV_F transfer a stage's output; SEND_B and RECV_B transfer the gradient of its input.
+        stage: the index of the stage; 0 is the first.
+        micro_batch: the index of the micro-batch, from 0.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a rank ran an action, in a plan or in a run."""
+    """The time at which a rank runs an action, in a plan or in a run."""
 
     rank: int
     action: Action
@@ -64,13 +65,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank runs, in order. Nothing is checked here: `mpcore.pipeline.prove` does that.
+    """The actions of each rank, in order. `mpcore.pipeline.prove` checks them; this class does not.
 
     Attributes:
-        name: how messages call it.
-        ranks: for each rank its actions.
-        stages: how many stages the model has.
-        micro_batches: how many micro-batches a step has.
+        name: the name in messages.
+        ranks: the actions of each rank.
+        stages: the number of stages of the model.
+        micro_batches: the number of micro-batches per step.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
-        """The rank of each stage that computes anything: the one that has most of its actions."""
+        """The rank of each stage that computes anything: the rank with most of its actions."""
         counts: dict[int, Counter[int]] = defaultdict(Counter)
         for rank, actions in enumerate(self.ranks):
             for action in actions:
@@ -94,39 +95,39 @@ class Schedule:
 
     @cached_property
     def with_messages(self) -> Schedule:
-        """The schedule with its sends and receives, as `with_messages` orders them."""
+        """The schedule with its sends and receives, from `with_messages`."""
         return with_messages(self)
 
     @cached_property
     def places(self) -> tuple[dict[Action, int], ...]:
-        """For each rank the place of each of its actions."""
+        """For each rank, the index of each of its actions."""
         return tuple({action: i for i, action in enumerate(actions)} for actions in self.ranks)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the gradients of inputs and of weights are computed apart."""
+        """Whether the gradients of inputs and of weights are computed separately."""
         return any(a.kind == "W" for a in self.actions)
 
 
 def build_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Schedule:
-    """A published schedule.
+    """Build a published schedule.
 
     Args:
         name: one of `NAMES`.
         ranks: P, the pipeline size.
-        micro_batches: M, how many a step has.
-        virtual_stages: V, how many stages each rank holds; None takes 2 for interleaved, bfs and the V-shaped
-            schedules, 1 for the others.
+        micro_batches: M, the number of micro-batches per step.
+        virtual_stages: V, the number of stages per rank; None: 2 for interleaved, bfs and the V-shaped schedules, 1 for
+            the others.
 
     Returns:
         The schedule of P x V stages.
 
     Raises:
-        ValueError: if the name is unknown, or the schedule can't be had with these numbers.
+        ValueError: if the name is unknown, or the schedule does not support these numbers.
     """
     V = virtual_stages if virtual_stages is not None else default_virtual_stages(name)
     P, M = ranks, micro_batches
@@ -139,19 +140,19 @@ def build_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: in
 
 
 def default_virtual_stages(name: str) -> int:
-    """How many stages a rank holds where nobody says."""
+    """Return the default number of stages per rank."""
     return 2 if name in ("interleaved", "bfs", *V_SHAPED) else 1
 
 
 def check_schedule(name: str, P: int, M: int, V: int) -> None:
-    """Refuse what `build_schedule` can't build, without building it.
+    """Raise ValueError if `build_schedule` can't build the schedule; build nothing.
 
     Args:
         name: one of `NAMES`.
-        P, M, V: ranks, micro-batches, stages a rank.
+        P, M, V: ranks, micro-batches, stages per rank.
 
     Raises:
-        ValueError: as of `build_schedule`.
+        ValueError: if the name is unknown, or the schedule does not support these numbers.
     """
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, and no path that ends in .csv")
@@ -186,10 +187,10 @@ def _one_stage_a_rank(name: str, rank: int, P: int, M: int) -> list[Action]:
 
 
 def with_messages(schedule: Schedule) -> Schedule:
-    """The schedule with its sends and receives, in an order in which no rank waits for ever (torch's).
+    """Return the schedule with its sends and receives, in torch's order, which does not deadlock.
 
     Args:
-        schedule: one of F, B, I and W alone that `mpcore.pipeline.prove` has passed.
+        schedule: a schedule of F, B, I and W that `mpcore.pipeline.prove` has accepted.
     """
     rows = pipelining.with_messages(schedule.ranks, schedule.rank_of, schedule.stages)
     ranks = tuple(tuple(Action(*cell) for cell in row) for row in rows)
@@ -200,22 +201,23 @@ def with_messages(schedule: Schedule) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: Path | str) -> None:
-    """Write a schedule as torch does: a row for each rank, a cell for each action."""
+    """Write a schedule in torch's format: one row per rank, one cell per action."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([str(a) for a in actions] for actions in schedule.ranks)
 
 
 def read_csv(path: Path | str) -> Schedule:
-    """A schedule from torch's format: a row for each rank, a cell such as `3F0` for each action, empty cells ignored.
+    """Read a schedule in torch's format: one row per rank, one cell such as `3F0` per action; empty cells are ignored.
 
     Args:
         path: the file.
 
     Returns:
-        The schedule. Stages and micro-batches are as many as the largest number says: prove it before it runs.
+        The schedule. The numbers of stages and micro-batches are taken from the largest indices. Prove it before you
+        run it.
 
     Raises:
-        ValueError: if the file can't be read, has no action, or a cell is none, with its row and column.
+        ValueError: if the file can't be read or has no action, or a cell is not an action; with its row and column.
     """
     try:
         with open(path, newline="") as file:
@@ -251,14 +253,14 @@ def _parse(cell: str, where: str) -> list[Action]:
 
 
 def find_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Schedule:
-    """A schedule by its name, or from a path that ends in .csv.
+    """Return a schedule by its name, or from a path that ends in .csv.
 
     Args:
         name: one of `NAMES`, or the path.
-        ranks, micro_batches, virtual_stages: as of `build_schedule`; a file must be for these numbers.
+        ranks, micro_batches, virtual_stages: see `build_schedule`. A file must have these numbers.
 
     Raises:
-        ValueError: if there is none with these numbers.
+        ValueError: if there is no such schedule for these numbers.
     """
     if not str(name).endswith(".csv"):
         return build_schedule(name, ranks, micro_batches, virtual_stages)
@@ -273,5 +275,5 @@ def find_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int
 
 
 def default_placement(name: str, ranks: int, virtual_stages: int) -> Sequence[int]:
-    """The rank of each stage under a published schedule: looped, or in a V."""
+    """Return the rank of each stage in a published schedule: looped, or in a V."""
     return stage_ranks(ranks, virtual_stages, "v" if name in V_SHAPED else "loop")

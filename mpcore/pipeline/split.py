@@ -97,7 +97,7 @@ def backward_inputs(
 
 
 def backward_weights(deferred: Deferred) -> None:
-    """The second half: adds to the `.grad` of every leaf, parameters above all, as `Tensor.backward` does."""
+    """Run the second half: add to `.grad` of every leaf, such as parameters, as `Tensor.backward` does."""
     # What goes through operations between several of its own may need what another's backward would free: it is first.
     groups = sorted(deferred.groups, key=lambda group: len(group.nodes) == 1)
     if deferred.ends:
