@@ -1,7 +1,7 @@
-"""Local-update training: workers train on their own for many steps, then merge (Local SGD, DiLoCo).
+"""Local-update training: workers train separately for many steps, then merge (Local SGD, DiLoCo).
 
-`build_mesh(workers=4, ...)` cuts the job into four worlds, each with a mesh of its own. Between two merges workers send
-nothing to each other.
+`build_mesh(workers=4, ...)` splits the job into four workers, each with its own mesh. Between two merges, workers do
+not communicate.
 
     optimizer = DiLoCo(AdamW(model), model, mesh, every=100)
     for step in range(steps):
@@ -63,31 +63,34 @@ class Merge(NamedTuple):
 
 
 class DiLoCo(torch.optim.Optimizer):
-    """Local-update optimizer: workers merge every `every` steps, by an outer SGD step with Nesterov momentum.
+    """Wrap an optimizer: workers merge every `every` steps, by an outer step of SGD with Nesterov momentum.
 
-    The outer gradient is the mean over workers of each parameter's movement since the last merge. With `lr=1` and
-    `momentum=0` parameters are averaged (Local SGD, federated averaging). The inner optimizer's state is not merged.
-    The outer step keeps a copy of the parameters and a momentum in float32 (float64 for float64), sharded as the
-    parameters. A merge
-    also averages untrained values that differ between workers: biases of routers, floating-point buffers.
-
-    `mpcore.checkpoint` saves and loads it as one optimizer, each worker to a folder of its own, after `merge`. It can
-    load a checkpoint of the inner optimizer alone. Call `begin` after a load. With `offload_parameters`, call `begin`
-    before it, and `merge` within its `here()`.
+    The outer gradient is the mean over workers of each parameter's change since the last merge. With `lr=1` and
+    `momentum=0`, a merge averages the parameters (Local SGD, federated averaging). The inner optimizer's state is not
+    merged. The outer step keeps a copy of the parameters and a momentum in float32 (float64 for float64), sharded like
+    the parameters. A merge also averages untrained values that differ between workers: router biases and
+    floating-point buffers.
 
     Args:
-        optimizer: the inner one, made after the model is sharded. Its `param_groups` are this one's.
-        model: the model, or this rank's stage of it: the same parameters on all workers.
-        mesh: of `build_mesh(workers=...)`. One worker merges with itself (with momentum 0: the Lookahead optimizer).
-        every: steps between two merges of a parameter.
-        lr, momentum, nesterov: of the outer step, as of `torch.optim.SGD`.
-        fragments: merge so many parts of the parameters in turn, `every / fragments` steps apart, to send less at once.
-            Block i is in part i modulo `fragments`, all else in part 0.
-        blocks: with several fragments the blocks in order; a pipeline stage's as `{number in the whole model: block}`.
+        optimizer: the inner optimizer, created after the model is sharded. Both share `param_groups`.
+        model: the model, or this rank's pipeline stage; the same parameters on all workers.
+        mesh: the mesh from `build_mesh(workers=...)`. One worker merges with itself (with momentum 0, this is the
+            Lookahead optimizer).
+        every: the number of steps between two merges of a parameter.
+        lr, momentum, nesterov: options of the outer step, as in `torch.optim.SGD`.
+        fragments: the number of parts of the model, merged in turn, `every / fragments` steps apart, to send less at
+            once. Block i is in part i modulo `fragments`; all other parameters are in part 0.
+        blocks: required with several fragments: the blocks in order. For a pipeline stage,
+            `{number in the full model: block}`.
 
     Raises:
-        ValueError: on every rank, if an argument is out of range, or workers ask for different things or begin with
+        ValueError: on every rank, if an argument is out of range, or workers pass different arguments or start from
             different parameters.
+
+    Note:
+        - Save checkpoints after `merge`, each worker to its own folder. `mpcore.checkpoint` treats this object as one
+          optimizer, and can load a checkpoint of only the inner optimizer. Call `begin` after a load.
+        - With `offload_parameters`, call `begin` before it, and `merge` inside its `here()`.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
@@ -191,12 +194,12 @@ class DiLoCo(torch.optim.Optimizer):
         return due[0] if due else None
 
     def begin(self) -> None:
-        """Compare the values after the last merge between workers: a collective on all ranks of all workers.
+        """Check that all workers start from the same merged values. All ranks of all workers must call it.
 
-        Call it after a load. Values that the checkpoint lacks are the parameters as they are.
+        Call it after a load. For values that the checkpoint lacks, it uses the current parameters.
 
         Raises:
-            ValueError: on every rank, if workers begin from different merges.
+            ValueError: on every rank, if workers start from different merges.
         """
         self._begin()
         self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in self._parameters()})
@@ -243,7 +246,7 @@ class DiLoCo(torch.optim.Optimizer):
         return itertools.chain(*(group["params"] for group in self.param_groups))
 
     def _differing(self, fragment: int) -> list[Tensor]:
-        """The untrained tensors that differ between workers; equal ones keep their bits."""
+        """Return the untrained tensors that differ between workers. Equal ones keep their bits."""
         found = [p for p in self.names if not p.requires_grad and self._fragment(self.owner[p]) == fragment]
         found += [buffer for _, at, _, buffer in persistent_buffers(self.model) if self._fragment(at) == fragment]
         found = [x.detach() for x in found if x.is_floating_point()]
@@ -265,7 +268,7 @@ class DiLoCo(torch.optim.Optimizer):
         return local_tensor(self.optimizer.state.get(p, {}).get("master", p).detach())
 
     def _moved(self, p: Tensor) -> Tensor:
-        """How far a parameter has moved from the anchor, rounded to its dtype as the last merge gave it out."""
+        """Return a parameter's change since the last merge, computed from the merged value rounded to its dtype."""
         moved, now = self.outer[p][_ANCHOR].clone(), self._now(p)
         anchor = local_tensor(moved)
         anchor.copy_(anchor.to(now.dtype).to(anchor.dtype) - now.to(anchor.device, anchor.dtype))
@@ -283,7 +286,7 @@ class DiLoCo(torch.optim.Optimizer):
     # --- messages between workers -------------------------------------------------------------------------------------
 
     def _gather(self, value: Tensor) -> Tensor:
-        """Every worker's tensor: (workers, *shape), on the host."""
+        """Gather every worker's tensor as (workers, *shape) on the host."""
         rows = torch.zeros(self.mesh.workers.size, *value.shape, dtype=value.dtype, device=value.device)
         rows[self.mesh.workers.rank] = value
         return all_reduce(rows, self.mesh.workers).cpu()
@@ -305,14 +308,14 @@ class DiLoCo(torch.optim.Optimizer):
                 x.copy_(part.view_as(x))
 
     def _hashes(self, tensors: list[Tensor]) -> list[list[int]]:
-        """Every worker's hash of each tensor."""
+        """Return every worker's hash of each tensor."""
         if not tensors:
             return []
         hashes = torch.stack([cross_replica_hash(local_tensor(x).detach()) for x in tensors])
         return self._gather(hashes.to(self.mesh.device)).T.tolist()
 
     def _compare(self, tensors: dict[str, Tensor], moved: dict[Tensor, Tensor] | None = None) -> None:
-        """Raise on all ranks where a tensor is not the same on all workers, or a movement is not finite."""
+        """Raise on all ranks if a tensor differs between workers, or a change is not finite."""
         workers = self.mesh.workers
         with raising_together():
             if moved is None:

@@ -1,15 +1,16 @@
-"""Compute activations again in backward instead of keeping them.
+"""Recompute activations in backward instead of keeping them.
 
-    kind        kept of a block                                  computed again, once a backward
+    kind        kept for each block                              recomputed, once per backward
     full        its input                                        the block up to the last tensor that backward needs
     selective   its input, results of linear layers              norms, activations, rotations, the attention core
                 and of collectives                               (its two products too)
 
-Losses and gradients are bitwise those without recomputation: dropout masks and routing are functions of their inputs,
-and layers that count calls ask `mpcore.layers.module.recomputing`.
+Losses and gradients are bitwise equal to those without recomputation: dropout masks and routing are functions of their
+inputs, and layers that count calls check `mpcore.layers.module.recomputing`.
 
-Full recomputation repeats the collectives of the block's forward but the last sum over tp: 1 all-reduce a block more
-where there were 2 + 2. Selective repeats none. The pipeline's split backward recomputes twice.
+Full recomputation repeats the collectives of the block's forward except the last all-reduce over tp: 1 more all-reduce
+per block, in addition to 2 in forward and 2 in backward. Selective recomputation repeats none. With a split backward,
+the pipeline recomputes twice.
 
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """

@@ -1,4 +1,4 @@
-"""Check the loss in a run's first step. A mean, and a shard of logits taken for all of them, would train in silence."""
+"""Check the loss in a run's first step: a mean, or a shard of logits used as all logits, would raise no error."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SHARDED = "sharded logits need mpcore.vocab_parallel_cross_entropy(.., tp=mesh.t
 
 
 class LossCheck:
-    """Whether a loss is a sum over tokens, and the same on every rank of tp. A loss that can't be judged passes."""
+    """Check that a loss is a sum over tokens and the same on every rank of tp. A loss that can't be checked passes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.tokens, self.is_due, self.is_mean = mesh, 0, False, False
 
     def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
-        """Begin a step. With one token in each micro-batch a mean is a sum: then nothing is checked."""
+        """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
         self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
         self.is_due, self.is_mean = self.tokens > 0, False
 
     def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
-        """Return the loss. In the first micro-batch compare it with the loss of the same samples, each one twice."""
+        """Return the loss. In the first micro-batch, compare it with the loss of the same samples repeated twice."""
         if not self.is_due:
             return loss(output, target)
         self.is_due = False
@@ -42,7 +42,7 @@ class LossCheck:
             with torch.no_grad(), eagerly(), torch.random.fork_rng(devices):
                 samples = pytree.map_tensors(lambda x: torch.cat([x, x]) if x.dim() else x, (output, target))
                 twice = float(loss(*samples))
-        except Exception:  # as of a loss that takes batches of one size alone
+        except Exception:  # for example, a loss that accepts only one batch size
             twice = math.nan
         try:
             once = loss(output, target)
@@ -60,7 +60,7 @@ class LossCheck:
         return once
 
     def end(self, total: Tensor) -> None:
-        """Raise on every rank, after the backward, if the loss is wrong; `total` is the sum of this rank's losses."""
+        """After backward, raise on every rank if the loss is wrong. `total` is the sum of this rank's losses."""
         if not self.tokens:
             return
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()

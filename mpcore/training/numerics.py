@@ -27,7 +27,7 @@ from mpcore.training.policies import Precision
 
 
 def leaves_of_rank(numerics: str, mesh: Mesh, micro_batches: int) -> int:
-    """Return how many micro-batches a step has on each rank: where numerics is "invariant" one for each leaf."""
+    """Return the number of micro-batches per step on each rank; with numerics "invariant", one per leaf."""
     if numerics not in ("default", "invariant"):
         raise ValueError(f"numerics {numerics!r} is none of default, invariant")
     if (numerics == "invariant") != (mesh.data.virtual > 0):
@@ -46,7 +46,7 @@ def leaves_of_rank(numerics: str, mesh: Mesh, micro_batches: int) -> int:
 def check_invariant(
     stages: Sequence[nn.Module], precision: Precision, policies: Mapping[str, Any], splits: bool
 ) -> None:
-    """Refuse, by name, what has no invariant form."""
+    """Raise ValueError for modules and policies that do not support `numerics="invariant"`."""
     data = policies["data"]
     asked = {
         "FP8": precision.fp8, "autocast": precision.autocast_dtype is not None, "compile": policies["compile"],
@@ -71,11 +71,12 @@ def _has_no_form(module: nn.Module) -> bool:
 
 
 class InvariantStep:
-    """Sums the gradients of an invariant run by a binary tree over the leaves of its batch.
+    """Sum the gradients of an invariant run by a binary tree over the leaves of its batch.
 
-    A leaf is the batch's V-th part, V the virtual degree of the data ranks. Each forward and backward is of one leaf,
-    so no shape depends on the layout; ranks and micro-batches decide only who holds which leaves. A rank joins its
-    leaves as they come, and holds log2 of their number and one more at a time; `all_reduce` joins the ranks' nodes.
+    A leaf is one of V equal parts of the batch, where V is the virtual degree of the data ranks. Each forward and
+    backward computes one leaf, so no shape depends on the layout; the layout decides only which rank has which leaves.
+    A rank adds its leaves as they come, and holds at most log2(leaves) + 1 partial sums. `all_reduce` adds the sums of
+    the ranks.
     """
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +95,7 @@ class InvariantStep:
         self.sharded: dict[nn.Parameter, Any] = {}  # torch's record of a parameter that data parallelism sharded
 
     def watch_loss(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-        """Note the loss of each leaf."""
+        """Wrap the loss function to record the loss of each leaf."""
 
         def watched(output: Any, target: Tensor) -> Tensor:
             total = loss(output, target)
@@ -119,7 +120,7 @@ class InvariantStep:
                 held[-2:] = [(level + 1, b if a is None else a if b is None else a + b)]
 
     def finish(self, total: Tensor) -> Tensor:
-        """After the last leaf: sum gradients of leaves, with ZeRO over ranks too; return the sum of their losses."""
+        """After the last leaf, sum the leaves' gradients (with ZeRO also over ranks), and return the summed loss."""
         for stage, tree in self.trees.items():
             for _, parameter, sharding in tree.declared:
                 nodes = [node for _, node in self.nodes.pop(parameter, [])]
@@ -132,7 +133,7 @@ class InvariantStep:
         return tree_sum(losses) if losses else total
 
     def drop(self) -> None:
-        """Forget a step."""
+        """Drop the gradients of a step."""
         self.losses.clear()
         self.nodes.clear()
 
@@ -140,9 +141,9 @@ class InvariantStep:
         return self.ends.size > 1 and any(axis.group is self.ends.group for axis in sharding.partial)
 
     def _tied_sum(self, parameter: nn.Parameter, leaves: list[Tensor | None]) -> Tensor:
-        """Add what the first and the last stage have of each leaf, as autograd does in one stage; then sum the leaves.
+        """Add the first and last stage's gradients of each leaf, as autograd does in one stage; then sum the leaves.
 
-        The last stage returns zeros, so that the sum over both, which is still to come, changes nothing.
+        The last stage returns zeros, so the later sum over both stages changes nothing.
         """
         record = self.sharded.get(parameter)
         computed: Any = parameter if record is None else fsdp.whole_parameter(record)

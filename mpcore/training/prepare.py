@@ -1,18 +1,18 @@
-"""Lay a model out on a mesh, in the one order that is right.
+"""Lay a model out on a mesh, in the only correct order.
 
-The order, and why each step comes where it does:
+The order, with the reason for each position:
 
- 1. initialize     draws each parameter by (seed, full name); data parallelism then shards the values
- 2. precision      rounds parameters, in the dtype that recompute counts; FP8 changes how linear layers multiply
- 3. recompute      wraps the forward of blocks, inside the hooks of data parallelism
- 4. data parallel  replaces float32 parameters by shards, the masters of what it gathers
- 5. compile        compiles the forward of blocks, with recompute inside and the hooks of data parallelism outside
- 6. optimizer      holds the parameters that are stepped
- 7. main gradients accumulate in float32 where data parallelism doesn't, for optimizers that read them
- 8. guard, offload of its state, local updates: each wraps the optimizer, whose masters begin with the values of 1
- 9. pipeline       reads which linear layers must split their backward
-10. load           fills parameters and state (`Run.load`)
-11. offload of parameters, which takes their memory away between uses
+ 1. initialize: draw each parameter from (seed, full name), before data parallelism shards the values
+ 2. precision: round parameters, because recompute counts bytes in their dtype; switch linear layers to FP8
+ 3. recompute: wrap the forward of blocks, inside the hooks of data parallelism
+ 4. data parallelism: replace float32 parameters by shards, which are the master weights of the gathered parameters
+ 5. compile: compile the forward of blocks, with recompute inside and the hooks of data parallelism outside
+ 6. optimizer: create it on the parameters that it will step
+ 7. main gradients: accumulate in float32 where data parallelism doesn't, for optimizers that read main gradients
+ 8. guard, offload of optimizer state, local updates: wrap the optimizer, whose master weights have the values of 1
+ 9. pipeline: read which linear layers must split their backward
+10. load: fill parameters and state (`Run.load`)
+11. offload of parameters: free their device memory between uses
 """
 
 from __future__ import annotations
@@ -70,35 +70,39 @@ def prepare(
     trace: bool = False,
     numerics: str = "default",
 ) -> Run:
-    """Lay a model out on a mesh, make its optimizer, and return what a training loop calls.
+    """Lay a model out on a mesh, create its optimizer, and return the `Run` that a training loop calls.
 
     Args:
-        model: the model; with pp > 1 this rank's stage of it, or its stages, lowest first.
-        mesh: the mesh of `build_mesh` whose axes the model's layers were built with.
+        model: the model. With pp > 1, this rank's pipeline stage, or a list of its stages in pipeline order.
+        mesh: the mesh from `build_mesh` whose axes the model's layers were built with.
         blocks: the transformer blocks in the order of forward: the units of ZeRO, recompute, FP8, offload and compile.
-            With pp > 1 and fragments of local updates, `{number in the whole model: block}`.
+            With pp > 1 and fragments of local updates, pass `{number in the full model: block}`.
         loss: `loss(output, target)`, the SUM over the tokens of a micro-batch. Never divide it: the run divides once,
-            by the tokens of the whole step on all ranks. The first step calls it once more, to refuse a mean.
-        optimizer: called with the prepared model, returns its optimizer: `lambda model: AdamW(model, lr=3e-4)` or
-            `lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)`.
-        seed: seeds parameters and dropout.
-        initialize: None: the model must be on "meta", and its values are drawn. True: draw them anew. False: keep them,
-            as of a pretrained model. A drawn value depends on seed and full name, so every layout has the same.
-        micro_batches: how many a step has on each rank. Gradients accumulate over them.
-        schedule: the pipeline's: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a schedule.
+            by the tokens of the whole step on all ranks. The first step calls it once more, to detect a mean.
+        optimizer: a function that gets the prepared model and returns its optimizer: `lambda model: AdamW(model,
+            lr=3e-4)` or `lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)`.
+        seed: seed of parameters and dropout.
+        initialize: None: draw the values; the model must be on "meta". True: draw the values, replacing existing ones.
+            False: keep the values, for example of a pretrained model. A drawn value depends only on the seed and the
+                full
+            name, so it is the same on every layout.
+        micro_batches: the number of micro-batches per step on each rank. Gradients accumulate over them.
+        schedule: the pipeline schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a
+            `Schedule`.
         data: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
         precision, recompute, offload, compile, local_updates: policies. Short forms: `precision="bfloat16"`,
             `recompute="full"`.
         trace: record when each action of the pipeline runs.
-        numerics: "invariant": losses, norms and weights have the same bits on every mesh of one `virtual` degree
-            (docs/bitwise.md). Each forward is then of one leaf of the batch, whatever `micro_batches`.
+        numerics: "default" or "invariant". With "invariant", losses, norms and weights have the same bits on every mesh
+            of the same `virtual` degree (docs/bitwise.md). Each forward then computes one leaf of the batch, for every
+            value of `micro_batches`.
 
     Returns:
-        The run.
+        The `Run`.
 
     Raises:
-        ValueError: on every rank, before a collective of the model starts, if policies don't go together or with the
-            mesh, ranks ask for different things, or the model can't be prepared; the message says why.
+        ValueError: on every rank, before a collective of the model starts, if policies exclude each other or don't fit
+            the mesh, ranks pass different arguments, or the model can't be prepared. The message says why.
 
     Example:
         >>> import torch
@@ -151,7 +155,7 @@ def prepare(
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
     _check_names(stages, mesh, drawn=initialize is not False)
-    if initialize is False:  # before data parallelism shards the values: each rank would give its own part
+    if initialize is False:  # must come before data parallelism shards the values
         with raising_together():
             joined = stages[0] if len(stages) == 1 else join_stages(stages)
         compare_replicas(joined, mesh, OTHER_VALUES)
@@ -176,7 +180,7 @@ def prepare(
     if masters:
         main_gradients(whole, masters)
     elif precision.autocast_dtype and isinstance(made, AdamW) and not any(map(is_dtensor, whole.parameters())):
-        main_gradients(whole)  # data parallelism accumulates in float32 by itself; torch's optimizers read .grad alone
+        main_gradients(whole)  # not with data parallelism, which accumulates in float32; torch's optimizers read .grad
     if not isinstance(made, AdamW):  # mpcore's optimizers guard themselves
         guard_optimizer(made, stages)
     if offload.optimizer:
@@ -205,13 +209,14 @@ def lay_out(
     Args:
         stages: this rank's stages.
         initialize: draw all parameters. Without it they may stay on "meta".
-        mesh, blocks, seed, data, precision, recompute, compile: as of `prepare`.
+        mesh, blocks, seed, data, precision, recompute, compile: see `prepare`.
 
     Returns:
-        The only stage, or all stages as one module; and the float32 masters of its trained 16-bit parameters.
+        The only stage, or all stages joined in one module; and the float32 master weights of its trained 16-bit
+        parameters.
 
     Raises:
-        ValueError: on every rank, as the steps do.
+        ValueError: on every rank, if a step rejects its arguments or the model.
     """
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
     if initialize:
@@ -243,7 +248,7 @@ def lay_out(
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Refuse what doesn't make an optimizer when it is called with the model."""
+    """Raise ValueError if `optimizer` is not a function that makes an optimizer from the model."""
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     kind: Any = type(optimizer) if is_made else getattr(optimizer, "func", optimizer)  # the class within a partial
     name = kind.__name__ if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else ""
@@ -257,9 +262,9 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
-    """Refuse two pipeline ranks that call different parameters by one name: they would be drawn with the same values.
+    """Raise ValueError if two pipeline ranks use one name for different parameters: both would draw the same values.
 
-    If values are kept, refuse two that have all their names in common: each was given the whole model.
+    If values are kept, raise it only for two ranks with equal sets of names: each was given the full model.
     """
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
@@ -280,7 +285,7 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
-    """Refuse to guess whether a model's values are to be kept, and to train parameters without values or in less."""
+    """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
     parameters = [each for stage in stages for each in stage.named_parameters()]
     narrow = [f"{name} is {p.dtype}" for name, p in parameters if p.is_floating_point() and p.dtype != torch.float64]
     if narrow and precision.dtype in ("float64", "fp64", torch.float64):

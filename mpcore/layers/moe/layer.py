@@ -192,7 +192,7 @@ class ParallelMoE(ParallelLayer):
 
 
 class _WithLoss(Function):
-    """Return the weights; their backward also starts that of a scaled loss, so layers need not return the loss."""
+    """Return the weights. Their backward also starts the backward of an already scaled loss."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, loss: Tensor) -> Tensor:
