@@ -24,7 +24,7 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
     """Accumulate gradients in float32 (float64 for float64) for parameters of any dtype.
 
     Each parameter gets `main_grad`, and `.grad` stays None, also for hooks. `reduce_gradients`, `grad_norm`,
-    `clip_gradients` and the optimizers of `mpcore.optim` read it with `gradient_of`.
+    `clip_gradients` and the optimizers of `mpcore.optim` read `main_grad` with `gradient_of`.
 
     Args:
         model: the model, or this rank's pipeline stage. It must not be sharded over data: `fully_shard` accumulates in

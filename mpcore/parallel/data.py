@@ -210,7 +210,7 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
 
 
 def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
-    """Refuse a parameter that lies in two units, unless stages share it, and trained ones of two dtypes in one unit."""
+    """Raise ValueError if one stage has a parameter in two units, or a unit has trained parameters of two dtypes."""
     seen: dict[nn.Parameter, tuple[str, nn.Module, nn.Module]] = {}
     units = set(blocks)
     for stage in stages:
@@ -236,13 +236,13 @@ def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
 
 
 def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: int) -> bool:
-    """`fully_shard` cuts dimension 0: not where that is missing or empty, or experts have no replicas to cut over."""
+    """Return whether `fully_shard` can't shard the parameter: no or empty dimension 0, or experts without replicas."""
     alone = sharding.data_axis(mesh).size == replicate < mesh.data.size
     return parameter.dim() == 0 or parameter.numel() == 0 or alone
 
 
 def _declare_pending(stage: nn.Module, mesh: Mesh, which: Callable[[nn.Parameter], bool]) -> None:
-    """Declare the data axis of each parameter, and for some that their gradients are pending over it."""
+    """Declare the data axis of each parameter, and declare the gradients of some partial over it."""
     declared = shardings(stage)
     for name, module, leaf, parameter in list(owners(stage)):
         axis = declared[name].data_axis(mesh)

@@ -1,4 +1,4 @@
-"""Apply torch's `fully_shard` to one unit after the other."""
+"""Apply torch's `fully_shard` to units, one by one."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ class ShardPolicy:
 
 
 class TreeReduceScatter:
-    """The reduce-scatter of `fully_shard` as the binary tree over ranks."""
+    """The reduce-scatter of `fully_shard` as a binary tree over ranks."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
-        """Sum the ranks' inputs, and keep this rank's part of the sum."""
+        """Sum the ranks' inputs, and keep this rank's shard of the sum."""
         terms = torch.empty_like(input_tensor)
         dist.all_to_all_single(terms, input_tensor, group=group)
         output_tensor.copy_(tree_sum(terms.chunk(group.size())))
 
 
 class ExchangeReduceScatter:
-    """The reduce-scatter of `fully_shard` as one exchange of shards: gloo's own sums all shards on every rank."""
+    """The reduce-scatter of `fully_shard` as one exchange of shards. gloo's own sums all shards on every rank."""
 
     allocate = TreeReduceScatter.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
-        """Sum the ranks' inputs, in the order of ranks, and keep this rank's part of the sum."""
+        """Sum the ranks' inputs in rank order, and keep this rank's shard of the sum."""
         rank, size, shard = group.rank(), group.size(), len(output_tensor)
         kept = {0: input_tensor[shard:], size - 1: input_tensor[:-shard]}  # a message has no gap for one's own shard
         message = kept.get(rank, input_tensor)
@@ -68,12 +68,12 @@ class ExchangeReduceScatter:
 
 
 class BroadcastAllGather:
-    """The all-gather of `fully_shard` as a broadcast from each rank: gloo's own copies each shard once more."""
+    """The all-gather of `fully_shard` as one broadcast from each rank. gloo's own copies each shard once more."""
 
     allocate = TreeReduceScatter.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
-        """Gather the ranks' inputs. This rank's is its part of the output already."""
+        """Gather the ranks' inputs. This rank's input is already its part of the output."""
         shards = output_tensor.chunk(group.size())
         for work in [dist.broadcast(x, group=group, group_src=i, async_op=True) for i, x in enumerate(shards)]:
             assert work is not None
@@ -81,7 +81,7 @@ class BroadcastAllGather:
 
 
 class UnitWrapper:
-    """`fully_shard`, told all that one call of `shard_data_parallel` says."""
+    """Apply `fully_shard` with the arguments of one call of `shard_data_parallel`."""
 
     def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: ShardPolicy) -> None:
         self.mesh, self.declared, self.policy = mesh, declared, policy
@@ -97,7 +97,7 @@ class UnitWrapper:
             self.experts = fsdp_wrap.placement_on(_cut_axis(mesh.edp, policy.replicate, mesh.device_type))
 
     def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
-        """Make a module a unit. Parameters that are `ignored`, or in a unit already, stay as they are."""
+        """Make a module a unit. Parameters in `ignored`, or already in a unit, are unchanged."""
         zero = self.policy.zero if zero is None else zero
         held = [(owner, *place) for owner in module.modules() for place in owner.named_parameters(recurse=False)]
         mine = [(owner, leaf, p) for owner, leaf, p in held if p not in ignored and not is_dtensor(p)]
@@ -124,7 +124,7 @@ class UnitWrapper:
 
 
 def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
-    """The axis as torch's mesh; with `replicate` > 1 as (replicate, shard), a shard group's ranks in a row."""
+    """Return the axis as torch's mesh; with `replicate` > 1 as (replicate, shard), each shard group consecutive."""
     assert axis.group is not None
     if replicate == 1:
         return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))

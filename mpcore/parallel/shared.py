@@ -56,14 +56,14 @@ def set_state(stage: nn.Module, state: DataParallel) -> None:
 
 
 def router_statistics(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `update_routers` moves between steps: they stay whole, here and in their dtype."""
+    """Return the parameters that `update_routers` changes between steps. They stay replicated and keep their dtype."""
     return {p for module in model.modules() if isinstance(module, Router) for p in module.statistics}
 
 
 class SharedUnit(nn.Module):
-    """Parameters that several stages of a rank share, such as a tied table, as a unit of `fully_shard` of its own.
+    """Parameters that several stages of a rank share, such as a tied table, as a separate unit of `fully_shard`.
 
-    A unit belongs to one root, and each stage is a root. So this one is none of the stages' submodules; it is gathered
+    A unit belongs to one root, and each stage is a root, so this unit is not a submodule of any stage. It is gathered
     before the first stage runs, and its gradients are summed when all stages are done.
     """
 
@@ -75,26 +75,26 @@ class SharedUnit(nn.Module):
 
     @property
     def shared(self) -> set[nn.Parameter]:
-        """The parameters, as they are now: whole or shards."""
+        """Return the current parameters: full tensors or shards."""
         return {module.get_parameter(leaf) for module, leaf in self.places}
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input."""
+        """Return the input."""
         return x * 1
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Hold the parameters whole, if they are not."""
+        """Gather the parameters if they are sharded."""
         self(torch.zeros(()))
 
     def finish(self) -> None:
-        """Sum the gradients over data and hold shards again."""
+        """Sum the gradients over data and shard the parameters again."""
         with torch.enable_grad():
             self(torch.zeros((), requires_grad=True)).backward()
 
 
 def share_parameters(stages: list[nn.Module], whole: set[nn.Parameter], wrap: UnitWrapper) -> list[SharedUnit]:
-    """Make a unit of the parameters that several stages share, if there are any but those that stay `whole`."""
+    """Make a unit of the parameters that several stages share, except those in `whole`; return [] if there are none."""
     places: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
     for i, stage in enumerate(stages):
         for module in stage.modules():
@@ -109,5 +109,5 @@ def share_parameters(stages: list[nn.Module], whole: set[nn.Parameter], wrap: Un
 
 
 def shared_units(stages: Iterable[nn.Module]) -> Iterator[SharedUnit]:
-    """Each unit that some of the stages share, once."""
+    """Yield each unit shared by some of the stages once."""
     yield from dict.fromkeys(unit for stage in stages for unit in state_of(stage).shared)

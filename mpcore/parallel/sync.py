@@ -1,4 +1,4 @@
-"""When data parallelism gathers parameters and sums gradients: between micro-batches, and around forward."""
+"""Control when data parallelism gathers parameters and sums gradients: between micro-batches, and around forward."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
 
 
 def begin_sums(stage: nn.Module) -> None:
-    """After the stage's last backward: begin the sums of plain data parallelism that its gradients did not."""
+    """After the stage's last backward, start the all-reduces of plain data parallelism that have not started."""
     early = state_of(stage).early
     if early is not None:
         early.begin_rest()
 
 
 def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
-    """Forget the gradients, as the `zero_grad` of a model, and those that nothing has summed: they are None."""
+    """Set the gradients to None, like `zero_grad` of a model, including gradients that are not summed yet."""
     drop_gradients(stage)
 
 
 @uncompiled
 def before_forward(stage: Any, unit: Any, args: Any) -> None:
-    """Check that a unit's parameters may be gathered now."""
+    """Check that a unit's parameters may be gathered."""
     fsdp.make_root(stage)  # a block that is called before its model is not a model of its own
     if unit is stage and torch.is_grad_enabled() and fsdp.backward_failed(stage):
         raise ValueError(
@@ -108,7 +108,7 @@ def before_forward(stage: Any, unit: Any, args: Any) -> None:
 
 @uncompiled
 def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
-    """Shard again where no backward follows that would: gathered parameters are copies, not to be read or stepped."""
+    """Shard parameters again if no backward will do it: gathered copies must not be read or stepped."""
     state = state_of(stage)
     trained = trained_tensors(out) if unit is stage else ()
     hidden = unit is stage and not trained and hides_tensors(out)
@@ -131,7 +131,7 @@ def _name(unit: nn.Module) -> str:
 
 
 def hides_tensors(out: Any) -> bool:
-    """Whether an output without trained tensors may hold some, or a backward may start elsewhere."""
+    """Return whether an output may hold trained tensors that were not found, or a backward may start elsewhere."""
     leaves = [x for x in pytree.leaves(out) if x is not None]
     plain = (Tensor, int, float, complex, str)
     rest = (x for x in leaves if not looks_into(x))
@@ -169,18 +169,18 @@ def _keep_gathered(stage: nn.Module, state: DataParallel) -> None:
 
 
 def drops_parameters(model: nn.Module) -> bool:
-    """Whether no rank holds its whole stage at any time, so that an evaluation that gathered it might not fit."""
+    """Return whether no rank ever holds its full stage, so that a gathered evaluation might not fit in memory."""
     return state_of(model).zero == 3
 
 
 def gather(model: nn.Module) -> None:
-    """Have the modules hold whole parameters: what a backward that is split in two needs."""
+    """Gather the parameters in the modules, as a split backward needs."""
     for unit in state_of(model).units:
         unit.unshard()
 
 
 def hold_gradients(model: nn.Module) -> None:
-    """Have a backward leave gradients unsummed, and parameters whole: the first half of a split one."""
+    """Let a backward leave gradients unsummed and parameters gathered: the first half of a split backward."""
     state = state_of(model)
     if state.root is not None:
         state.root.set_is_last_backward(False)
@@ -190,7 +190,7 @@ def hold_gradients(model: nn.Module) -> None:
 
 
 def reduce_held(model: nn.Module, last: bool) -> None:
-    """After the second half of a split backward, which runs no hooks: do what `sync_gradients` asked for."""
+    """After the second half of a split backward, which runs no hooks, do what `sync_gradients` requested."""
     root = state_of(model).root
     if root is None:
         return
@@ -202,7 +202,7 @@ def reduce_held(model: nn.Module, last: bool) -> None:
 
 
 def reduce_once(model: nn.Module, leaves: bool = False) -> None:
-    """After a step's last backward: sum gradients not summed each micro-batch, or those of leaves, by `leaves`."""
+    """After a step's last backward, sum gradients that were not summed in each micro-batch, or those of leaves."""
     state = state_of(model)
     begin_sums(model)
     if state.root is not None and state.leaves == leaves and not reduces_each_micro_batch(model):
@@ -212,11 +212,11 @@ def reduce_once(model: nn.Module, leaves: bool = False) -> None:
 
 
 def reduces_each_micro_batch(model: nn.Module) -> bool:
-    """Whether gradients are sharded."""
+    """Return whether gradients are sharded, and so reduce-scattered in each micro-batch."""
     state = state_of(model)
     return state.zero > 1 and not state.leaves
 
 
 def sums_within_backward(model: nn.Module) -> bool:
-    """Whether a backward sums: of each micro-batch where gradients are sharded, of the last with ZeRO-0."""
+    """Return whether a backward sums gradients: in each micro-batch if they are sharded, in the last with ZeRO-0."""
     return reduces_each_micro_batch(model) or state_of(model).early is not None

@@ -110,7 +110,7 @@ def pipeline_stages(
 
 
 class _HandedOnError(Exception):
-    """Ends the forward of a stage behind its last layer."""
+    """Ends the forward of a stage after its last layer."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__("the forward of a pipeline stage has ended")
@@ -118,7 +118,7 @@ class _HandedOnError(Exception):
 
 
 class _Inlet:
-    """What a stage received, while its forward runs."""
+    """The tensor that a stage received, while its forward runs."""
 
     x: Tensor | None = None
 
@@ -127,7 +127,7 @@ class _Inlet:
 
 
 class _Passed(nn.Module):
-    """In the place of a layer of another stage; has its plain attributes, such as the kind of its attention."""
+    """Replaces a layer of another stage; has its plain attributes, such as the kind of its attention."""
 
     def __init__(self, layer: nn.Module, returned: int) -> None:
         super().__init__()
@@ -145,9 +145,9 @@ class _Passed(nn.Module):
 
 
 class _Blank(nn.Module):
-    """In the place of a module before the layers: zeros of the right shape, which no layer sees.
+    """Replaces a module before the layers: returns zeros of the right shape, which no layer uses.
 
-    A forward that reads a table of the module, such as `position.weight[:T]`, finds zeros that take no memory.
+    If forward reads a table of the module, such as `position.weight[:T]`, it gets zeros that use no memory.
     """
 
     def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module) -> None:
@@ -163,11 +163,11 @@ class _Blank(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """In the place of a module behind the layers, which the forward of this stage doesn't reach."""
+    """Replaces a module after the layers, which the forward of this stage doesn't reach."""
 
 
 class _Stage(nn.Module):
-    """Stands before a model's class: its forward takes ids, or what the stage before handed on."""
+    """A mixin in front of the model's class: forward accepts ids, or the output of the previous stage."""
 
     inlet: _Inlet | None
     options: dict[str, Any]
@@ -186,7 +186,7 @@ class _Stage(nn.Module):
 
 
 def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace) -> nn.Module:
-    """A copy of the model with the layers `held`, which shares all parameters, buffers and modules without them."""
+    """Copy the model with the layers `held`. The copy shares parameters and buffers, and modules without them."""
     shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
     inlet = _Inlet() if held.start else None
@@ -232,7 +232,7 @@ class _Trace:
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.Module]:
-    """The list of layers, and its name."""
+    """Return the name of the list of layers, and the list."""
     lists = {
         n: m for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
     }
@@ -243,7 +243,7 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
-    """Run the model; say what it calls, and what it returns."""
+    """Run the model once; return what it calls, and its outputs."""
     numbers, calls = {layer: i for i, layer in enumerate(layers.children())}, []
     units = dict(_units(model, layers))
     names = {module: name for name, module in units.items()}
@@ -294,7 +294,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
 
 
 def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with parameters, besides the layers."""
+    """Yield the outermost modules with parameters, except the layers."""
     for name, module in model.named_children():
         if module is layers or next(module.parameters(), None) is None:
             continue
@@ -349,7 +349,7 @@ def _check_shared(
 
 
 def _ids(model: nn.Module) -> Tensor:
-    """Ids that the model's tables have."""
+    """Return ids that exist in the model's tables."""
     table = next((m for m in model.modules() if isinstance(getattr(m, "num_embeddings", None), int)), None)
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")
@@ -359,7 +359,7 @@ def _ids(model: nn.Module) -> Tensor:
 
 
 def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """The floating tensors that stages in a row return, in evaluation; then those of padded samples."""
+    """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples."""
     masks: list[dict[str, Any]] = [{}]
     if "attention_mask" in inspect.signature(model.forward).parameters:
         masks.append(

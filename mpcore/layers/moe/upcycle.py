@@ -14,7 +14,7 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
     """Convert a dense model's full state dict to that of a mixture: each expert is a copy of the layer's MLP.
 
     With normalized weights, `routed_scale=1` and no shared experts, the mixture's first output equals the dense model's
-    for any router. With `top_k=1` weights are not normalized: there an MLP's output is multiplied by the router's
+    for any router. With `top_k=1` weights are not normalized: then each MLP's output is multiplied by the router's
     score.
 
     Args:
