@@ -1145,6 +1145,23 @@ def test_the_last_n_and_every_kth_are_kept_and_never_the_only_good_one_removed(t
         prune(tmp_path, keep=0)
 
 
+def test_inspect_has_a_line_for_each_kind_of_state(tmp_path, capsys):
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    path = str(save(tmp_path / "step", model, optimizer, mesh=Mesh(), step=1))
+    assert main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "  optimizer/exp_avg: 2 tensors of F32, 36 bytes (--all lists them)" in text
+    assert "model/weight" in text
+    assert "optimizer/exp_avg/weight" not in text
+    assert main(["inspect", "--all", path]) == 0
+    text = capsys.readouterr().out
+    assert "optimizer/exp_avg/weight" in text
+    assert "--all" not in text
+
+
 def test_the_command_inspects_verifies_and_compares(tmp_path, capsys):
     a, b = small(tmp_path, 1, seed=9, config={"width": 3}), small(tmp_path, 2)
     assert main(["inspect", str(a)]) == 0

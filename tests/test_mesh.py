@@ -160,7 +160,9 @@ def test_the_layout_is_printed_as_a_table():
     ("world", "sizes", "message"),
     [
         (4, {"tp": 3}, "tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4: choose sizes whose product is one of "
-                       "[1, 2, 4], or start a multiple of 3 processes"),
+                       "1, 2, 4, or start a multiple of 3 processes"),
+        (1, {"tp": 2, "pp": 3}, "tp 2 x pp 3 needs 6 processes, and this job has 1: start 6, such as with torchrun "
+                                "--nproc-per-node 6"),
         (6, {"tp": 2, "pp": 2}, "tp 2 x cp 1 x pp 2 = 4 does not divide the world size 6"),
         (8, {"tp": 2, "dp": 2}, "tp 2 x cp 1 x pp 1 x dp 2 = 4 is not the world size 8: start 4 processes"),
         (8, {"tp": 2, "cp": 2, "ep": 3}, "ep 3 does not divide dp x cp = 2 x 2 = 4 (world size 8): take one of 1, 2"),

@@ -24,7 +24,7 @@ from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_name
 from mpcore.analysis.peak import peak
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import main, what_if
-from mpcore.analysis.report import LEGEND, draw, table
+from mpcore.analysis.report import LEGEND, draw, explain, table
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.seconds import Seconds, estimate
 from mpcore.analysis.state import state_bytes
@@ -218,6 +218,22 @@ def test_the_fastest_that_fits_comes_first():
     assert "1 refused: refused on 1" in text
 
 
+def test_small_models_are_shown_in_small_units():
+    for memory, seconds, head, numbers in (
+        (3 * 2**20, 0.002, ["MiB", "step, ms"], ["3.0", "2.000"]),
+        (3 * 2**30, 2.0, ["GiB", "step, s"], ["3.0", "2.000"]),
+    ):
+        e = Estimate({"tp": 1}, (), memory=memory, seconds=Seconds(host=seconds))
+        first, row, legend, *_ = table([e], machine()).splitlines()
+        assert re.findall(r"[GM]iB|step, \w+", first) == head
+        assert row.split()[2:4] == numbers
+        assert legend.startswith(f"{head[0]}: of the fullest rank")
+        step, host, *_ = explain(e, machine()).splitlines()
+        unit = head[1].split()[1]
+        assert step.startswith(f"2.000 {unit} per step")
+        assert host.split()[1:3] == ["2.000", unit]
+
+
 def test_a_mesh_that_is_too_small_is_not_tried_with_larger_micro_batches():
     tried = []
     layouts = [(LAYOUTS[0][0], ("--micro-batch", n)) for n in "124"]
@@ -266,6 +282,8 @@ def test_one_call_makes_the_work_of_a_whole_model():
     assert dry_run(work_of_mlp, ["--zero", "3"], dp=2).parameters == 2 * D * D * 4 / 2
     with pytest.raises(ValueError, match="make_work has one pipeline stage, and the mesh has 2: give --pp 1, or"):
         dry_run(work_of_mlp, pp=2)
+    with pytest.raises(ValueError, match=r"shape \(0, 64\), without samples: .* dp x micro-batches = 1 x 1"):
+        make_work(MLP(Mesh()), Mesh(), inputs=(torch.empty(0, D),), loss=Tensor.sum, blocks=[])
 
 
 def test_a_search_that_is_interrupted_returns_what_it_has():
@@ -312,7 +330,7 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
     assert lines[0] == f"{head}; a model of {2 * D * D:,} parameters", "of the whole, not of a rank's shard"
     assert lines[1].split()[:4] == ["row", "tp", "pp", "dp"]
     end = next(i for i, line in enumerate(lines) if line.startswith("the fastest"))
-    first = LEGEND.splitlines()
+    first = LEGEND.replace("UNIT", "MiB").splitlines()
     assert lines[end - len(first) : end] == first
     rows = lines[2 : end - len(first)]
     want = {(str(tp), str(pp), str(4 // tp // pp)) for tp in (1, 2) for pp in (1, 2, 4) if tp * pp <= 4}
@@ -325,7 +343,7 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
     assert set(alone) == {"--nothing 1"}, "there is no schedule on one pipeline rank"
     text = "\n".join(lines)
     assert "what if bandwidth=2x, memory=141e9:" in text
-    assert "seconds a step (standard error" in text
+    assert "ms per step (standard error" in text
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
-from mpcore import Mesh, materialize
+from mpcore import Mesh, materialize, simulate
 from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave_together
 from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.fault_tolerance.signals import StopSignals
@@ -506,6 +506,17 @@ def test_row_31_a_signal_asks_and_what_was_before_comes_back(number):
         assert signals.asked
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def stop_signals_of_a_rank(mesh: Mesh) -> bool:
+    with leave_together(mesh), StopSignals() as signals:
+        return signals.asked
+
+
+def test_simulated_ranks_leave_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    assert simulate(stop_signals_of_a_rank, dp=2) == [False, False]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_a_peer_left_is_told_from_an_error_of_our_own():

@@ -430,6 +430,18 @@ class Chosen(Mixer):
         return super().forward(x).argmax(-1)
 
 
+class Forgotten(nn.Module):
+    """The second layer of an MLP isn't swapped."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        layers = {"up": ColumnParallelLinear(6, 8, tp=mesh.tp), "down": nn.Linear(8, 6)}
+        self.inner = nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner["down"](self.inner["up"](x).relu())
+
+
 class Plain(nn.Module):
     """A factor, for inputs of any shape."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpcore.analysis.machine import Machine
+from mpcore.analysis.memory import UNITS, unit_of
 from mpcore.analysis.rows import AXES
 from mpcore.analysis.search import Estimate, frontier
 from mpcore.analysis.seconds import Seconds
@@ -14,10 +15,15 @@ from mpcore.pipeline.draw import matplotlib_part
 
 COMPUTE = ("products", "attention")
 LEGEND = """\
-GiB: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
+UNIT: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
 AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest."""
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = "osD^vP*X"
+
+
+def _clock(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a time is printed, s or ms, and how many of the unit a second has."""
+    return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
 
 
 def why(seconds: Seconds) -> str:
@@ -37,17 +43,19 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
     axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
     wide = {a: max(4, len(a) + 1) for a in axes}
     lines = []
+    unit = unit_of(max((e.memory for e in fits), default=0))
+    second, clock = _clock(fits[0].step if fits else 1.0)
     if fits:
         head = "".join(f"{a:>{wide[a]}}" for a in axes)
-        lines.append(f"row{head} {'GiB':>7} {'step, s':>9} {'+-':>4} {'compute':>8}  {'not compute':<44} flags")
+        lines.append(f"row{head} {unit:>7} {f'step, {second}':>9} {'+-':>4} {'compute':>8}  {'not compute':<44} flags")
     for i, e in enumerate(fits[:top], start=1):
         assert e.seconds is not None
         compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
         cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
-        numbers = f"{e.memory / 2**30:>7.1f} {e.step:>9.3f} {e.spread:>4.0%} {compute:>8.1%}"
+        numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits:
-        lines.append(LEGEND)
+        lines.append(LEGEND.replace("UNIT", unit))
     if len(fits) > top:
         lines.append(f".. and {len(fits) - top} slower ones that fit")
     if large:
@@ -75,8 +83,15 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     """
     if e.seconds is None:
         raise ValueError(f"{e.flags or 'the layout'}: {e.refused or 'it does not fit'}")
-    lines = [f"{e.step:.3f} seconds a step (standard error {e.spread:.0%}), {e.memory / 2**30:.1f} GiB"]
-    lines += [f"  {name:<16}{part:>10.3f} s {part / e.step:>7.1%}" for name, part in e.seconds.parts().items() if part]
+    second, clock = _clock(e.step)
+    unit = unit_of(int(e.memory))
+    step, memory = e.step * clock, e.memory / UNITS[unit]
+    lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), {memory:.1f} {unit}"]
+    lines += [
+        f"  {name:<16}{part * clock:>10.3f} {second} {part / e.step:>7.1%}"
+        for name, part in e.seconds.parts().items()
+        if part
+    ]
     free = machine.memory - machine.reserve - e.memory
     lines.append(f"  {free / 2**30:.1f} GiB are free, besides {machine.reserve / 2**30:.1f} in reserve")
     lines.append(f"  flags: {' '.join([e.flags, *given])}")

@@ -70,7 +70,7 @@ def make_work(
         optimizer: the function that makes an optimizer from a list of parameters.
 
     Raises:
-        ValueError: if the mesh has several pipeline ranks.
+        ValueError: if the mesh has several pipeline ranks, or an input has no samples.
 
     Example:
         >>> import mpcore as mp
@@ -87,6 +87,12 @@ def make_work(
             f"make_work has one pipeline stage, and the mesh has {mesh.pp.size}: give --pp 1, or return a Work of this "
             "rank's stages"
         )
+    for x in inputs:
+        if isinstance(x, Tensor) and not x.numel():
+            raise ValueError(
+                f"an input has the shape {tuple(x.shape)}, without samples: the samples of a step must be a multiple "
+                f"of dp x micro-batches = {mesh.dp.size} x {micro_batches}"
+            )
     precision = Precision(precision) if isinstance(precision, str) else precision
     recompute = Recompute(recompute) if isinstance(recompute, str) else recompute
     lay_out([model], mesh, blocks, seed=0, initialize=False, data=data, precision=precision, recompute=recompute,

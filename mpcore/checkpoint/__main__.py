@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"inspect": "print what is inside", "verify": "read and check every byte"}.items():
-        commands.add_parser(name, help=text).add_argument("path", nargs="+")
+        one = commands.add_parser(name, help=text)
+        one.add_argument("path", nargs="+")
+        if name == "inspect":
+            one.add_argument("--all", action="store_true", help="list each tensor of the optimizer too")
     two = commands.add_parser("diff", help="compare two bit for bit, whatever layouts wrote them")
     two.add_argument(
         "--rtol", type=float, default=0.0, help="ignore differences up to this share of a tensor's largest value"
@@ -41,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     bad = 0
     for path in args.path:
         if args.command == "inspect":
-            print(describe(path))
+            print(describe(path, all_tensors=args.all))
         else:
             problems = verify(path)
             print("\n".join(problems) or f"{path}: every byte is as written")

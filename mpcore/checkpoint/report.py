@@ -23,11 +23,12 @@ def inspect(path: str | os.PathLike[str]) -> Manifest:
     return read_manifest(resolve(path))
 
 
-def describe(path: str | os.PathLike[str]) -> str:
+def describe(path: str | os.PathLike[str], *, all_tensors: bool = False) -> str:
     """Return a description of a checkpoint's content, as text for people.
 
     Args:
         path: the checkpoint.
+        all_tensors: whether to list each tensor of the optimizer. Default: one line for each kind of state.
 
     Raises:
         ValueError: if there is no complete checkpoint at `path`.
@@ -45,10 +46,20 @@ def describe(path: str | os.PathLike[str]) -> str:
     for kind in ("model/", "optimizer/"):
         names = [name for name in m.tensors if name.startswith(kind)]
         lines.append(f"{kind[:-1]}: {len(names)} tensors, {sum(sizes[name] for name in names):,} bytes")
-    width = max((len(name) for name in m.tensors), default=0)
+    slots: dict[str, list[str]] = {}
+    for name in m.tensors:
+        if name.startswith("optimizer/") and not all_tensors:
+            slots.setdefault(name.split("/")[1], []).append(name)
+    width = max((len(name) for name in m.tensors if all_tensors or name.startswith("model/")), default=0)
     for name, entry in m.tensors.items():
+        if name.startswith("optimizer/") and not all_tensors:
+            continue
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         lines.append(f"  {name:{width}}  {entry.dtype:5} {shape:>16}  in {len(entry.chunks)}")
+    for slot, names in slots.items():
+        dtypes = ", ".join(sorted({m.tensors[name].dtype for name in names}))
+        size = sum(sizes[name] for name in names)
+        lines.append(f"  optimizer/{slot}: {len(names)} tensors of {dtypes}, {size:,} bytes (--all lists them)")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from mpcore._torch.distributed import default_store
+from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.log import get_logger
 
@@ -26,6 +27,8 @@ class StopSignals:
         apart: the least time between two ctrl-C, in seconds.
         leave_with: see the attribute.
 
+    Under `mpcore.simulate` this block catches no signals: only the main thread can, and each rank runs in another one.
+
     Attributes:
         asked: whether a signal has come. Ranks may see it at different steps: let them agree (`Wishes`) before they
             act.
@@ -39,6 +42,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        if simulated_rank() is not None:
+            return self
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -49,6 +54,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._ask:  # leave_together may have set it to ignore

@@ -51,7 +51,13 @@ def mesh_shape(
     inner = tp * cp * pp
     if dp is None:
         if world_size % inner:
-            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            if inner > world_size:
+                larger = " x ".join(f"{name} {size}" for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1)
+                raise ValueError(
+                    f"{larger} needs {inner} processes, and this job has {world_size}: start {inner}, such as with "
+                    f"torchrun --nproc-per-node {inner}, or choose smaller sizes"
+                )
+            fits = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise ValueError(
                 f"{asked} = {inner} does not divide the world size {world_size}: choose sizes whose product is one "
                 f"of {fits}, or start a multiple of {inner} processes"

@@ -35,11 +35,12 @@ from mpcore._torch.dispatch import Float64
 from mpcore.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
-from mpcore.verify.run import Seen, Task, run_step
+from mpcore.verify.run import Seen, Task, build_options, run_step
 
 SAMPLES = 5  # runs that measure the dense model's rounding error: in one run a small tensor's may be 0 by chance
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+_CALL = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)  # of a traceback
 
 __all__ = ["Departure", "Layout", "Verdict", "parse_layout", "verify"]
 
@@ -86,7 +87,8 @@ def verify(
 
     Raises:
         ValueError: if a layout's name is invalid, `timeout` is not above 0, the batch is no mapping of tensors with
-            "x", `build` or `loss` is no function of a module, or the dense model's run fails.
+            "x", `build` or `loss` is no function of a module, one process can't run the model, or a layout has sp and
+            `build` takes no argument `sequence_parallel`.
     """
     if not timeout > 0:
         raise ValueError(f"timeout {timeout} must be seconds above 0")
@@ -107,6 +109,8 @@ def verify(
     if virtual and dtype not in (torch.float32, torch.float64):
         raise ValueError(f"virtual degree {virtual} with {dtype}: take float32 or float64")
     plans = [parse_layout(name) for name in layouts]
+    for plan in plans:
+        build_options(build, plan)
     most = max((plan.size for plan in plans), default=1)
     task = Task(build, batch, loss, dtype if virtual else torch.float64, seed, virtual=virtual)
     ours = pool is None
@@ -119,7 +123,7 @@ def verify(
             samples = range(SAMPLES if dtype != torch.float64 and not virtual else 0)
             rounded = [pool(1, _run, replace(task, nudge=i), dense, timeout=timeout)[0] for i in samples]
         except RankError as error:
-            raise ValueError(f"the dense model doesn't run:\n{error}") from None
+            raise ValueError(f"one process can't run the model: {_useful(str(error), timeout)}") from None
         judge = Judge(truth, dtype, rounded, exact=virtual > 0)
         verdicts = []
         for plan in plans:
@@ -160,6 +164,14 @@ def _widened(pool: Pool, task: Task, layout: Layout, timeout: float, found: Verd
         return Judge(truth)(layout, pool(layout.size, _run, task, layout, timeout=timeout)) if truth.casts else found
     except RankError:  # such as a kernel that supports only float32
         return found
+
+
+def _useful(text: str, timeout: float) -> str:
+    """Return the cause in one line, and the calls of the user's own code, without those of libraries."""
+    libraries = [Path(__file__).parents[1], Path(torch.__file__).parent, Path(functools.__file__).parent]
+    calls = [(Path(call[1]), call[0]) for call in _CALL.finditer(text)]
+    own = [said for file, said in calls if file.exists() and not any(file.is_relative_to(each) for each in libraries)]
+    return "\n".join([what_happened(text, timeout), "".join(own) or text]).rstrip()
 
 
 def what_happened(text: str, timeout: float = 0.0) -> str:

@@ -196,7 +196,8 @@ class Judge:
                     )
                 return (
                     f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
-                    f"replicated but sees only this rank's part of the work (partial=({axis},) declares it)"
+                    f"replicated but sees only this rank's part of the work: declare it in its module with "
+                    f"mp.add_partial(module, {name.rpartition('.')[2]!r}, mesh.{axis})"
                 )
         ratio = _ratio(got, want)
         local = [seen.local.get(name) for seen in held]

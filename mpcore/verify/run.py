@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,19 +105,30 @@ class Seen:
     casts: int = 0
 
 
+def build_options(build: Callable[..., nn.Module], layout: Layout) -> dict[str, bool]:
+    """Return the keyword arguments of `build` under a layout.
+
+    Raises:
+        ValueError: if the layout is sequence parallel, and `build` takes no argument `sequence_parallel`.
+    """
+    if "sequence_parallel" in inspect.signature(build).parameters:
+        return {"sequence_parallel": layout.sequence_parallel}
+    if layout.sequence_parallel:
+        raise ValueError(
+            f"layout {layout.name!r}: the builder takes no argument sequence_parallel: write build(mesh, "
+            "sequence_parallel=False) and pass it to the layers, or leave out sp"
+        )
+    return {}
+
+
 def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
     """Return the user's model on this mesh, with its initial values, in the task's dtype.
 
     Raises:
         ValueError: if the builder doesn't support the layout, or returns no module.
     """
-    options: dict[str, Any] = {}
-    if "sequence_parallel" in inspect.signature(task.build).parameters:
-        options["sequence_parallel"] = layout.sequence_parallel
-    elif layout.sequence_parallel:
-        raise ValueError(f"layout {layout.name!r}: the builder takes no argument sequence_parallel")
     torch.manual_seed(task.seed)
-    model = task.build(mesh, **options)
+    model = task.build(mesh, **build_options(task.build, layout))
     if not isinstance(model, nn.Module):
         raise ValueError(f"the builder returned a {type(model).__name__}, no nn.Module")
     if mesh.pp.size > 1:
@@ -223,7 +235,13 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     )  # fmt: skip
     x = batch.pop("x")
     with eagerly():  # otherwise the hooks are compiled with the modules, again for each call
-        seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
+        try:
+            seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
+        except RuntimeError as error:
+            told = wrong_width(error, mesh)
+            if told is None:
+                raise
+            raise told from error
     seen.output = joined(returned) if returned else None
     seen.outputs = joined(forwards)
     parameters = {name: p for name, p, _ in declarations(model)}
@@ -246,6 +264,23 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         evaluated = [_leaves(output) for output in run.pipeline.forward(x.chunk(parts), **rest)]
     seen.evaluated = joined(evaluated) if returned else None
     return seen
+
+
+def wrong_width(error: RuntimeError, mesh: Mesh) -> ValueError | None:
+    """Return an error that names the `nn.Linear` whose input is sharded over tp, or None for any other error."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [each for each in frames if isinstance(each.get("self"), nn.Module)]
+    linear, x = (calls[-1]["self"], calls[-1].get("input")) if calls else (None, None)
+    if mesh.tp.size == 1 or type(linear) is not nn.Linear or not isinstance(x, Tensor):
+        return None
+    if x.dim() == 0 or x.shape[-1] == linear.in_features:
+        return None
+    names = (name for call in calls for name, module in named_modules(call["self"]) if module is linear and name)
+    return ValueError(
+        f"nn.Linear {next(names, '')}: its input has {x.shape[-1]} features, and in_features is {linear.in_features}. "
+        f"If the input is sharded over tp, as behind a ColumnParallelLinear, make the layer a RowParallelLinear "
+        f"('rowwise' in a plan)"
+    )
 
 
 def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: Seen) -> dict[str, Tensor]:
