@@ -155,7 +155,7 @@ def stages_of_zero(pool: Pool, sizes: Iterable[int] = (1, 2, 4), stages: Iterabl
             rows.append([dp, zero, *sent, *(got[what] for what in held)])
             print(*rows[-1], flush=True)
     kinds = [f"{kind}, sent / theory" for kind in ("all-reduce", "all-gather", "reduce-scatter")]
-    held = ["parameters", "gradients", "optimizer", "whole parameters", "whole gradients"]
+    held = ["parameters", "gradients", "optimizer", "full parameters", "full gradients"]
     return table(["dp", "zero", *kinds, *held], rows)
 
 
@@ -167,56 +167,61 @@ def recomputations(pool: Pool, layouts: Iterable[tuple[int, bool]] = ((1, False)
             where = f"tp {tp}{' sequence parallel' if sp else ''}"
             rows.append([where, kind, each, saved_bytes(kind, tp, sp), "yes" if equal else "NO"])
             print(*rows[-1], flush=True)
-    return table(["layout", "kind", "saved a block", "formula", "bitwise as none"], rows)
+    return table(["layout", "kind", "saved per block, bytes", "formula, bytes", "gradients bitwise equal"], rows)
 
 
 TEXT = """# Memory: the estimate, the stages of ZeRO, recomputation
 
-Measured by `python -m tests.memory_tables --write docs/memory.md` on CPU ranks, never edited. Sizes are bytes of one
-rank.
+`python -m tests.memory_tables --write docs/memory.md` measures these tables on CPU ranks and writes this page. All
+sizes are bytes on one rank.
 
 ## The estimate against what a run holds
 
-`mpcore memory examples.gpt.plan:build` with a layout and flags, against what a rank of the example
-really holds in its second step under the same: parameters, gradients, optimizer state, and the largest set of
-activations, buffers and messages. Each row shows the worst rank of its layout; the largest error is {largest}. The
-flags of each row come after `{flags}`.
+The table compares the estimate of `mpcore memory examples.gpt.plan:build` with the bytes that a rank of the example
+holds in its second step, on the same layout and with the same flags. Both count parameters, gradients, optimizer
+state, and the peak of activations, buffers and messages. Each row shows the worst rank of its layout; the largest
+error is {largest}. Each row's flags follow `{flags}`.
 
-Errors below zero are a batch's tokens and targets, which a run holds and the estimate leaves out. It takes each kind at
-its largest, as if that were at one time: with data parallelism some errors are above zero.
+The estimate omits the tokens and targets of a batch, so most errors are negative. It adds the peaks of all kinds,
+which may be at different times, so with data parallelism some errors are positive.
 
 {estimates}
 
 ## The stages of ZeRO
 
-A GPT of {psi} bytes of float32 parameters (psi), AdamW, {micro_batches} micro-batches a step.
+The model is a GPT with {psi} bytes of float32 parameters (psi), trained with AdamW and {micro_batches} micro-batches
+per step.
 
-*Sent over data in a step*, by the ledger / by the theory; a call counts the bytes of its whole tensor. Stage 0
-all-reduces psi; 1 gathers and reduce-scatters psi once; 2 reduce-scatters it with each micro-batch; 3 gathers it twice
-and reduce-scatters it once with each micro-batch. The all-reduce of stage 0 takes 4 bytes of each tensor besides, which
-say whether it has a gradient. An all-reduce costs as much as a gather and a reduce-scatter, so with one micro-batch
+*All-reduce, all-gather, reduce-scatter*: bytes communicated over data per step, counted by the ledger / predicted by
+the theory. A collective counts the bytes of its full tensor. Stage 0 all-reduces psi. Stage 1 all-gathers and
+reduce-scatters psi once. Stage 2 all-gathers once, and reduce-scatters once per micro-batch. Stage 3 all-gathers
+twice and reduce-scatters once per micro-batch. Stage 0 also all-reduces 4 bytes per tensor, which tell whether the
+tensor has a gradient. An all-reduce costs as much as an all-gather and a reduce-scatter, so with one micro-batch
 stages 0, 1 and 2 send 2 psi and stage 3 sends 3 psi.
 
-*Held after a step*: parameters, gradients and optimizer state. From stage 1 on each is psi (the state 2 psi) / dp.
+*Parameters, gradients, optimizer*: bytes held after a step. From stage 1 on, parameters and gradients are psi / dp
+each, and the optimizer state is 2 psi / dp.
 
-*Whole within a step*, besides those shares, at the loss of the last micro-batch: parameters that are gathered, in all
-stages but 3, and gradients that wait for their sum, in stages 0 and 1.
+*Full parameters, full gradients*: bytes of full tensors held at the loss of the last micro-batch. From stage 1 on, a
+rank holds them in addition to its shards. Stages 0, 1 and 2 hold all parameters; stages 0 and 1 also hold gradients
+that are not yet reduced.
 
 {zero}
 
 ## Recomputation
 
-What four blocks leave for backward, for each block, and whether all gradients are bitwise those without recomputation.
-B = 2 samples of T = 16 tokens, width D = 32, hidden width F = 48, H = 4 heads, float32, dropout 0.1; t is the tp size,
-and s is t with sequence parallel, else 1.
+The table shows the bytes that a block keeps for backward (the mean of four blocks), and whether all gradients are
+bitwise equal to the gradients without recomputation. B = 2 samples of T = 16 tokens, width D = 32, hidden width F =
+48, H = 4 heads, float32, dropout 0.1. t is the tp size. s is t with sequence parallelism, otherwise 1.
 
-- full: the block's output, which is the next one's input. 4 B T D / s
-- selective: that, the sum behind attention, and what products gave; with sequence parallel both gathered inputs.
-  4 B T (2 D / s + (3 D + 2 F) / t), with sequence parallel + 8 B T D. A result that nothing needs leaves a shell of one
-  element, 4 bytes, which the formula leaves out.
-- none: that, norms' results and normalised inputs, masks of dropout (a byte each), rotated q and k, attention's output
-  and log-sum-exp, the gate's activation and the product. 4 B T ((4.5 D + 2) / s + 2 D + (6 D + 4 F + H) / t). The fused
-  kernels of a GPU keep less: neither normalised inputs, nor masks, nor the gate's activation.
+- full keeps the block's output, which is the next block's input: 4 B T D / s.
+- selective keeps also the sum after attention and the outputs of matrix products, and with sequence parallelism the
+  two all-gathered inputs: 4 B T (2 D / s + (3 D + 2 F) / t), with sequence parallelism + 8 B T D. Of an output that
+  backward doesn't need, one element (4 bytes) stays in memory; the formula omits these bytes.
+- none keeps also outputs and normalized inputs of norms, dropout masks (one byte per element), rotated q and k,
+  attention's output and log-sum-exp, and in the MLP the activated gate and its product with up: 4 B T ((4.5 D + 2) /
+  s + 2 D + (6 D + 4 F + H) / t). The fused GPU kernels keep neither normalized inputs, nor masks, nor the activated
+  gate.
 
 {recompute}
 """
