@@ -55,6 +55,10 @@ A target is `module:build` of your own, called as `build(mesh, arguments)`, whic
 Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the shape from its config.json. A `Work` is run whole; an `mpcore.analysis.Model`
 tells the blocks of each stage first, and is counted in seconds.
 
+`make_work` plans one pipeline stage. To plan your own model with pp, return `Work(stages, plan, inputs, loss)` with the stages of
+`mesh.pp.rank` alone: `plan = find_schedule("1f1b", mesh.pp.size, micro_batches)` of `mpcore.pipeline.schedules`, and `inputs(i)` makes the
+arguments of `stages[i]`, `(args, kwargs)`, for one micro-batch.
+
 ## The words of the table
 
 | word | what it counts |

@@ -340,6 +340,7 @@ def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
     resumed = mpcore.simulate(first, 1, 8, "checkpoints", dp=2)[0]
     for found, expected in zip((begun, begun, begun, resumed), shown, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
+    assert all(f"`{name}`" in text for name in PRESETS)
     planned = re.findall(r"^mpcore (plan|memory) (layouts:work .*)", text, re.MULTILINE)
     assert [name for name, _ in planned] == ["plan", "memory"]
     sizes = dict(re.findall(r"--(tp|dp) (\d)", planned[1][1]))

@@ -24,8 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mpcore verify",
         description="Compare a model under each layout with itself on one process: what it returns in training and in "
-        "eval(), loss, gradients, and parameters and persistent buffers after a step. The module also has batch(), a "
-        'dict with "x" and "target", and if needed loss(output, target, mesh), a sum. For pp build(mesh) returns the '
+        "eval(), loss, gradients, and parameters and persistent buffers after a step. Write build as a def at module "
+        'level, which other processes import. The module also has batch(), a dict with "x" and "target", and if '
+        "needed loss(output, target, mesh), a sum. For pp build(mesh) returns the "
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
         examples=[
             "mpcore verify mine:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html",
