@@ -203,7 +203,8 @@ def start() -> str:
     torch_s, ours_s, mesh_s, groups, first = (statistics.median(column) for column in zip(*each, strict=True))
     return (
         f"- `import mpcore` with `prepare` and `build_mesh`: {ours_s:.2f} s beyond torch's {torch_s:.2f} s.\n"
-        f"- `build_mesh(tp=8, pp=8, cp=2, ep=8)` on {WORLD:,} fake ranks: {mesh_s:.2f} s, {groups:.0f} groups a rank.\n"
+        f"- `build_mesh(tp=8, pp=8, cp=2, ep=8)` on {WORLD:,} fake ranks: {mesh_s:.2f} s, "
+        f"{groups:.0f} groups per rank.\n"
         f"- `prepare` and the first step of one linear layer: {first:.2f} s."
     )
 
@@ -211,7 +212,7 @@ def start() -> str:
 def table(curves: dict[str, Curve]) -> str:
     """One row for each side of each growth."""
     rows = [
-        "| what grows | side | ms a step, by size | µs for each more | exponent at the end |",
+        "| what grows | side | ms per step, by size | µs for each more | exponent at the end |",
         "|---|---|---|---|---|",
     ]
     for what, curve in curves.items():
@@ -254,7 +255,7 @@ def main() -> None:
         about, plot = describe(), given.write.with_name("growth.png")
         draw(curves, plot)
         head = f"Machine: {about['device']}, {about['cores']} cores. Date: {about['date']}, commit {about['commit']}."
-        text = f"{head}\n\n![Milliseconds a step by size]({plot.name})\n\n{table(curves)}\n\n{start()}"
+        text = f"{head}\n\n![Milliseconds per step by size]({plot.name})\n\n{table(curves)}\n\n{start()}"
         before, rest = given.write.read_text().split("<!-- growth -->\n")
         after = rest.partition("<!-- /growth -->\n")[2]
         given.write.write_text(f"{before}<!-- growth -->\n{text}\n<!-- /growth -->\n{after}")

@@ -171,7 +171,8 @@ def loopback_bytes() -> int:
 
 def table(measured: dict[int, dict[str, float]]) -> str:
     """Make the table: what was measured, and what is counted."""
-    rows = ["| ranks | seconds | files a rank | kB a rank at the start | requests a rank in an agreement | bytes |  |",
+    rows = ["| ranks | seconds | files per rank | kB per rank at the start | requests per rank and agreement "
+            "| bytes per rank and agreement | source |",
             "|---:|---:|---:|---:|---:|---:|---|"]  # fmt: skip
     for size in (*measured, *COUNTED):
         stores = count_agreement(size)

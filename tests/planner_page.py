@@ -32,9 +32,9 @@ LAYOUTS = [
     ("1T", f"{GPT} --layers 128 --d-model 25600 --heads 160 --global-batch 3072 --recompute full",
      {"tp": 8, "pp": 64, "dp": 6}),
 ]  # fmt: skip
-HEAD = """# The planner: layouts, seconds, and how wrong they are
+HEAD = """# The planner: layouts, seconds, and their errors
 
-Made by `python -m tests.planner_page --write docs/planner.md`, never edited.
+`python -m tests.planner_page --write docs/planner.md` wrote this page. Don't edit it by hand.
 
 ```console
 mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
@@ -47,8 +47,8 @@ mpcore calibrate candidates.csv --machine h100 --suggest 4  which runs to measur
 ```
 
 The planner counts what a rank of a layout holds, computes and sends, on fake tensors with the operators that a GPU runs. It estimates the
-seconds of a step from the counts and the rates of a *profile*, a JSON file in which each value has its source. The table lists the
-layouts that fit, the fastest first. A folder that `examples.gpt.pretrain` wrote is a row for `mpcore calibrate` too.
+seconds of a step from the counts and the rates of a *profile*, a JSON file in which each value has its source. The planner prints a table of the
+layouts that fit, the fastest first. `mpcore calibrate` also accepts a folder that `examples.gpt.pretrain` wrote.
 
 A target is `module:build` of your own, called as `build(mesh, arguments)`, which returns an `mpcore.analysis.Work`
 (`mpcore.analysis.make_work` makes it in one call, and [the first hour](start.md) shows one); the presets of `examples.gpt.plan:build`; or a Hugging
@@ -59,7 +59,7 @@ tells the blocks of each stage first, and is counted in seconds.
 `mesh.pp.rank` alone: `plan = find_schedule("1f1b", mesh.pp.size, micro_batches)` of `mpcore.pipeline.schedules`, and `inputs(i)` makes the
 arguments of `stages[i]`, `(args, kwargs)`, for one micro-batch.
 
-## The words of the table
+## The terms of the table
 
 | word | what it counts |
 |---|---|
@@ -74,8 +74,8 @@ arguments of `stages[i]`, `(args, kwargs)`, for one micro-batch.
 | optimizer | the optimizer's step |
 | cluster | what whole runs take longer than the sum of their parts, such as slow nodes: a factor of the step |
 
-The best choices are those that no other layout beats in both time and memory. Flags that change nothing on a mesh are not tried, such as a schedule on
-one pipeline rank. "Needs at least" is a lower bound by arithmetic; the layout was not counted.
+The best choices are the layouts that no other layout beats in both time and memory. The planner doesn't try flags that change nothing on a mesh, such as a
+schedule on one pipeline rank. "Needs at least" is a lower bound from the sizes alone; such a layout was not counted.
 """
 ROWS = """
 ## Rows
@@ -87,11 +87,11 @@ A row of a JSON list, or of a CSV file with the same columns, is a run with a kn
   "dtype": "bfloat16", "micro_batch": 1, "batch": 128, "seconds": 12.78}]
 ```
 
-- `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. `dp` is what the others leave of `gpus`.
+- `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. By default `dp` is `gpus` divided by the other axes.
 - `seconds` of a step; or `tflops` a GPU, with `flops` of a step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
   (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
 - `attention`: `unfused` where its scores are in memory. `gradient_bytes`: 2 where the run summed gradients in 16 bits, 6 where it kept those besides float32 sums. `set`: rows that are fitted together. `machine`: a profile.
-- `nodes`: the state of the nodes, where the source tells of several, as before and after a repair. Each has a factor of its own.
+- `nodes`: the state of the nodes, if the source reports several states, such as before and after a repair. Each state is fitted with a factor of its own.
 - `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
   `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
 
@@ -99,7 +99,7 @@ Presets for such rows: `megatron-gpt` (GELU, layer norm, learned positions, bias
 `nemotron4-15b`. A row that can't be read, or whose layout is refused, is an error that names the row and the column.
 """
 SEARCH = """The search that the first lines of this page show tries 1,224 layouts. With 144 more, whose flags change nothing on their mesh and are now left
-out, it took 293 processor seconds on 2026-11-25 on a busy machine of two cores. It counts no layout that arithmetic rules out, and no larger micro-batch where a smaller one doesn't fit."""
+out, it took 293 CPU seconds on 2026-11-25 on a busy machine of two cores. It counts no layout that arithmetic rules out, and no larger micro-batch where a smaller one doesn't fit."""
 HALVES = """The tables of the source were dealt out by a rule fixed beforehand: errors of the first, third, .. table were looked at while the planner was
 changed; those of the second, fourth, .. table were not (their times had been read, and the errors of an earlier
 planner published). They were predicted by three versions of the method. The first had a mean error of 4.9 % and 17.9 % at most; then a test on made-up
@@ -146,10 +146,10 @@ NOT = """
   after. After four suggested runs the 41 on H100 have a mean error of 6.1 %, 22.7 % at most, the 25 on A100 6.8 % and 22.1 %: above what the rows here
   have. Rates fitted to DGXC's rows are 25 % too fast for that runtime on H100, so a profile is of a machine and its software. The largest errors are of small models,
   at 2,048 tokens on H100 more than at 512: attention is slower there than its profile says, and its rate is not fitted.
-- Sizes of products: one rate for all. Attention has the rate of its profile, for head dimension 128.
-- Overlap is a share, `x_tp` and `x_dp`, not a simulation: a run whose communication is longer than what hides it takes longer.
-- Windows and packed documents: half of the pairs are counted, as for a causal mask. Offload, `--compile`, and the host's link.
-- Stragglers, failures, the network's topology above a node, evaluation, checkpoints and the input.
+- Matrix products of all sizes have one rate. Attention has the rate of the profile, which is for head dimension 128.
+- Overlap is a fixed share, `x_tp` and `x_dp`, not a simulation: a run whose communication takes longer than the compute that hides it takes longer than planned.
+- With windows and packed documents the planner counts half of the pairs, as for a causal mask. It doesn't model offload, `--compile`, and the link to the host.
+- The planner doesn't model stragglers, failures, the network's topology above a node, evaluation, checkpoints and data loading.
 """
 
 
@@ -264,7 +264,7 @@ def page() -> str:
         [
             HEAD,
             "## How long it takes\n",
-            "Processor seconds of one core, of a layout with nothing remembered, and again. Layouts share counts in a search.\n",
+            "The table shows the CPU seconds of one core for one layout: with an empty cache, and a second time. In a search layouts share counts.\n",
             speed(),
             "\n" + SEARCH,
             "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks, and `tests/test_layout.py` "

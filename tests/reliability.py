@@ -122,13 +122,13 @@ ROWS = {
         f"{PARTS}test_row_39_ranks_that_do_not_arrive_are_named_on_those_that_did")),
     40: Row("a dtype that gloo can't reduce", (), "no collective of mpcore is given fp8: gradients are summed in fp32"),
 }  # fmt: skip
-HEAD = """# Faults, and what becomes of a run
+HEAD = """# Which faults does a run survive?
 
-Made by `python -m tests.reliability --write docs/reliability.md`. A test injects every fault, but
-for the rows that say none and why: into a run of the example, into ranks of a pool, or into files. Not injectable on a
-CPU: ECC and NVLink errors, NCCL's own watchdog, heat.
+`python -m tests.reliability --write docs/reliability.md` wrote this page. Tests inject each fault into a run of the
+example, into a pool of ranks, or into files. Rows with "none" have no test; they say why. Faults that a CPU
+can't show: ECC and NVLink errors, errors of NCCL's own watchdog, overheating.
 
-| # | fault | injected | survived | work lost | shown by | run on |
+| # | fault | times injected | survived | work lost | test | tested on |
 |---|---|---|---|---|---|---|
 """
 

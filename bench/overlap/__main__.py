@@ -60,12 +60,12 @@ def both(pool: Pool, index: int, product: float, latency: float) -> Line:
 ABOUT = """# How much communication is hidden?
 
 `python -m bench.overlap --write docs/overlap.md` wrote this page. Two gloo ranks run a step of a tiny model over a link
-that is slow on purpose. A message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
+that is slow on purpose. Each message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
 starts on both ranks and the end of the message before it in its group. Each matrix product sleeps {product:.0f} ms, so
-the measurement needs no processor and stays right on a busy machine.
+the measurement is correct on a busy machine, too.
 
-**Exposed** is the time that the slower rank's host is blocked in waits: the median of {steps} steps. "Without" has each
-start wait for its end; a pipeline's sender waits until its message has come. The critical path is computed from the
+**Exposed** is the time for which the slower rank's host is blocked in waits: the median of {steps} steps. "Without"
+overlap, the host waits for each message as soon as it has started it. The critical path is computed from the
 events of the last step of the same run: starts, waits and products in the order of each host. "Products alone" has
 nothing else between them. "All work" also has the time that passed between two events on each host, whose sum over the
 step with overlap is the column before it: the operators that are no matrix product, Python, and gloo's own calls.
@@ -79,14 +79,14 @@ Machine: {machine}. Date: {date}, commit {commit}.
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-- In the models of the first four rows each weight counts as large, so that ZeRO-0 sums it by itself. In training
-  those of 2^18 elements do.
-- ZeRO-1 to 3 are torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden here. On a GPU it
-  sends on streams of its own, which this bench does not see.
-- A pipeline's waits are its bubble too.
-- Ring attention and experts wait longer than both critical paths say: the hosts' other work does not explain it. Why
-  is not known yet.
-- Messages that nothing hides, and why, are in [decisions](decisions.md).
+- In the first four rows ZeRO-0 all-reduces each gradient in a message of its own. In training it does so for gradients
+  of 2^18 elements or more.
+- ZeRO-1 to 3 use torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden. On a GPU it
+  communicates on separate streams, which this benchmark does not measure.
+- The exposed time of a pipeline includes its bubble.
+- Ring attention and experts are blocked longer than both critical paths say: the hosts' other work does not explain it.
+  The cause is not known yet.
+- [Decisions](decisions.md) lists the messages that nothing hides, and why.
 """
 
 

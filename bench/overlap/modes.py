@@ -85,15 +85,15 @@ def pipeline() -> Step:
 
 
 MODES = [
-    Mode("ZeRO-0 on dp 2", "large gradients are summed while backward computes others", partial(data, 0)),
+    Mode("ZeRO-0 on dp 2", "large gradients are all-reduced while backward computes others", partial(data, 0)),
     Mode("ZeRO-1 on dp 2", "on a CPU nothing; on a GPU reduce-scatters in backward, gathers ahead", partial(data, 1)),
     Mode("ZeRO-2 on dp 2", "the same, each micro-batch", partial(data, 2)),
     Mode("ZeRO-3 on dp 2", "the same, gathers ahead in both passes", partial(data, 3)),
-    Mode("tensor parallel, tp 2", "in backward the input's gradient is summed beside the weight's product",
+    Mode("tensor parallel, tp 2", "in backward the input's gradient is summed while the weight's is computed",
          partial(tensor, False)),
     Mode("the same with sequence parallel", "the same with reduce-scatters; forward's gathers are exposed",
          partial(tensor, True)),
-    Mode("ring attention on cp 2", "the next keys travel while attention runs", context),
+    Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
     Mode("experts on ep 2, one shared", "nothing: see docs/decisions.md", experts),
     Mode("1F1B on pp 2", "sends beside the work of other micro-batches", pipeline),
 ]  # fmt: skip

@@ -17,23 +17,24 @@ PACKAGES = ("torch", "transformers", "safetensors", "megatron-core", "fairscale"
 ABOUT = """# How does mpcore compare with other libraries?
 
 `python -m bench.peers{runs} --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row
-runs in processes of its own. The results of both sides are compared first: a row whose losses or gradients differ is an
-error and has no number. Then both sides take turns, on one thread a rank.
+runs in processes of its own. First the benchmark compares the results of mpcore and the peer: a row whose losses or
+gradients differ is an error and has no number. Then the benchmark times mpcore and the peer alternately, in several
+rounds, with one thread per rank.
 
-**The ratio is the peer's processor time over mpcore's: above 1 mpcore is faster.** It is the median over rounds, with
-the 20th to 80th percentile. Processor time is the sum over ranks. Wall time says little where others use the machine.
+**The ratio is the peer's CPU time divided by mpcore's: above 1 mpcore is faster.** It is the median over rounds, with
+the 20th to 80th percentile. CPU time is summed over ranks. Wall time is unreliable: other programs use the machine.
 
-A target is `met`, `missed` (80 % of the rounds lie below it) or `unclear` (the median does). No GPU took part: there
-these figures show what a step costs the host.
+The target is the ratio that we aim for. `met`: the median reaches it. `missed`: the 80th percentile is below it.
+`unclear`: only the median is below it. The benchmark uses no GPU. On a GPU the figures show what a step costs the host.
 """
 
 EXPLAINED = """## Why are some rows below their target?
 
-The same run counted what one step of each side does on rank 0. Calls are those of Python functions and of C functions
-on the main thread, as cProfile counts them. Operators are torch's, views included; a copy is an operator that does
-nothing else, with the MiB that it writes.
+The same run counted what rank 0 does in one step of mpcore and of the peer. Calls are those of Python functions and C
+functions on the main thread, as cProfile counts them. Operators are torch's, views included. A copy is an operator that
+only copies; the MiB are what all copies write.
 
-| what | peer | mpcore | the peer | what costs the time |
+| what | peer | work of mpcore | work of the peer | what costs the time |
 |---|---|---|---|---|
 """
 
@@ -58,9 +59,9 @@ def write(page: Path, results: Sequence[Result], took: float) -> None:
         ABOUT.format(minutes=took / 60, runs=f" --runs {runs}" if runs > 1 else ""),
         f"Machine: {machine}. Date: {about['date']}, commit {about['commit']}. Versions: {', '.join(versions)}.",
         "",
-        f"![The peer's processor time over mpcore's, by row]({page.stem}.png)",
+        f"![The peer's CPU time divided by mpcore's, by row]({page.stem}.png)",
         "",
-        "| what | peer | ratio (p20-p80) | each run | target | | mpcore, peer: ms a step | wall ratio "
+        "| what | peer | ratio (p20-p80) | each run | target | result | mpcore, peer: ms per step | wall-time ratio "
         "| peak MiB: mpcore, peer |",
         "|---|---|---|---|---|---|---|---|---|",
         *map(_row, results),
@@ -112,6 +113,6 @@ def _plot(results: Sequence[Result], file: Path, title: str) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log", base=2)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("the peer's processor time over mpcore's (black: p20 to p80; red: target)", fontsize=8)
+    axes.set_xlabel("the peer's CPU time divided by mpcore's (black: p20 to p80; red: target)", fontsize=8)
     axes.set_title(title, fontsize=8)
     figure.savefig(file, dpi=100)
