@@ -47,25 +47,26 @@ HEAD = """\
 ## What to call
 
 Each module of `mpcore.kernels` is named for its function: `from mpcore.kernels.rms_norm import rms_norm`
-(`from mpcore.kernels import rms_norm` is the module). They take local tensors and know of no ranks. On a CPU they run
-plain torch, which is `rms_norm_reference` and so on in the same module. On a GPU the first of these decides:
+(`from mpcore.kernels import rms_norm` imports the module). The functions accept local tensors and don't communicate.
+On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On a GPU the first of these
+rules that applies chooses the implementation:
 
-1. `impl="triton"` (of products `"torch"`) or `"reference"` of the call.
+1. The argument `impl="triton"` (for matrix products `impl="torch"`) or `impl="reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
    wrong.
 3. Measurements: `kernels/measured.json` names the fastest implementation for a device, an operator, a dtype and sizes
-   (within a factor of two). `python -m bench.gpu_hour` makes it. It is empty: no GPU has been measured yet.
-4. The rule. Plain attention (causal or full, without a window, documents or a soft cap), grouped products and FP8
-   products run torch's own: `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other
-   operators run Triton: they are bound by memory, and a Triton kernel moves each byte once where plain torch moves it
-   once for each operator of the formula.
+   (within a factor of two). `python -m bench.gpu_hour` writes the file. It is empty: no GPU has been measured yet.
+4. Defaults. Plain attention (causal or full, without a window, documents or a soft cap), grouped products and FP8
+   products use torch's `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other operators
+   use Triton. They are memory-bound: a Triton kernel reads and writes each byte once, plain torch once per operator of
+   the formula.
 
-Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that was not asked for
-by name is compared with its reference on a small shape. Triton's cache keeps the verdict (`mpcore_self_test`). A
-kernel that fails is replaced by plain torch, with one warning that says what to report. `mpcore doctor` prints what
-runs, and runs all tests.
+Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that `impl=` doesn't
+name is compared with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a
+kernel fails, plain torch replaces it, and one warning says what to report. `mpcore doctor` prints which implementations
+run, and runs all tests.
 
-Docstrings have shapes, dtypes and sources. Gradients come from kernels too; `-` has none.
+Docstrings have shapes, dtypes and sources. The gradients in the table are computed by kernels, too; `-`: no gradient.
 
 | module | what it fuses | function | gradients of | options |
 |---|---|---|---|---|"""
