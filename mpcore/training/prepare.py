@@ -84,8 +84,7 @@ def prepare(
         seed: seed of parameters and dropout.
         initialize: None: draw the values; the model must be on "meta". True: draw the values, replacing existing ones.
             False: keep the values, for example of a pretrained model. A drawn value depends only on the seed and the
-                full
-            name, so it is the same on every layout.
+            full name, so it is the same on every layout.
         micro_batches: the number of micro-batches per step on each rank. Gradients accumulate over them.
         schedule: the pipeline schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a
             `Schedule`.

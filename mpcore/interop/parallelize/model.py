@@ -71,7 +71,7 @@ def parallelize(
         check: whether to test the plan as described above. False: the plan is not tested.
         example: arguments of a forward for the test: a tensor, a tuple of arguments, or a dict of arguments by name.
             None: guess them from the model's forward; if that fails, the first forward tests the plan with its
-                arguments.
+            arguments.
         skip: patterns of modules that stay replicated although the plan names them.
         strict: raise instead of warning, if less than half of the parameters' bytes is sharded or the plan can't be
             tested.
