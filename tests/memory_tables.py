@@ -71,6 +71,12 @@ def run_stage_of_zero(zero: int, dp: int) -> dict[str, int]:
     reshard(model)
     within = {"whole_parameters": last[-1][0], "whole_gradients": last[-1][1]}
     sent = {kind: count.bytes for (axis, kind), count in ledger.counts.items() if axis in ("dp", "data", "world")}
+    exchanged = sent.pop(
+        "all_to_all", 0
+    )  # gloo's reduce-scatter; the first and the last rank leave out their own shard
+    own = exchanged // max(dp - 1, 1) if on.dp.rank in (0, dp - 1) else 0
+    sent["reduce_scatter"] = sent.get("reduce_scatter", 0) + exchanged + own
+    sent["all_gather"] = sent.get("all_gather", 0) + sent.pop("broadcast", 0)
     held = {"parameters": parameters(), "gradients": summed, "optimizer": storage_bytes(map(local_tensor, states))}
     return {"psi": whole, "flags": 4 * len(list(model.parameters())), **sent, **held, **within}
 
@@ -193,11 +199,12 @@ The model is a GPT with {psi} bytes of float32 parameters (psi), trained with Ad
 per step.
 
 *All-reduce, all-gather, reduce-scatter*: bytes communicated over data per step, counted by the ledger / predicted by
-the theory. A collective counts the bytes of its full tensor. Stage 0 all-reduces psi. Stage 1 all-gathers and
-reduce-scatters psi once. Stage 2 all-gathers once, and reduce-scatters once per micro-batch. Stage 3 all-gathers
-twice and reduce-scatters once per micro-batch. Stage 0 also all-reduces 4 bytes per tensor, which tell whether the
-tensor has a gradient. An all-reduce costs as much as an all-gather and a reduce-scatter, so with one micro-batch
-stages 0, 1 and 2 send 2 psi and stage 3 sends 3 psi.
+the theory. A collective counts the bytes of its full tensor. On CPUs an all-gather is one broadcast per rank, and a
+reduce-scatter is an all-to-all. Stage 0 all-reduces psi. Stage 1 all-gathers and reduce-scatters psi once. Stage 2
+all-gathers once, and reduce-scatters once per micro-batch. Stage 3 all-gathers twice and reduce-scatters once per
+micro-batch. Stage 0 also all-reduces 4 bytes per tensor, which tell whether the tensor has a gradient. An all-reduce
+costs as much as an all-gather and a reduce-scatter, so with one micro-batch stages 0, 1 and 2 send 2 psi and stage 3
+sends 3 psi.
 
 *Parameters, gradients, optimizer*: bytes held after a step. From stage 1 on, parameters and gradients are psi / dp
 each, and the optimizer state is 2 psi / dp.

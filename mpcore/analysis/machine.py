@@ -25,10 +25,11 @@ class Machine:
         peak: floating-point operations per second of matrix products in 16 bits.
         peak_32: the same in float32, and in every dtype that isn't listed here. 0: half of `peak`.
         peak_8: the same in FP8. 0: twice `peak`.
-        peak_vector: the same in 16 bits without tensor cores. 0: the tensor cores accept every shape.
+        peak_vector: the same in 16 bits without tensor cores, for unfused attention whose head dimension isn't a
+            multiple of 16 bytes. 0: tensor cores compute every shape.
         hbm: bytes per second between a GPU and its memory.
         memory: bytes of memory per GPU.
-        reserve: bytes of `memory` that the run can't use: the CUDA context, NCCL's buffers, and the allocator's loss.
+        reserve: bytes of `memory` that the run can't use: the CUDA context, NCCL's buffers, and fragmentation.
         node: the number of consecutive ranks that share a fast link.
         e_gemm: the share of `peak` that matrix products reach.
         e_attention: the share of `peak` that attention reaches.
@@ -40,7 +41,7 @@ class Machine:
         x_tp: the share of collectives over tp, cp and ep that is not overlapped with computation.
         x_dp: the share of collectives over data ranks that is not overlapped with computation.
         tau: further seconds per block and micro-batch: kernel launches, the host, small shapes.
-        cluster: a factor of the whole step, for stragglers, jitter and everything that is not modeled.
+        cluster: a factor on the step time, for stragglers, jitter and everything that is not modeled.
         sources: the source of each field's value.
         errors: the relative standard error of each fitted field.
     """

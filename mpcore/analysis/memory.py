@@ -33,9 +33,9 @@ def table(found: Found) -> str:
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
-    lines[-1] += "  at the fullest moment; each line above is at its own, so their sum may be larger"
+    lines[-1] += "  at the peak; each line above is a peak of its own, so the lines can add up to more"
     for i, stage in enumerate(found.stages):
         data = stage.gathered + stage.unsummed
-        more = f", gathered over data {data / unit:.3f} {name}" if data else ""
-        lines.append(f"stage {i}: {stage.activations / unit:.3f} {name} a micro-batch{more}")
+        more = f"; gathered parameters and unreduced gradients {data / unit:.3f} {name}" if data else ""
+        lines.append(f"stage {i}: activations {stage.activations / unit:.3f} {name} per micro-batch{more}")
     return "\n".join(lines)

@@ -133,10 +133,10 @@ def save(
     keep_every: int | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint that any layout can load. A collective on all ranks of the mesh.
+    """Write a checkpoint that any layout can load. All ranks of the mesh must call it.
 
     Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
-    compared with it by checksum. Most of the parameters are entries of the manifest.
+    compared with it by checksum. The manifest stores `step`, `sample`, `seed`, `config` and `extra`.
 
     Args:
         path: the directory to create. An existing checkpoint there is replaced once the new one is complete.
@@ -148,10 +148,10 @@ def save(
         sample: global index of the next sample.
         seed: the run's seed.
         config, extra: JSON values to store, such as the model's configuration and the loss scale. Rank 0's are written.
-        keep, keep_every: after the save, call `prune` with them on the parent directory of `path`. `keep=None`: keep
-            all checkpoints.
-        beside: small files to store in the checkpoint, such as a tokenizer's, by their path inside. Rank 0's are
-            written.
+        keep, keep_every: which older checkpoints stay in the parent directory of `path` after the save: see `prune`.
+            `keep=None`: all stay.
+        beside: small files to store, such as a tokenizer: a dict from the path within the checkpoint to the file's
+            bytes. Rank 0's are written.
 
     Returns:
         The path.

@@ -32,18 +32,19 @@ class SlowRank(NamedTuple):
 
 
 class Stragglers:
-    """Detect slow ranks from the times of work that each rank does alone: loading data, and a fixed probe.
+    """Detect slow ranks by timing work without communication.
 
     In synchronous training every rank's step takes as long as the slowest rank's, so step times can't show which rank
-    is slow. A rank is reported if it took more than `threshold` times the median of the other ranks in `patience`
-    consecutive checks.
+    is slow. `with stragglers.timed("data"):` times a phase, such as data loading. `probe`, called once per step, times
+    a fixed matrix multiplication. `check` compares the ranks' mean times. It reports a rank that took more than
+    `threshold` times the median of the other ranks in `patience` consecutive checks.
 
     Args:
         mesh: this rank's mesh.
-        threshold: the ratio to the median above which a rank counts as late.
-        least: seconds per call by which a late rank must exceed the median, so that noise in short phases doesn't
-            count.
-        patience: the number of consecutive checks in which a rank must be late.
+        threshold: the ratio to the median above which a rank counts as slow.
+        least: seconds by which a slow rank's mean time per timed block must also exceed the median. This ignores noise
+            in short phases.
+        patience: the number of consecutive checks in which a rank must be slow.
         size: the rows and columns of the matrices that the probe multiplies.
 
     Raises:

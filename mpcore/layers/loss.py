@@ -163,11 +163,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk; the full logits never exist.
 
-    The forward pass also computes the gradients: three products in all. With reduction "none", backward computes the
-    logits of each chunk again: four products.
+    The forward pass also computes the gradients, in three matrix products per chunk: the logits, the gradient of x and
+    the gradient of the weight. With reduction "none", backward computes the logits again: four products.
 
     Args:
-        x: [..., D], the same on every rank; with `sequence_parallel` this rank's equal shard of the sequence.
+        x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
         weight: [V/tp, D], this rank's rows: the weight of a `ColumnParallelLinear` without bias.
         target: integer ids [...] of the full sequence, the same on every rank.
         label_smoothing, z_loss, reduction: see `vocab_parallel_cross_entropy`.
@@ -175,7 +175,8 @@ def linear_cross_entropy(
         head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
 
     Returns:
-        fp32 (fp64 for fp64 logits): a scalar, or [...] for the full sequence with "none".
+        The loss in fp32 (fp64 if x is fp64): a scalar, or with reduction "none" a tensor [...] for the full
+        sequence.
 
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.

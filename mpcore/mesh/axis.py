@@ -21,11 +21,14 @@ class Axis:
         size: the number of ranks along the axis.
         rank: this process's rank on the axis, `0 <= rank < size`.
         group: the process group of the ranks along the axis. None is enough for size 1, or to compute with sizes only.
-        name: the name in messages; two axes may have the same name. "": `role`, or "axis" if that is empty too.
-        role: which axis of a `Mesh` this is, such as "ep". "": an axis that you made; its group identifies it.
-        levels: the axis as (outer, inner) axes, inner ranks adjacent. Only cp has it, with `build_mesh(cp_inner=...)`.
-        virtual: sums over the axis are one binary tree over this number of virtual shards, for every `size`
-            (`build_mesh`). 0: sums use the fastest order.
+        name: the name in messages; two axes may have the same name. If empty, the name is `role`, or "axis" without a
+            role.
+        role: the axis's place in a `Mesh`, such as "ep". Leave it empty for an axis that you create yourself: its
+            process group identifies that axis.
+        levels: the outer and the inner axis of two-level context parallelism. The ranks of an inner axis are neighbors.
+            Only cp has levels, if you pass `cp_inner` to `build_mesh`.
+        virtual: the number of virtual shards. Every sum over the axis adds them in the same binary tree, so the result
+            doesn't depend on `size`: see `virtual` in `build_mesh`. 0: sums use the fastest order.
 
     Raises:
         ValueError: if `rank` is not in [0, size), or the group has another number of ranks than `size`.

@@ -24,41 +24,41 @@ AREAS = {  # words in names of tests, and in what conventions say
     "layers, attention, labels": ("mask", "labels", "activations", "layer(x)", "gelu"),
     "checkpoints, data": ("checkpoints", "blend"),
 }
-# Megatron-LM's tests/unit_tests: what has no words in mpcore, why, and in which area.
-NOT_SAID = {
+# Megatron-LM's tests/unit_tests: what mpcore does not have, why, and in which area.
+NOT_IN_MPCORE = {
     "`a2a_overlap`, `1f1b_combined`": (
         "mixture of experts",
-        "the messages of experts are not overlapped with another micro-batch",
+        "experts' all-to-alls are not overlapped with another micro-batch",
     ),
-    "`inference`": ("layers, attention, labels", "there is no server: `mpcore` trains, and decodes for checks alone"),
-    "`ssm`, `models/test_mamba_model.py`": ("layers, attention, labels", "there is no state-space layer"),
+    "`inference`": ("layers, attention, labels", "mpcore trains; it has no inference server"),
+    "`ssm`, `models/test_mamba_model.py`": ("layers, attention, labels", "mpcore has no state-space layer"),
     "`models/test_bert_model.py`, `models/test_t5_model.py`": (
         "layers, attention, labels",
-        "they are transformers' own, by `parallelize`",
+        "use transformers' models with `parallelize`",
     ),
     "`tensor_parallel/test_random.py`": (
         "collectives, loss, layout",
-        "there is no state of random numbers: a word depends on its place alone",
+        "random numbers have no state: each depends only on its seed and index",
     ),
     "`test_parallel_state.py`: setters of sizes, `order`": (
         "collectives, loss, layout",
-        "there is no global state, and one order of ranks",
+        "mpcore has no global state, and one order of ranks",
     ),
     "`test_parallel_state.py`: encoders with a tp of their own": (
         "collectives, loss, layout",
-        "all stages have one tp",
+        "all stages have the same tp",
     ),
     "`transformer/moe`: tokens dropped within a whole micro-batch": (
         "mixture of experts",
-        "capacity is of a sequence, on any layout",
+        "the capacity is per sequence, on every layout",
     ),
     "`fusions`, Transformer Engine, CUDA graphs of a layer": (
         "layers, attention, labels",
-        "kernels are Triton's; graphs are `torch.compile`'s",
+        "mpcore uses Triton kernels, and graphs of `torch.compile`",
     ),
     "`dist_checkpointing`: formats, strategies, metadata of torch's": (
         "checkpoints, data",
-        "there is one format, of logical tensors",
+        "mpcore has one format, which stores logical tensors",
     ),
 }
 
@@ -103,15 +103,18 @@ def area_of(text: str) -> str:
 
 def table() -> str:
     """The text between the marks."""
-    lines = ["| area | hold | differ by convention | can't be said | tests that hold |", "|---|---|---|---|---|"]
+    lines = [
+        "| area | properties that hold | that differ by convention | not in mpcore | tests that hold |",
+        "|---|---|---|---|---|",
+    ]
     differ = Counter(area_of(theirs) for theirs, _ in conventions())
-    unsaid = Counter(area for area, _ in NOT_SAID.values())
+    missing = Counter(area for area, _ in NOT_IN_MPCORE.values())
     for area, names in properties().items():
         told = ", ".join(f"`{name[5:]}`" for name in names)
-        lines.append(f"| {area} | {len(names)} | {differ[area]} | {unsaid[area]} | {told} |")
-    lines += ["", f"Different by convention, {len(conventions())}, each on [the page on Megatron](megatron.md):", ""]
+        lines.append(f"| {area} | {len(names)} | {differ[area]} | {missing[area]} | {told} |")
+    lines += ["", f"{len(conventions())} differ by convention, as listed on [the page on Megatron](megatron.md):", ""]
     lines += [f"- Megatron: {theirs}. Here: {ours}." for theirs, ours in conventions()]
-    lines += ["", "Not to be said in mpcore:", "", *(f"- {what}: {why}." for what, (_, why) in NOT_SAID.items())]
+    lines += ["", "Not in mpcore:", "", *(f"- {what}: {why}." for what, (_, why) in NOT_IN_MPCORE.items())]
     return "\n".join(lines)
 
 

@@ -113,9 +113,9 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add each adapter's product to its layer's weight, and remove the adapters. No communication.
+    """Merge each adapter's low-rank update into its layer's weight, and remove the adapters. No communication.
 
-    The outputs stay the same to rounding. The layers get their old classes back. The parameters stay frozen.
+    The outputs stay the same up to rounding. The layers get their old classes back. The parameters stay frozen.
 
     Args:
         model: the model, changed in place.
@@ -124,8 +124,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: before anything changes, if there are no adapters, or parameters are sharded over data. For such a
-            model `merged_state_dict` returns the merged weights.
+        ValueError: before anything changes, if there are no adapters, or if parameters are sharded over the data ranks.
+            For a sharded model, call `merged_state_dict`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
