@@ -220,7 +220,7 @@ def test_the_page_has_a_line_for_each_check_and_ends_with_what_failures_mean(cap
     assert verdict(results[:2]).startswith("Nothing found that speaks against this run: 2 checks")
     assert main(["preflight", "--json", "--", "-m", "examples.gpt.pretrain", "--layer", "2"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert [entry["state"] for entry in told] == [FAILED] + [SKIPPED] * 11
+    assert [entry["state"] for entry in told] == [FAILED] + [SKIPPED] * 12
     assert told[0]["detail"].startswith("python -m examples.gpt.pretrain: error: unknown --layer")
 
 
