@@ -33,6 +33,7 @@ def _has(package: str) -> bool:
 HAS_TRITON = _has("triton")
 # Triton reads the same variable when it decorates a kernel.
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+STAGES = 3  # of the loops of memory-bound kernels
 
 
 class LazyKernel:
@@ -161,10 +162,10 @@ def stages(elements: int, *tensors: torch.Tensor | None) -> int:
     given = [t for t in tensors if t is not None]
     buffers = 2 * elements * sum(t.element_size() for t in given)
     if INTERPRETING:
-        return 3
+        return STAGES
     device = given[0].device
     index = device.index if device.type == "cuda" else _driver().get_current_device()
-    return 3 if buffers + 1024 <= _shared_memory(index) else 2
+    return STAGES if buffers + 1024 <= _shared_memory(index) else 2
 
 
 def _driver() -> Any:

@@ -24,7 +24,7 @@ from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._philox import as_int32, keep_mask, random_words, threshold_of
 from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, optional_rows, sum_partials
 from ._torch import has_no_values
-from ._triton import launch, multiprocessors, tl, triton
+from ._triton import STAGES, launch, multiprocessors, tl, triton
 
 
 def dropout_add(
@@ -196,7 +196,7 @@ def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: An
     block_m, block_d, tiles = _tiles(D, mask.first_feature)
     groups, stages, partials = ceil_div(M, block_m), 1, None  # one block of rows per program
     if bias is not None:
-        groups, stages = min(groups, max(1, 2 * multiprocessors(dy.device) // tiles)), 3
+        groups, stages = min(groups, max(1, 2 * multiprocessors(dy.device) // tiles)), STAGES
         partials = dx.new_empty((1, groups, D), dtype=torch.float32)
     launch(
         _backward_kernel, (tiles * groups, 1, 1), num_warps=4, **drops, dy_ptr=dy, dx_ptr=dx, partials_ptr=partials,

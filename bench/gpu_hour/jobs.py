@@ -177,7 +177,7 @@ def sources_with_stages(count: int, folder: Path) -> list[str]:
     changed = []
     for path in sorted((folder / "kernels").rglob("*.py")):
         text = path.read_text()
-        new = re.sub(r"(num_stages=|stages, num_warps, partials = |Tile\(blocks, )[23]\b", rf"\g<1>{count}", text)
+        new = re.sub(r"(STAGES = |Tile\(blocks, )[23]\b", rf"\g<1>{count}", text)
         path.write_text(new)
         changed += [str(path.relative_to(folder))] * (new != text)
     return changed

@@ -258,7 +258,7 @@ class Dtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_")
-        self.gathers += name == "allgather_base"
+        self.gathers += name == "broadcast"
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
             for x in pytree.leaves((args, out)):
                 if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
@@ -305,8 +305,8 @@ def test_shards_are_cast_once_a_gather_and_gradients_are_summed_in_float32(ranks
         options = {"data": Zero(zero), "recompute": "full"}
         for sent, casts, gathers in ranks(2, check_dtypes, {"dp": 2}, options):
             flat = {(name, dtype) for name, kind, dtype in sent if kind == "flat"}
-            assert flat == {("allgather_base", BF16), ("reduce_scatter_base", torch.float32)}
-            assert (casts, gathers) == (10 * times, 3 * times)  # 10 matrices in 3 units
+            assert flat == {("broadcast", BF16), ("alltoall_base", torch.float32)}  # gloo's way to gather and to reduce
+            assert (casts, gathers) == (10 * times, 2 * 3 * times)  # 10 matrices in 3 units, a broadcast from each rank
     (found,) = ranks(1, check_dtypes, {}, {"recompute": "full", "precision": Precision("bfloat16", autocast=True)})
     assert found[1] >= 2 * 8 + 1  # autocast casts weights in forward, again in recomputation, and again in backward
 
