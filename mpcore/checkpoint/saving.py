@@ -136,7 +136,8 @@ def save(
     """Write a checkpoint that any layout can load. All ranks of the mesh must call it.
 
     Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
-    compared with it by checksum. The manifest stores `step`, `sample`, `seed`, `config` and `extra`.
+    compared with it by checksum. The parameters `step`, `sample`, `seed`, `config` and `extra` are entries of the
+    manifest.
 
     Args:
         path: the directory to create. An existing checkpoint there is replaced once the new one is complete.
