@@ -28,7 +28,7 @@ from mpcore.layers.module import RandomModule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import local_tensor
 from mpcore.verify.pool import Pool, RankError, mesh
-from mpcore.verify.run import Seen, direction, full_tensors, joined, listen
+from mpcore.verify.run import Seen, full_tensors, joined, listen, move
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
 tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
@@ -106,9 +106,8 @@ def rehearse(
                 for name, p in model.named_parameters():
                     p.copy_(start[name])
         if shift:
-            with trainer.run.parameters() as model, torch.no_grad():
-                for name, p in model.named_parameters():
-                    p += shift * direction(name, p) if p.requires_grad else 0
+            with trainer.run.parameters() as model:
+                move(model, shift)
         got = Rehearsal(on.workers.rank, scale=scale_of(trainer))
         got.begun = state_of(trainer)
         random = {name: module for name, module in trainer.model.named_modules() if isinstance(module, RandomModule)}

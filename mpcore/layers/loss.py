@@ -175,8 +175,7 @@ def linear_cross_entropy(
         head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
 
     Returns:
-        The loss in fp32 (fp64 if x is fp64): a scalar, or with reduction "none" a tensor [...] for the full
-        sequence.
+        The loss in fp32 (fp64 if x is fp64): a scalar; with reduction "none", [...] for the full sequence.
 
     Raises:
         ValueError: before any collective, if shapes don't fit, or (on a CPU) a target lies outside the vocabulary.

@@ -153,10 +153,15 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
             for p in model.parameters():
                 p += p * (torch.finfo(p.dtype).eps * (torch.rand(p.shape) - 0.5)).to(p.dtype)
     if task.shift:
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p += task.shift * direction(name, p) if p.requires_grad else 0
+        move(model, task.shift)
     return model
+
+
+@torch.no_grad()
+def move(model: nn.Module, shift: float) -> None:
+    """Move the trained parameters by `shift` along `direction`."""
+    for name, p in model.named_parameters():
+        p += shift * direction(name, p) if p.requires_grad else 0
 
 
 def direction(name: str, like: Tensor) -> Tensor:
