@@ -46,7 +46,7 @@ def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str
 
 
 def differing(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str, cause: str) -> None:
-    """Refuse other tensors than those wanted, of those that a rank has."""
+    """Refuse a tensor of `got` that `want` lacks or that has another shape or value there."""
     for name, there in got.items():
         value = want.get(name)
         if value is None or there.shape != value.shape:

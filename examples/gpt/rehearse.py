@@ -90,7 +90,7 @@ def rehearse(
         resume: "auto", or another run's folder.
         look: record the tensors of the first step.
         stop_at: in this step the last rank gets a SIGTERM; the run is one of `Trainer.train`.
-        start: the first parameters, on one process; None: those that are drawn.
+        start: parameters by name to begin with, on one process. None: draw them.
         shift: how far the first parameters are moved along their `direction`, on one process.
         poison_at: in this step the loss of the last data rank is NaN, on whichever rank of its pipeline it is.
     """
