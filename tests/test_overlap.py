@@ -40,5 +40,7 @@ def test_the_critical_path_of_two_ranks_by_hand():
     late = [Event("compute", (), 3.0), Event("start", key, 2.0), Event("compute", (), 1.0), Event("wait", key)]
     early = [Event("start", key, 2.0), Event("wait", key)]
     assert critical_path([late, early]) == (5.0, 5.0)
+    more = [Event("start", key, 4.0), Event("wait", key)]  # an all-to-all where one rank sends more
+    assert critical_path([late, more]) == critical_path([more, late]) == (7.0, 7.0)
     with pytest.raises(ValueError, match="no other one starts"):
         critical_path([late, []])

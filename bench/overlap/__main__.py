@@ -18,8 +18,8 @@ from mpcore.verify.pool import Pool
 
 
 class Line(NamedTuple):
-    """Of a mode, in seconds: of the products and of the host's other work in the step with overlap; and for starts
-    that wait and starts that don't what is exposed, and the critical path without and with the hosts' other work.
+    """Of a mode, in seconds: the products in the step with overlap; and, without and with overlap, what is exposed and
+    the critical path.
     """
 
     mode: Mode
@@ -27,8 +27,6 @@ class Line(NamedTuple):
     work: float
     exposed: tuple[float, float]
     critical: tuple[float, float]
-    host: float
-    with_host: tuple[float, float]
 
     def row(self) -> str:
         """A row of the table."""
@@ -36,47 +34,41 @@ class Line(NamedTuple):
         return (
             f"| {self.mode.name} | {self.messages} | {1e3 * self.work:.0f} | {1e3 * without:.0f} | "
             f"**{1e3 * overlapped:.0f}** | {1e3 * self.critical[0]:.0f}, {1e3 * self.critical[1]:.0f} | "
-            f"{1e3 * self.host:.0f} | {1e3 * self.with_host[0]:.0f}, {1e3 * self.with_host[1]:.0f} | "
             f"{self.mode.hidden} |"
         )
 
 
 def both(pool: Pool, index: int, product: float, latency: float) -> Line:
     """Measure a mode without overlap and with it."""
-    exposed, critical, with_host = [], [], []
-    seconds, messages = {"compute": 0.0, "host": 0.0}, 0
+    exposed, critical, work, messages = [], [], 0.0, 0
     for overlaps in (False, True):
         ranks = pool(2, measure, index, overlaps, product, latency)
         events = [rank.events for rank in ranks]
         exposed.append(max(rank.waited for rank in ranks))
         critical.append(critical_path(events)[1])
-        with_host.append(critical_path(events, host=True)[1])
-        seconds = {kind: max(sum(e.seconds for e in of if e.kind == kind) for of in events) for kind in seconds}
+        work = max(sum(e.seconds for e in of if e.kind == "compute") for of in events)
         messages = max(sum(e.kind in ("start", "send") for e in of) for of in events)
-    first, second, third = ((pair[0], pair[1]) for pair in (exposed, critical, with_host))
-    return Line(MODES[index], messages, seconds["compute"], first, second, seconds["host"], third)
+    return Line(MODES[index], messages, work, (exposed[0], exposed[1]), (critical[0], critical[1]))
 
 
 ABOUT = """# How much communication is hidden?
 
 `python -m bench.overlap --write docs/overlap.md` wrote this page. Two gloo ranks run a step of a tiny model over a link
 that is slow on purpose. Each message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
-starts on both ranks and the end of the message before it in its group. Each matrix product sleeps {product:.0f} ms, so
-the measurement is correct on a busy machine, too.
+starts on both ranks and the end of the message before it in its group. If the ranks send different numbers of bytes,
+the larger number counts. Each matrix product sleeps {product:.0f} ms.
 
 **Exposed** is the time for which the slower rank's host is blocked in waits: the median of {steps} steps. "Without"
 overlap, the host waits for each message as soon as it has started it. The critical path is computed from the
-events of the last step of the same run: starts, waits and products in the order of each host. "Products alone" has
-nothing else between them. "All work" also has the time that passed between two events on each host, whose sum over the
-step with overlap is the column before it: the operators that are no matrix product, Python, and gloo's own calls.
+events of the last step of the same run: starts, waits and products in the order of each host. Other work of the host
+counts as no time.
 
 Machine: {machine}. Date: {date}, commit {commit}.
 
 ![Exposed communication by mode]({plot})
 
-| mode | messages | products, ms | exposed without, ms | exposed, ms | critical path of products alone: without, with \
-| other work of the host, ms | critical path of all work: without, with | what is hidden |
-|---|---|---|---|---|---|---|---|---|
+| mode | messages | products, ms | exposed without, ms | exposed, ms | critical path: without, with | what is hidden |
+|---|---|---|---|---|---|---|
 {rows}
 
 - In the first four rows ZeRO-0 all-reduces each gradient in a message of its own. In training it does so for gradients
@@ -84,8 +76,6 @@ Machine: {machine}. Date: {date}, commit {commit}.
 - ZeRO-1 to 3 use torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden. On a GPU it
   communicates on separate streams, which this benchmark does not measure.
 - The exposed time of a pipeline includes its bubble.
-- Ring attention and experts are blocked longer than both critical paths say: the hosts' other work does not explain it.
-  The cause is not known yet.
 - [Decisions](decisions.md) lists the messages that nothing hides, and why.
 """
 

@@ -1,7 +1,8 @@
 """gloo over a link of known speed: a work ends when its bytes would have come over the link, and the host may sleep.
 
 A collective travels from the later of its starts on all ranks and the end of the one before in its group, and takes
-`latency + bytes / bandwidth`. A message between two ranks travels from its start on the sender.
+`latency + bytes / bandwidth` for the rank that sends the most. A message between two ranks travels from its start on
+the sender.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ NUMBERS = 10**6  # of the collectives of one group: groups of the same ranks hav
 
 
 class Event(NamedTuple):
-    """One action of a rank's host.
-
-    "compute", "start" and "send" have their seconds, "wait" has none. "host" is what passed since the action before:
-    all other work of the host.
-    """
+    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none."""
 
     kind: str
     key: tuple = ()
@@ -51,7 +48,6 @@ class Link:
         product: seconds that a matrix product takes, asleep.
         events: what the host did.
         waited: seconds asleep in waits.
-        last: when the last action ended.
     """
 
     latency: float = 0.0
@@ -60,25 +56,21 @@ class Link:
     product: float = 0.0
     events: list[Event] = field(default_factory=list)
     waited: float = 0.0
-    last: float = 0.0
 
     def begin(self) -> None:
         """Forget what happened."""
-        self.events, self.waited, self.last = [], 0.0, time.monotonic()
+        self.events, self.waited = [], 0.0
 
     def note(self, *event: Any) -> None:
-        """Add an action, behind the host's own work before it."""
-        now = time.monotonic()
-        self.events += [Event("host", (), now - self.last), Event(*event)]
-        self.last = now
+        """Add an action."""
+        self.events.append(Event(*event))
 
     def sleep_until(self, moment: float) -> None:
         """Count the time that the host is blocked by a message."""
         began = time.monotonic()
         if moment > began:
             time.sleep(moment - began)
-        self.last = time.monotonic()
-        self.waited += self.last - began
+        self.waited += time.monotonic() - began
 
 
 LINK = Link()
@@ -97,7 +89,6 @@ class _Asleep(TorchDispatchMode):
         if func in PRODUCTS or (func.namespace == "mpcore" and "attention" in func.__name__):
             LINK.note("compute", (), LINK.product)
             time.sleep(LINK.product)
-            LINK.last = time.monotonic()
         return func(*args, **(kwargs or {}))
 
 
@@ -146,16 +137,17 @@ class SlowGroup(PythonGroup):
         self.number += 1
         LINK.note("start", key, seconds)
         with _disable_current_modes():
-            mine = torch.tensor([time.monotonic()], dtype=torch.float64)
-            starts = [torch.empty_like(mine) for _ in range(self.count)]
-            told, inner = self.inner.allgather([starts], [mine]), begin()
+            mine = torch.tensor([time.monotonic(), seconds], dtype=torch.float64)
+            all_ranks = [torch.empty_like(mine) for _ in range(self.count)]
+            told, inner = self.inner.allgather([all_ranks], [mine]), begin()
         before = self.ends[-1] if self.ends else lambda: 0.0
         found: list[float] = []
 
         def arrives() -> float:
             if not found:
                 told.wait()
-                found.append(max(before(), *map(float, starts)) + seconds)
+                starts, durations = zip(*(each.tolist() for each in all_ranks), strict=True)
+                found.append(max(before(), *starts) + max(durations))
             return found[0]
 
         self.ends = [arrives]
@@ -177,7 +169,7 @@ class SlowGroup(PythonGroup):
         return self._collective(sent, lambda: self.inner._reduce_scatter_base(output, x, opts))
 
     def all_to_all_single(self, output: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> _Work:
-        """All that a rank sends; ranks of these models send equally much."""
+        """All that a rank sends."""
         return self._collective(x.nbytes, lambda: self.inner.alltoall_base(output, x, received or [], sent or []))
 
     def __getattribute__(self, name: str) -> Any:  # what no step has goes to gloo as it is
@@ -239,15 +231,14 @@ def begin(name: str) -> None:
     dist.init_process_group("slow", store=store, rank=rank, world_size=size)
 
 
-def critical_path(ranks: Sequence[Sequence[Event]], host: bool = False) -> tuple[float, float]:
+def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
     """Return the seconds from the first event to the last, and those in waits on the rank that waits most.
 
     Args:
-        ranks: the events of each rank, as `Link.events`.
-        host: count the hosts' own work too; False: it takes no time.
+        ranks: the events of each rank, as `Link.events`. What a host does between them takes no time here.
     """
     clocks, waited, places = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
-    starts: dict[tuple, list[float]] = defaultdict(list)
+    starts: dict[tuple, list[tuple[float, float]]] = defaultdict(list)  # of each rank, with the seconds of its bytes
     ends, free = dict[tuple, float](), defaultdict[tuple, float](float)
     going = True
     while going:
@@ -257,15 +248,15 @@ def critical_path(ranks: Sequence[Sequence[Event]], host: bool = False) -> tuple
                 kind, key, seconds = events[places[rank]]
                 if kind == "wait" and key not in ends:
                     break
-                if kind == "compute" or (kind == "host" and host):
+                if kind == "compute":
                     clocks[rank] += seconds
                 elif kind == "send":
                     ends[key] = clocks[rank] + seconds
                 elif kind == "start":
-                    starts[key].append(clocks[rank])
+                    starts[key].append((clocks[rank], seconds))
                     if len(starts[key]) == len(key[0]):
-                        group = key[0], key[1] // NUMBERS
-                        ends[key] = free[group] = max(free[group], *starts[key]) + seconds
+                        group, (begun, durations) = (key[0], key[1] // NUMBERS), zip(*starts[key], strict=True)
+                        ends[key] = free[group] = max(free[group], *begun) + max(durations)
                 elif kind == "wait":
                     blocked = max(0.0, ends[key] - clocks[rank])
                     waited[rank] += blocked
