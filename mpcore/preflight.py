@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -156,10 +157,23 @@ def run_checks(checks: Sequence[Check], begin: Callable[[int], None] = lambda at
         except RankError as error:
             state, detail = FAILED, what_happened(str(error))
         except Exception as error:  # a check runs the user's own code
-            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-            state, detail = FAILED, f"{kind}{error}"
+            state, detail = FAILED, _explained(error)
         stopped = stopped or (check.name if check.needed and state == FAILED else "")
         yield Result(check.name, state, detail, time.perf_counter() - began, check.meaning)
+
+
+def _explained(error: Exception) -> str:
+    """Return the text of an error; for one of torch about a write in place, also its line and what to change."""
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    text, frames = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
+    if not own or not re.search(r"modified (by an )?in-?place", text):
+        return text
+    return (
+        f"{own[-1].filename}:{own[-1].lineno}, {own[-1].name}: a tensor is written to in place that shares its memory "
+        f"with another result, or whose values a backward needs. Write to a clone, or return a new tensor. {text}"
+    )
 
 
 # --- a model, module:build --------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ PITFALLS = [
         "loss = lse - (1 - smoothing) * at_target", "loss = -(at_target - lse).exp().log()", TORCH, "is inf, torch's"),
     new("7", "every target counts, ignored or not", "--dp 4", "Run.count_tokens",
         "sum(((t != -100).sum() for t in targets))", "sum((torch.as_tensor(t.numel()) for t in targets))",
-        DENSE, "validation loss"),
+        DENSE, "don't count targets that are -100"),
     known("8", "ignored targets have a gradient", "--dp 2", TORCH, "an ignored target a gradient|off by"),
     new("9", "the gradient of the loss is rounded to bfloat16", "--dp 2", "_CrossEntropy.backward",
         "return gradient(kept.clone() if again else kept, *rows), None, None",
@@ -130,7 +130,8 @@ PITFALLS = [
           "not summed|departs|last micro-batch"),
     known("34", "random rounding follows the local index", "--dp 2 --zero 2 --optimizer adamw-bf16", DENSE,
           "the gradients of the first step are right"),
-    known("35", "the first stage answers for the last", "--pp 2 --dp 2", "memory and bytes|" + DENSE, "loss"),
+    known("35", "the first stage answers for the last", "--pp 2 --dp 2", "memory and bytes|" + DENSE,
+          "only the last pipeline stage has the loss"),
     known("36", "a gradient from the end of the ring is lost", "--cp 2 --dp 2 --cp-kind ring"),
     known("37", "partial results are merged in bfloat16", "--cp 2 --dp 2 --cp-kind ring"),
     known("38", "the optimizer stays out", "--tp 2 --dp 2", LOAD, "what the optimizer or the routers keep"),
@@ -146,7 +147,7 @@ PITFALLS = [
         "return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)",
         "y = _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)\n"
         "return all_reduce.__dict__.setdefault((y.shape, y.dtype), y).copy_(y)", "memory and bytes|" + DENSE,
-        "departs|modified"),
+        "departs|Write to a clone"),
     known("43", "a frozen weight stops its input's gradient", OWN, "gradient of one process|" + TP2, "departs|slope"),
     known("44", "gradients are summed in bfloat16", "--dp 4 --zero 3 --dtype bfloat16", DTYPE, "has the digits of"),
 ]  # fmt: skip

@@ -212,7 +212,7 @@ def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
     return f"{before}{MARKS[0]}{HEAD}" + "".join(f"{line}\n" for line in lines.values()) + MARKS[1] + after
 
 
-def cut(sentence: str, most: int = 150) -> str:
+def cut(sentence: str, most: int = 400) -> str:
     """The begin of a sentence."""
     return sentence if len(sentence) <= most else sentence[:most].rpartition(" ")[0] + " .."
 

@@ -251,7 +251,10 @@ class Preflight:
             self.sharded[i] = self.train(toy, f"sharded-{i}", save_at=2)
             for truth in self.dense[i]:
                 for rank in (rank for rank in self.sharded[i] if rank.worker == truth.worker):
-                    cause = "the gradients of the first step are right: the update is not, or what a step leaves behind"
+                    cause = (
+                        "the gradients of the first step are right, so look at what a step changes: the optimizer's "
+                        "update and its rounding, its state, gradients that are not cleared, and other buffers"
+                    )
                     compare(rank, truth, range(STEPS), f"{toy.name} against one process", cause)
         return f"{'; '.join(toy.name for toy in self.toys)}: equal to {worst:.2g} ULPs, {STEPS} steps"
 

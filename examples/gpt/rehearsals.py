@@ -40,9 +40,25 @@ def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str
             a, b = getattr(got, field)[step], getattr(want, field)[step]
             if not math.isclose(a, b, rel_tol=1e-8) and not (math.isnan(a) and math.isnan(b)):
                 raise ValueError(f"{what}: {name} {a:.12g} of step {step} is not {b:.12g}: {cause}")
-    if not math.isclose(got.validation, want.validation, rel_tol=1e-8):
-        raise ValueError(f"{what}: validation loss {got.validation:.12g} is not {want.validation:.12g}: {cause}")
     differing(got.state, want.state, f"{what}, after step {steps[-1]}", cause)
+    check_validation(got.validation, want.validation, what)
+
+
+def check_validation(got: float, want: float, what: str) -> None:
+    """Refuse another validation loss of the same parameters.
+
+    Raises:
+        ValueError: with both losses, and what to correct in the evaluation.
+    """
+    if math.isclose(got, want, rel_tol=1e-8):
+        return
+    fault = "sum its loss and its count over all data ranks, and don't count targets that are -100"
+    if got == 0:
+        fault = "only the last pipeline stage has the loss: send it to the other stages, as Pipeline.from_last does"
+    raise ValueError(
+        f"{what}: the training losses and the parameters are equal, but the validation loss is {got:.12g}, not "
+        f"{want:.12g} ({got / want:.6g} times as large). The evaluation is wrong: {fault}"
+    )
 
 
 def differing(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str, cause: str) -> None:

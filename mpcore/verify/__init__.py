@@ -192,7 +192,9 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
         return errors[-1]
     _, *late = re.split(r"^--- rank (\d+) of .*\n", text, flags=re.MULTILINE)
     stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::2], late[1::2], strict=True))
-    return f"not done after {timeout:g} seconds: {stand}" if timeout else f"not done in time: {stand}"
+    same = "make all ranks call the same collectives, and make their process groups in the same order"
+    told = f"not done after {timeout:g} seconds: {stand}" if timeout else f"not done in time: {stand}"
+    return f"{told}. If no rank is slow, {same}" if len(late) > 2 else told
 
 
 def _stands(stacks: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.gpt import arguments
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
@@ -222,6 +223,21 @@ def test_the_page_has_a_line_for_each_check_and_ends_with_what_failures_mean(cap
     told = json.loads(capsys.readouterr().out)
     assert [entry["state"] for entry in told] == [FAILED] + [SKIPPED] * 12
     assert told[0]["detail"].startswith("python -m examples.gpt.pretrain: error: unknown --layer")
+
+
+def test_a_write_in_place_that_torch_refuses_is_named_by_its_line():
+    def check() -> str:
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()
+        y.mul_(2)
+        y.sum().backward()
+        return ""
+
+    (result,) = run_checks([Check("one process", check)])
+    assert result.state == FAILED
+    assert re.search(
+        r"test_preflight.py:\d+, check: .* Write to a clone, or return a new tensor. RuntimeError", result.detail
+    )
 
 
 def test_a_model_is_checked_under_each_layout(capsys, ranks, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.rehearsals import check_digits, distinct, within_rounding
+from examples.gpt.rehearsals import check_digits, check_validation, distinct, within_rounding
 from examples.gpt.rehearse import wrong_loss
 from mpcore.verify.run import SHIFT, Seen, check_slope, direction
 
@@ -56,6 +56,22 @@ class Rounded(torch.autograd.Function):
 def test_a_loss_that_is_not_torchs_is_refused(loss, sentence):
     said = wrong_loss(loss, LOGITS, TARGETS)
     assert (sentence in said) if sentence else said == ""
+
+
+@pytest.mark.parametrize(
+    ("got", "sentence"),
+    [
+        (5.0, ""),
+        (3.75, r"is 3.75, not 5 \(0.75 times as large\)..* don't count targets that are -100"),
+        (0.0, "only the last pipeline stage has the loss"),
+    ],
+)
+def test_a_wrong_evaluation_is_named(got, sentence):
+    if not sentence:
+        check_validation(got, 5.0, "dp 2")
+        return
+    with pytest.raises(ValueError, match=sentence):
+        check_validation(got, 5.0, "dp 2")
 
 
 def test_parameters_that_begin_alike_are_named():
