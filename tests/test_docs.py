@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -35,9 +38,13 @@ DOCS = Path(__file__).parent.parent / "docs"
 CONSOLE = re.compile(r"^\$ mpcore ((?:[^\n]*\\\n)*[^\n]*)\n((?:(?!\$ |```)[^\n]*\n)*)", re.MULTILINE)
 
 
+def python_blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
 def run_page(name: str, **sizes: object) -> dict:
     """Run all python blocks of a page, one after the other, and return what they leave; `tp=2` is for `TP = 1`."""
-    code = "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL))
+    code = "\n".join(python_blocks(name))
     for size, value in sizes.items():
         code, found = re.subn(rf'^({size.upper()}) = [\w"]+', rf"\1 = {value!r}", code, flags=re.MULTILINE)
         assert found == 1, f"{name} has {found} lines {size.upper()} = .."
@@ -259,14 +266,49 @@ def test_the_page_on_checkpoints_goes_on_where_it_was(tmp_path):
     assert held["begun"] + held["resumed"] == pytest.approx(whole, rel=1e-5)
 
 
-def test_the_page_on_faults_trains_and_saves_when_a_signal_comes(tmp_path, monkeypatch):
+def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, monkeypatch, capsys):
+    """One process gets SIGTERM in its third step, and starts again."""
     monkeypatch.chdir(tmp_path)
-    assert run_page("faults.md")["run"].step == 5
-    wish = mock.patch("mpcore.fault_tolerance.signals.Wishes.after_step", lambda *_, **mine: {*mine})
-    with wish, pytest.raises(SystemExit) as left:
-        run_page("faults.md")
+    held = run_page("launch.md")
+    train, batch, mesh = held["train"], held["batch"], mpcore.build_mesh(device_type="cpu")
+    train(mesh, 6, "whole")
+    whole = capsys.readouterr().out.splitlines()
+
+    def signalled(step: int, share: range) -> tuple[torch.Tensor, torch.Tensor]:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(step, share)
+
+    held["batch"] = signalled
+    with pytest.raises(SystemExit) as left:
+        train(mesh, 6, "stopped")
     assert left.value.code == 75
-    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
+    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["step-00000003"]
+    train(mesh, 6, "stopped")
+    assert len(whole) == 6
+    assert capsys.readouterr().out.splitlines() == whole
+
+
+@pytest.mark.slow
+def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(python_blocks("launch.md")[0])
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --tp=2".split()
+
+    def start(steps: int, folder: str) -> subprocess.Popen:
+        flags = [f"--steps={steps}", f"--folder={folder}"]
+        return subprocess.Popen([*command, *flags], cwd=tmp_path, text=True, stdout=subprocess.PIPE)
+
+    stopped = start(100_000, "stopped")
+    assert stopped.stdout is not None
+    lines = [stopped.stdout.readline() for _ in range(3)]
+    stopped.send_signal(signal.SIGTERM)
+    lines += stopped.communicate(timeout=60)[0].splitlines(keepends=True)
+    assert [path.name for path in (tmp_path / "stopped").iterdir()] == [f"step-{len(lines):08}"]
+    steps = len(lines) + 3
+    resumed, _ = start(steps, "stopped").communicate(timeout=60)
+    whole, _ = start(steps, "whole").communicate(timeout=60)
+    assert whole.count("\n") == steps
+    assert "".join(lines) + resumed == whole
 
 
 def test_the_page_on_parameter_servers_has_what_staleness_costs():
@@ -284,7 +326,7 @@ def test_the_page_on_parameter_servers_has_what_staleness_costs():
 def saved(request, tmp_path, monkeypatch):
     """The files of a page in the working folder, and ranks as threads for `mpcore verify`."""
     page = request.param
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    blocks = python_blocks(page)
     if page == "verify.md":
         (tmp_path / "mine.py").write_text("\n".join(blocks))
     else:
@@ -333,7 +375,7 @@ def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
     text = (DOCS / saved).read_text()
     shown = [list(map(float, losses.split())) for losses in re.findall(r"^step \d: (.*)", text, re.MULTILINE)]
     run_file("look.py")
-    assert capsys.readouterr().out.startswith("rank 0: step 5: 4.28674")
+    assert capsys.readouterr().out.startswith(f"rank 0: step 5: {shown[0][0]}")
     first = find_object("first:train")
     assert first(mpcore.build_mesh()) == pytest.approx(shown[0], abs=1e-4)
     begun = mpcore.simulate(first, 3, 5, "checkpoints", tp=2, dp=2)[0]

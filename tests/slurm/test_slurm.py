@@ -162,6 +162,30 @@ def test_slurm_would_run_the_example(slurm, script):
 
 
 @pytest.mark.slow
+def test_the_program_and_script_of_the_page_on_launching_save_and_resume(slurm, tmp_path):
+    """Copied as they stand, without the environment's line; the flags name a smaller cluster."""
+    page = (ROOT / "docs" / "launch.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (script,) = re.findall(r"```sh\n(#!/bin/bash.*?)```", page, re.DOTALL)
+    script, found = re.subn(r"^source .*\n", "", script, flags=re.MULTILINE)
+    assert found == 1
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "train.sbatch").write_text(script.replace("--tp 8", "--tp 2 --steps 400"))
+    flags = f"--parsable --export=ALL -N2 --ntasks-per-node=1 --cpus-per-task=1 --chdir={tmp_path} --output=log".split()
+    status, job, stderr = slurm.run("sbatch", *flags, str(tmp_path / "train.sbatch"))
+    assert status == 0, stderr
+    log = tmp_path / "log"
+    wait("a step", lambda: log.exists() and "step 3: " in log.read_text())
+    assert slurm.run("scancel", "--signal=TERM", job.strip())[0] == 0
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job.strip())[1] == "")
+    steps = [int(step) for step in re.findall(r"^step (\d+): loss", log.read_text(), re.MULTILINE)]
+    assert steps == list(range(1, 401)), log.read_text()
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert len(saved) == 2, saved  # the one of the signal, and the last
+    assert saved[1] == "step-00000400"
+
+
+@pytest.mark.slow
 def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path):
     """Node n1 loses its daemon and all of its processes at once, and comes back when Slurm has noticed."""
     flags = [*FLAGS, "--dp", "2", "--steps", "200", "--save-every", "20"]
