@@ -201,10 +201,10 @@ LAYOUTS = [({"tp": t, "cp": 1, "pp": p, "ep": 1, "dp": 4 // t // p}, ()) for t, 
 
 
 def test_the_fastest_that_fits_comes_first():
-    layouts = [*LAYOUTS, (LAYOUTS[0][0], ("--refuse",)), (LAYOUTS[1][0], ("--refuse",))]
+    layouts = [*LAYOUTS, *((LAYOUTS[i][0], ("--refuse",)) for i in (0, 0, 1))]
     counter = Counter(build)
     found = search(counter, machine(), [], layouts)
-    assert [e.refused for e in found] == ["", "", "", "", "refused on 1", "refused on 2"]
+    assert [e.refused for e in found] == [*[""] * 4, "refused on 1", "refused on 1", "refused on 2"]
     assert [e.step for e in found[:4]] == sorted(e.step for e in found[:4])
     least, *_, most = sorted(e.memory for e in found[:4])
     assert least < most
@@ -215,7 +215,7 @@ def test_the_fastest_that_fits_comes_first():
     assert some[3].seconds is None
     text = table(some, small)
     assert "1 don't fit; the smallest of them needs" in text
-    assert "1 refused: refused on 1" in text
+    assert "2 refused: refused on 1\n1 refused: refused on 2" in text
 
 
 def test_small_models_are_shown_in_small_units():
@@ -236,9 +236,17 @@ def test_small_models_are_shown_in_small_units():
 
 def test_a_mesh_that_is_too_small_is_not_tried_with_larger_micro_batches():
     tried = []
+
+    def counted(mesh: Mesh, arguments: list[str]) -> Work:
+        tried.append(arguments[-1])
+        return build(mesh, arguments)
+
     layouts = [(LAYOUTS[0][0], ("--micro-batch", n)) for n in "124"]
-    found = search(Counter(build), machine(memory=1.0), [], layouts, each=lambda done, found: tried.append(len(found)))
-    assert (len(found), tried) == (1, [1, 1, 1])
+    found = search(Counter(counted), machine(memory=1.0), [], layouts)
+    assert set(tried) == {"1"}
+    assert [e.arguments[-1] for e in found] == ["1", "2", "4"], "all count as layouts that don't fit"
+    assert [e.memory for e in found] == 3 * [found[0].memory]
+    assert table(found, machine(memory=1.0)).startswith("3 don't fit; ")
 
 
 def test_flags_that_change_nothing_on_a_mesh_are_not_tried():

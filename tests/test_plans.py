@@ -221,7 +221,7 @@ def test_a_plan_is_found_that_shards_as_much_as_the_known_one(family):
         got = parallelize_summary(parallelize(model, suggestion.plan, Axis(2, 0, name="tp"), check=False))
     want = parallelize_summary(parallelize(*changed(family, {}), Axis(2, 0, name="tp"), check=False))
     assert got.share >= want.share
-    assert "proven equal to the whole model" in str(suggestion)
+    assert "proven equal to the unsharded model" in str(suggestion)
 
 
 class UnevenHeads(nn.Module):

@@ -172,7 +172,7 @@ def stage():
         (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
         (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
         (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
-        (stage, r"model.layers.1.\S+ is not there, but has shape .*: save a whole model"),
+        (stage, r"model.layers.1.\S+ is not there, but has shape .*: save an unsharded model"),
     ],
 )
 def test_what_from_pretrained_would_not_read_is_refused(tmp_path, make, match):

@@ -70,7 +70,7 @@ FAULTS = [
     (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
     (14, "tied", "pp3mb4", models.loss, "gradient", "embedding.weight", "mesh.ends.*where other stages hold it"),
-    (14, "renamed", "pp2", models.loss, "gradient", "head.weight", "its first name in the whole model on every rank"),
+    (14, "renamed", "pp2", models.loss, "gradient", "head.weight", "its first name in the unsharded model on"),
     (16, "gate-up", "tp2", models.loss, "forward", "mlp.down", "sharded otherwise than its forward computes|order"),
     (18, "bias", "tp2", models.loss, "forward", "attention.output", "the bias is added 2 times, once on each rank"),
     (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
@@ -96,6 +96,7 @@ def test_a_planted_fault_is_named(ranks, pitfall, fault, layout, loss, stage, na
     if name:
         assert verdict.departure.name == name, verdict.departure
     assert re.search(cause, verdict.departure.cause), verdict.departure
+    assert verdict.worst[stage] >= verdict.departure.ulps, "the table's number includes the named tensor"
 
 
 def test_the_model_without_a_fault_is_equal(ranks):
@@ -143,7 +144,7 @@ def test_numbers_complex_buffers_and_layers_used_twice_are_no_fault(ranks):
 
 def test_outputs_whose_rows_come_second_are_told_of(ranks):
     (verdict,) = verify(models.TokensFirst, models.tokens(), ["dp2"], pool=ranks)
-    assert r"it is (8, 2, 22), which is no rank's part of the dense model's (8, 4, 22)" in str(verdict.departure)
+    assert r"it is (8, 2, 22), which is no rank's part of the unsharded model's (8, 4, 22)" in str(verdict.departure)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_differen
     assert main(["tests.verify_models:Encoder", "--layouts", "tp2", "--html", str(html)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^tp2 .* equal$", out, re.MULTILINE), out
-    assert "1 of 1 layouts are the dense model" in html.read_text()
+    assert "1 of 1 layouts equal the unsharded model" in html.read_text()
     assert main(["tests.verify_models:wrong_heads", "--layouts", "tp2"]) == 1
     assert "DIFFERS" in (out := capsys.readouterr().out), out
     assert "forward of attention" in out
@@ -250,7 +251,7 @@ def test_the_picture_has_each_gradient_under_each_layout(tmp_path):
     texts = re.findall("<!-- (.*?) -->", (tmp_path / "x.svg").read_text())
     assert [text for text in texts if text[0].isdigit() or text == "-"][:6] == ["1.5", "0", "-", "7e+15", "-", "-"]
     assert {"up.weight", "up.bias", "tp2", "equal", "DIFFERS", "FAILED"} <= set(texts)
-    assert "1 of 3 layouts are the dense model: gradients' largest" in texts
+    assert "1 of 3 layouts equal the unsharded model: gradients' largest" in texts
 
 
 def test_the_page_escapes_what_it_shows():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mpcore.analysis.calibrate import Run, uncertainty
@@ -150,7 +150,7 @@ def search(
 ) -> list[Estimate]:
     """Estimate layouts. Ctrl-C stops the search and keeps its results.
 
-    A mesh that doesn't fit with one micro-batch size isn't tried with a larger one.
+    If a mesh doesn't fit with one micro-batch size, a larger size is not tried: it needs at least the same memory.
 
     Args:
         counter: the counter of the model.
@@ -164,15 +164,18 @@ def search(
         First the layouts that fit, the fastest first; then those that don't, the smallest first; then the refused ones.
     """
     found: list[Estimate] = []
-    too_large: dict[object, int] = {}
+    too_large: dict[object, tuple[int, int]] = {}  # the least size that doesn't fit, and its bytes
     try:
         for done, (sizes, own) in enumerate(layouts, start=1):
             size, rest = _micro_batch(own)
             key = tuple(sizes.items()), rest
-            if size < too_large.get(key, size + 1):
+            least, memory = too_large.get(key, (size + 1, 0))
+            if size >= least:
+                found.append(Estimate(sizes, own, memory, bound=True))
+            else:
                 found.append(consider(counter, machine, given, (sizes, own), unfused))
                 if not found[-1].fits(machine) and not found[-1].refused:
-                    too_large[key] = size
+                    too_large[key] = size, found[-1].memory
             each(done, found)
     except KeyboardInterrupt:
         pass
@@ -190,15 +193,15 @@ def _micro_batch(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
 def ranked(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
     """Sort estimates: those that fit by time, those that don't by memory, then the refused ones.
 
-    Of equal estimates only the first is kept.
+    Of layouts on one mesh that fit and have equal estimates, only the first is kept.
     """
-    unique: Mapping[object, Estimate] = {
-        (tuple(e.sizes.items()), e.memory, e.step, e.refused): e for e in reversed(found)
-    }
-    kept = list(unique.values())[::-1]
-    fits = sorted((e for e in kept if e.fits(machine)), key=lambda e: (round(e.step, 9), e.memory))
-    large = sorted((e for e in kept if not e.fits(machine) and not e.refused), key=lambda e: e.memory)
-    return [*fits, *large, *(e for e in kept if e.refused)]
+    unique: dict[object, Estimate] = {}
+    for e in found:
+        if e.fits(machine):
+            unique.setdefault((*e.sizes.items(), e.memory, e.step), e)
+    fits = sorted(unique.values(), key=lambda e: (round(e.step, 9), e.memory))
+    large = sorted((e for e in found if not e.fits(machine) and not e.refused), key=lambda e: e.memory)
+    return [*fits, *large, *(e for e in found if e.refused)]
 
 
 def frontier(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:

@@ -11,7 +11,7 @@ The module `package.module` must have:
 
 Each rank imports the module in a process of its own.
 
-The model runs dense (on one process) in float64, then under each layout on local processes. These are compared: the
+The model runs unsharded, on one process, in float64, then under each layout on local processes. These are compared: the
 initial values, all tensors that the model returns ([B, ...]), the loss, every gradient and the gradient norm, the
 parameters and persistent buffers after one step of SGD, and the output for the same batch in eval() after the step. The
 result names the first tensor that differs and a likely cause. A buffer that each rank may fill differently needs
@@ -37,7 +37,7 @@ from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
 from mpcore.verify.run import Seen, Task, build_options, run_step
 
-SAMPLES = 5  # runs that measure the dense model's rounding error: in one run a small tensor's may be 0 by chance
+SAMPLES = 5  # runs that measure the unsharded model's rounding error: in one run a small tensor's may be 0 by chance
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _CALL = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)  # of a traceback
@@ -71,8 +71,8 @@ def verify(
         layouts: the layouts, such as "tp2sp", "pp2", "dp2zero3" or "cp2" (see `parse_layout`).
         loss: `loss(output, target, mesh)` or `loss(output, target)`. It returns the *sum* over its tokens. None: half
             the sum of squares, for outputs that every rank has in full.
-        dtype: the dtype of the layouts' runs. For a dtype below float64 the tolerance is twice the dense model's own
-            rounding error in that dtype: the largest of five runs whose parameters differ by half a rounding. If a
+        dtype: the dtype of the layouts' runs. For a dtype below float64 the tolerance is twice the unsharded model's
+            own rounding error in that dtype: the largest of five runs whose parameters differ by half a rounding. If a
             float64 run differs only by float32 roundings because the model casts to float32, both runs are repeated
             without these casts.
         seed: the seed of the initial values.
@@ -115,13 +115,13 @@ def verify(
     task = Task(build, batch, loss, dtype if virtual else torch.float64, seed, virtual=virtual)
     ours = pool is None
     pool = Pool(most) if pool is None else pool
-    dense = parse_layout("tp1")
+    alone = parse_layout("tp1")
     try:
         try:
-            (truth,) = pool(1, _run, task, dense, timeout=timeout)
+            (truth,) = pool(1, _run, task, alone, timeout=timeout)
             task = replace(task, dtype=dtype)
             samples = range(SAMPLES if dtype != torch.float64 and not virtual else 0)
-            rounded = [pool(1, _run, replace(task, nudge=i), dense, timeout=timeout)[0] for i in samples]
+            rounded = [pool(1, _run, replace(task, nudge=i), alone, timeout=timeout)[0] for i in samples]
         except RankError as error:
             raise ValueError(f"one process can't run the model: {_useful(str(error), timeout)}") from None
         judge = Judge(truth, dtype, rounded, exact=virtual > 0)

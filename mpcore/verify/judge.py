@@ -1,4 +1,4 @@
-"""Compare what the ranks recorded with the dense model's values, and explain the first difference."""
+"""Compare what the ranks recorded with the unsharded model's values, and explain the first difference."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ OF_FLOAT32 = 2.0**33  # float64 ULPs, about 30 roundings of float32 (2^28 each):
 
 @dataclass(frozen=True)
 class Departure:
-    """The first tensor that differs from the dense model's.
+    """The first tensor that differs from the unsharded model's.
 
     Attributes:
         stage: one of `STAGES`.
         name: the name of the module (for the forward), the parameter or the buffer. "" for the loss and the norm.
-        ulps: the difference, in units of the last place of the tensor's largest value.
+        ulps: the difference, in units of the last place of the tensor's largest value; infinite if the tensors can't be
+            compared.
         cause: the likely cause, in a sentence.
     """
 
@@ -36,7 +37,8 @@ class Departure:
 
     def __str__(self) -> str:
         where = f"{self.stage} of {self.name}" if self.name else self.stage
-        return f"{where} departs by {self.ulps:.3g} ULPs: {self.cause}"
+        by = f" departs by {self.ulps:.3g} ULPs" if self.ulps < math.inf else ""
+        return f"{where}{by}: {self.cause}"
 
 
 @dataclass
@@ -45,7 +47,8 @@ class Verdict:
 
     Attributes:
         layout: the layout's name.
-        worst: the largest difference of each stage, in ULPs. A stage that wasn't reached is missing.
+        worst: the largest difference of any tensor of each stage, in ULPs: in the forward of the model's output, and
+            of the first module whose output differs. A stage that wasn't reached is missing.
         gradients: the largest difference of each parameter's gradient, in ULPs; infinite if there is no gradient to
             compare.
         departure: the first tensor that differs. None: the models are equal.
@@ -60,17 +63,17 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether the model ran and is equal to the dense model."""
+        """Whether the model ran and is equal to the unsharded model."""
         return self.departure is None and not self.error
 
 
 class Judge:
-    """Compares runs with the dense model, within a tolerance for rounding.
+    """Compares runs with the unsharded model, within a tolerance for rounding.
 
     Args:
-        truth: the dense model's run in float64.
+        truth: the unsharded model's run in float64.
         dtype: the dtype of the layouts' runs.
-        rounded: runs of the dense model in that dtype, if it isn't float64. Twice their largest error is allowed.
+        rounded: runs of the unsharded model in that dtype, if it isn't float64. Twice their largest error is allowed.
         exact: if True, no difference is allowed.
     """
 
@@ -101,7 +104,7 @@ class Judge:
         return verdict
 
     def _own(self, which: str, name: str | tuple[str, int]) -> float:
-        """Return the largest rounding error of the dense model's own tensor."""
+        """Return the largest rounding error of the unsharded model's own tensor."""
         want, *near = (getattr(run, which).get(name) for run in (self.truth, *self.rounded))
         return max((_farthest(t, want) for t in near if t is not None and t.shape == want.shape), default=0.0)
 
@@ -110,8 +113,8 @@ class Judge:
 
         Args:
             got: the layout's tensor.
-            want: the dense model's tensor.
-            own: the dense model's own rounding error.
+            want: the unsharded model's tensor.
+            own: the unsharded model's own rounding error.
             floor: the least scale of the tolerance.
         """
         exact = not want.is_floating_point()
@@ -150,7 +153,7 @@ class Judge:
                 cause = _undeclared(name, shape, tuple(tensor.shape))
             if cause:
                 first = first or Departure(stage, name, math.inf, cause)
-                each[name] = math.inf
+                each[name] = worst = math.inf
             else:
                 own = self._own(which, name)
                 offs = [self._off(t, tensor, own, floor) for t in there]
@@ -168,12 +171,16 @@ class Judge:
             unknown = [name for name in extra if name not in self.truth.initial]
             if unknown:
                 cause = (
-                    "the dense model has no parameter of this name. A tied parameter has its first name in the whole "
-                    "model on every rank: under that register it on the last stage too, and tie the head to it"
+                    "the unsharded model has no parameter of this name. A tied parameter has its first name in the "
+                    "unsharded model on every rank: register it by this name on the last stage too, and tie the head "
+                    "to it"
                 )
-                first = Departure(stage, unknown[0], math.inf, cause)
+                worst, first = math.inf, Departure(stage, unknown[0], math.inf, cause)
             elif extra and first is None:
-                first = Departure(stage, extra[0], math.inf, "the dense model gives it none: frozen there alone?")
+                worst, first = (
+                    math.inf,
+                    Departure(stage, extra[0], math.inf, "the unsharded model gives it none: frozen there alone?"),
+                )
         return worst, first
 
     def _why(self, layout: Layout, stage: str, name: str, held: Sequence[Seen], got: Tensor, want: Tensor) -> str:
@@ -252,15 +259,18 @@ class Judge:
                 if bad and first is None:
                     what = f"output{name}" if name else "the model"
                     first = Departure(stage, what, ulps, self._why_output(stage, fits, got, want))
-        return worst, self._locate(layout, ranks, first) if first is not None and stage == "forward" else first
+        if first is not None and stage == "forward":
+            first = self._locate(layout, ranks, first)
+            worst = max(worst, first.ulps)
+        return worst, first
 
     def _why_output(self, stage: str, fits: bool, got: Tensor | None, want: Tensor) -> str:
         if got is None:
-            return "the dense model returns it, this layout doesn't, or not alike in each micro-batch"
+            return "the unsharded model returns it, this layout doesn't, or not alike in each micro-batch"
         if not fits:
             return (
-                f"it is {tuple(got.shape)}, which is no rank's part of the dense model's {tuple(want.shape)}: outputs "
-                f"are [B, ...], cut in rows over dp and micro-batches, and [B, T, ...] over cp"
+                f"it is {tuple(got.shape)}, which is no rank's part of the unsharded model's {tuple(want.shape)}: "
+                f"outputs are [B, ...], sharded in rows over dp and micro-batches, and [B, T, ...] over cp"
             )
         if stage == "evaluation":
             return (
@@ -272,7 +282,7 @@ class Judge:
     def _off_rank(
         self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, own: float, runs: tuple
     ) -> tuple[float, bool]:
-        """Compare with the parts of the dense tensor that this rank may hold: the smallest difference counts."""
+        """Compare with the parts of the unsharded tensor that this rank may hold: the smallest difference counts."""
         offs = (self._off(got, part, own) for part in _parts(layout, seen, want, got.shape, runs))
         return min(offs, default=(math.inf, True))
 
@@ -331,7 +341,7 @@ class Judge:
     # --- buffers ------------------------------------------------------------------------------------------------------
 
     def _buffers(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
-        """Compare each rank's buffers with the dense model's, or with this rank's shard over tp of them."""
+        """Compare each rank's buffers with the unsharded model's, or with this rank's shard over tp of them."""
         worst, first = 0.0, None
         for name, want in self.truth.buffers.items():
             own = self._own("buffers", name)
@@ -342,8 +352,8 @@ class Judge:
                 worst = max(worst, ulps)
                 if bad and first is None:
                     cause = (
-                        "after the step it isn't what it is in the dense model, and is saved in checkpoints: let all "
-                        "ranks compute it alike, of sums over tp, dp, cp and micro-batches; where each rank has its "
+                        "after the step it differs from the unsharded model's, and it is saved in checkpoints: let all "
+                        "ranks compute it alike, from sums over tp, dp, cp and micro-batches; if each rank has its "
                         "own, or nobody needs it saved, register_buffer(..., persistent=False)"
                     )
                     first = Departure("buffers", name, ulps, cause)
@@ -388,14 +398,14 @@ class Judge:
         elif _close(got / self.truth.loss, layout.tp) if self.truth.loss else False:
             cause = f"it is tp = {layout.tp} times too large: every rank's whole loss is summed over tp"
         else:
-            cause = "the output was right: the loss reads it otherwise than the dense model does"
+            cause = "the output was right: the loss reads it otherwise than the unsharded model does"
         return worst, Departure("loss", "", worst, cause)
 
 
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """Yield the parts of a dense tensor that a rank may hold.
+    """Yield the parts of a unsharded tensor that a rank may hold.
 
     They are its rows and tokens, and of them the declared features, or a shard of one dimension.
     """
@@ -430,8 +440,8 @@ def _undeclared(name: str, shape: tuple[int, ...], want: tuple[int, ...]) -> str
     dim = next((i for i, (here, whole) in enumerate(pairs) if here != whole), 0)
     cut = f"mpcore.sharding.cut({want[dim] if want else 1}, tp, {dim})"
     return (
-        f"its declared shape is {shape}, and the dense model's {want}. If each rank holds a shard, derive the module "
-        f"from mpcore.layers.module.ParallelModule, and make the parameter by "
+        f"its declared shape is {shape}, and the unsharded model's {want}. If each rank holds a shard, derive the "
+        f"module from mpcore.layers.module.ParallelModule, and make the parameter by "
         f'self.declare("{leaf}", {want}, init, shard={cut})'
     )
 

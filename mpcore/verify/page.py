@@ -44,14 +44,14 @@ def page(title: str, verdicts: Sequence[Verdict]) -> str:
     equal = sum(v.equal for v in verdicts)
     return (
         f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{html.escape(title)}</h1><p>{equal} of {len(verdicts)} layouts are the dense model. Numbers are the "
-        f"largest differences in units of the last place of each tensor's largest value.</p>"
+        f"<h1>{html.escape(title)}</h1><p>{equal} of {len(verdicts)} layouts equal the unsharded model. Numbers are "
+        f"the largest differences in units of the last place of each tensor's largest value.</p>"
         f"<table><tr>{head}</tr>{''.join(rows)}</table>\n"
     )
 
 
 def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
-    """Draw the difference of each gradient from the dense model's, in ULPs.
+    """Draw the difference of each gradient from the unsharded model's, in ULPs.
 
     The picture has one column per layout and one row per parameter.
 
@@ -75,7 +75,7 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
             first = v.departure is not None and v.departure.stage == "gradient" and v.departure.name == name
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, weight="bold" if first else "normal")
     equal = sum(v.equal for v in verdicts)
-    axes.set_title(f"{equal} of {len(verdicts)} layouts are the dense model: gradients' largest\n"
+    axes.set_title(f"{equal} of {len(verdicts)} layouts equal the unsharded model: gradients' largest\n"
                    "differences, in units of the last place", loc="left", fontsize=10)  # fmt: skip
     axes.set(xlim=(-0.5, len(verdicts) - 0.5), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)))
     axes.set_yticklabels(names, fontsize=7)

@@ -112,7 +112,7 @@ def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
         if name not in held or held[name][1].shape != tuple(x.shape):
             found = f"with shape {held[name][1].shape}" if name in held else "not there"
             raise ValueError(
-                f"{name} is {found}, but has shape {tuple(x.shape)} by the model's config: save a whole model"
+                f"{name} is {found}, but has shape {tuple(x.shape)} by the model's config: save an unsharded model"
             )
     if more := sorted(held.keys() - dense.state_dict().keys()):
         raise ValueError(f"the model's config has no {more[:20]}: from_pretrained would not read them")

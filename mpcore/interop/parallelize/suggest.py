@@ -45,7 +45,7 @@ class Suggestion:
     def __str__(self) -> str:
         lines = [f"{pattern!r}: {style!r}," for pattern, style in self.plan.items()]
         lines += [f"# {pattern} stays whole: {why}" for pattern, why in self.left.items()]
-        sure = "proven equal to the whole model" if self.proven else "not proven"
+        sure = "proven equal to the unsharded model" if self.proven else "not proven"
         return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}"])
 
 
@@ -81,7 +81,7 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
         >>> print(mpcore.suggest_plan(model))
         '0': 'colwise',
         '2': 'rowwise',
-        # shards 95% of the bytes, proven equal to the whole model
+        # shards 95% of the bytes, proven equal to the unsharded model
     """
     try:
         prover = Prover(shapes_of(model), None if example is None else as_arguments(example))
