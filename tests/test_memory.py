@@ -28,6 +28,7 @@ from mpcore import (
 )  # fmt: skip
 from mpcore.analysis.__main__ import main
 from mpcore.analysis.dry_run import Work, dry_run, pretend
+from mpcore.analysis.layout import Counter
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import kept_bytes, recompute
@@ -314,8 +315,16 @@ def test_a_target_that_returns_the_whole_model_for_each_stage_is_refused():
         inputs = lambda i: ((torch.zeros(2, 4, dtype=torch.int64),), {})  # noqa: E731
         return Work([nn.Embedding(5, 4, device="meta")], build_schedule("1f1b", mesh.pp.size, 2), inputs, torch.sum)
 
+    def floats(mesh: Mesh, arguments: list[str]) -> Work:
+        inputs = lambda i: ((torch.zeros(2, 4),), {})  # noqa: E731
+        model = nn.Linear(4, 4, bias=False, device="meta")
+        return Work([model], build_schedule("1f1b", mesh.pp.size, 2), inputs, torch.sum)
+
     with pytest.raises(ValueError, match=r"stage 1 takes torch\.int64, which no stage before it sends"):
         dry_run(whole, [], 1, pp=2)
+    for count in (Counter(whole).rank, Counter(floats).rank, Counter(floats).layout):
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 both hold 1 parameters of the same names, such as weight"):
+            count(pp=2, dp=2)
 
 
 class Reads(nn.Linear):
@@ -337,10 +346,11 @@ class Conditioned(nn.Module):
 
     def __init__(self, last: bool) -> None:
         super().__init__()
-        self.last, self.linear = last, nn.Linear(4, 4, device="meta")
+        self.last, self.blocks = last, nn.ModuleDict({str(int(last)): nn.Linear(4, 4, device="meta")})
 
     def forward(self, x: Tensor, c: Tensor | None = None, mask: Tensor | None = None) -> Any:
-        h = self.linear(x) if c is None else self.linear(x) * c[:, None] * mask
+        (linear,) = self.blocks.values()
+        h = linear(x) if c is None else linear(x) * c[:, None] * mask
         return h if self.last else (h, h.mean(1), h > 0)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +68,9 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     name = arguments[arguments.index("--schedule") + 1] if "--schedule" in arguments else "gpipe"
     rows = B * (int(arguments[arguments.index("--micro-batch") + 1]) if "--micro-batch" in arguments else 1)
     schedule = build_schedule(name, mesh.pp.size, M)
-    stages: list[nn.Module] = [MLP(mesh) for _ in schedule.stages_of(mesh.pp.rank)]
+    stages: list[nn.Module] = [
+        nn.Sequential(OrderedDict({str(i): MLP(mesh)})) for i in schedule.stages_of(mesh.pp.rank)
+    ]
     shard_data_parallel(stages, mesh, zero=0)
     return Work(stages, schedule, lambda i: ((torch.empty(rows, D),), {}), Tensor.sum)
 

@@ -79,10 +79,38 @@ def dry_run(
         The counts.
 
     Raises:
-        ValueError: if the mesh has no such rank, or the work can't be run without values.
+        ValueError: if the mesh has no such rank, the work can't be run without values, or two pipeline ranks have
+            parameters of the same names.
     """
     with on_mesh(rank, **sizes) as mesh:
-        return run_dry(call_build(build, mesh, arguments), mesh, stands_for_gpu)
+        found = run_dry(call_build(build, mesh, arguments), mesh, stands_for_gpu)
+    check_stages(build, arguments, **sizes)
+    return found
+
+
+def check_stages(build: Build, arguments: Sequence[str], **sizes: int) -> None:
+    """Raise ValueError if the first two pipeline ranks have parameters of the same names, as `prepare` does.
+
+    A parameter has its name in the unsharded model, so these ranks hold the same part of it, such as all of it.
+
+    Args:
+        build: the function that makes the rank's work. A `Model` numbers its blocks itself, and is not checked.
+        arguments: the second argument of `build`.
+        sizes: the sizes of the mesh's axes.
+    """
+    if sizes.get("pp", 1) == 1 or isinstance(build, Model):
+        return
+    held = []
+    for rank in (0, sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)):
+        with on_mesh(rank, **sizes) as mesh:
+            stages = call_build(build, mesh, arguments).stages
+            held.append({name for stage in stages for name, _ in stage.named_parameters()})
+    if held[0] and held[0] == held[1]:
+        raise ValueError(
+            f"pipeline ranks 0 and 1 both hold {len(held[0])} parameters of the same names, such as {min(held[0])}: "
+            f"return the stages of mesh.pp.rank alone, with the names of the unsharded model, such as "
+            f"ModuleDict({{str(i): block}}) with i the block's number there"
+        )
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from mpcore.analysis.counts import Ledger
-from mpcore.analysis.dry_run import assemble, call_build, count_stages, on_mesh, rounds_of, run_dry
+from mpcore.analysis.dry_run import (
+    assemble,
+    call_build,
+    check_stages,
+    count_stages,
+    dry_run,
+    on_mesh,
+    rounds_of,
+    run_dry,
+)
 from mpcore.analysis.peak import peak
 from mpcore.analysis.work import Build, Found, Held, Kept, Model, Outline, combine, most_bytes
 from mpcore.mesh.axis import Mesh
@@ -132,9 +141,9 @@ class Counter:
             rank: the rank.
             sizes: the sizes of the mesh's axes.
         """
+        if not isinstance(self.build, Model):
+            return dry_run(self.build, arguments, rank, self.stands_for_gpu, **sizes)
         with on_mesh(rank, **sizes) as mesh:
-            if not isinstance(self.build, Model):
-                return run_dry(call_build(self.build, mesh, arguments), mesh, self.stands_for_gpu)
             outline = self.build.outline(mesh, list(arguments))
             if not outline.linear:
                 return run_dry(self.build(mesh, list(arguments)), mesh, self.stands_for_gpu)
@@ -265,6 +274,7 @@ class Counter:
             with on_mesh(rank, **sizes) as mesh:
                 work = call_build(self.build, mesh, arguments)
                 found.append(run_dry(work, mesh, self.stands_for_gpu))
+        check_stages(self.build, arguments, **sizes)
         plan = found[0].plan
         stages = {i: kept for r, f in enumerate(found) for i, kept in zip(plan.stages_of(r), f.stages, strict=True)}
         ordered = tuple(stages[i] for i in range(plan.stages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -33,7 +34,7 @@ class Stage(nn.Module):
 
 
 def stages_of(on: Mesh, plan: Schedule) -> list[nn.Module]:
-    return [Stage() for _ in plan.stages_of(on.pp.rank)]
+    return [nn.Sequential(OrderedDict({str(i): Stage()})) for i in plan.stages_of(on.pp.rank)]
 
 
 def loss_of(y: Tensor) -> Tensor:
